@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import GATEWAY_BYTES
+from neuronpipe.plans.plan.budget import gateway_bytes
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
@@ -75,11 +75,13 @@ def offered(
     package where there are several."""
     refuse_contradictions(arguments)
     offers: dict[str, Offer] = {}
-    for name, (path, package) in _by_name(arguments, paths).items():
+    packages = _by_name(arguments, paths)
+    gateway = _gateway_bytes(package for _, package in packages.values())
+    for name, (path, package) in packages.items():
         asked = argparse.Namespace(**{**vars(arguments), "package": path})
         if asked.memory not in (None, AUTO):
-            asked.memory = max(1, asked.memory - GATEWAY_BYTES)
-        with _naming(path, arguments):
+            asked.memory = max(1, asked.memory - gateway)
+        with _naming(path, arguments, gateway):
             plan = planned_here(asked, package, several=True, gateway=False, measured=measured).plan
             offers[name] = Offer(package, plan, implementations(arguments.use, plan))
     return offers
@@ -98,32 +100,38 @@ def _by_name(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, 
     return found
 
 
+def _gateway_bytes(packages: Iterable[Package]) -> int:
+    """What a gateway of these packages takes."""
+    return gateway_bytes(sum(package.manifest.chat is not None for package in packages))
+
+
 @contextlib.contextmanager
-def _naming(path: Path, arguments: argparse.Namespace) -> Iterator[None]:
-    """An error says which package it is of."""
+def _naming(path: Path, arguments: argparse.Namespace, gateway: int = 0) -> Iterator[None]:
+    """An error says which package it is of. gateway: the bytes that the gateway takes."""
     try:
         yield
     except UserError as error:
-        raise UserError(_of_package(str(error), path, arguments)) from None
+        raise UserError(_of_package(str(error), path, arguments, gateway)) from None
 
 
-def _of_package(said: str, path: Path, arguments: argparse.Namespace) -> str:
+def _of_package(said: str, path: Path, arguments: argparse.Namespace, gateway: int) -> str:
     """What is wrong with one of several packages: which, and what it cannot have."""
     if not said.startswith(str(path)):
         said = f"{path.name}: {said}"
     if arguments.memory in (None, AUTO) or "--memory" not in said:
         return said
-    return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(GATEWAY_BYTES)}"
+    return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(gateway)}"
 
 
-def shared_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:
+def shared_limit_bytes(arguments: argparse.Namespace, path: Path, offers: Iterable[Offer]) -> int:
     """What all runs together may take: --memory without the gateway's, else what is available now."""
+    gateway = _gateway_bytes(offer.package for offer in offers)
     if arguments.memory not in (None, AUTO):
-        return max(1, int(arguments.memory) - GATEWAY_BYTES)
+        return max(1, int(arguments.memory) - gateway)
     device = probe(path)
     if arguments.memory == AUTO:
         return int(FOLLOWED_LIMIT * device.memory_total_bytes)
-    return max(1, device.memory_available_bytes - GATEWAY_BYTES)
+    return max(1, device.memory_available_bytes - gateway)
 
 
 class Host:

@@ -132,7 +132,7 @@ def _serve_several(arguments: argparse.Namespace, paths: list[Path], key: str | 
     offers = offered(arguments, paths, measured.append)
     hosted = Hosted(
         packages=[(one.package, one.plan) for one in offers.values()],
-        limit_bytes=shared_limit_bytes(arguments, paths[0]),
+        limit_bytes=shared_limit_bytes(arguments, paths[0], offers.values()),
         keep_alive_s=keep_alive_s,
     )
     listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))

@@ -95,21 +95,21 @@ class Gateway:
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        return self._conversation(request, body, ChatForm, CallingForm)
+        return await self._conversation(request, body, ChatForm, CallingForm)
 
     async def responses(self, request: Request) -> Answer:
         """Answer a conversation, as the Responses API asks."""
         asked = await read_body(request, ResponsesRequest)
         form = functools.partial(ResponseForm, asked.echoed())
-        return self._conversation(request, asked.as_chat(), form, form)
+        return await self._conversation(request, asked.as_chat(), form, form)
 
-    def _conversation(
+    async def _conversation(
         self, request: Request, body: ChatRequest, form: Callable[..., Form], calling: Callable[..., Form]
     ) -> Answer:
         """form: of an answer that is a text; calling: of one that may call functions."""
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         model = self._models.named(body.model)
-        prompt = model.chat.prompt_of(body)
+        prompt = await model.chat.prompt_of(body)
         if offer is None:
             return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
         form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
@@ -205,11 +205,12 @@ class Gateway:
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a conversation becomes."""
         body = await read_body(request, ChatRequest)
-        return _json({"prompt": self._models.named(body.model).chat.prompt_of(body).text + body.begun})
+        prompt = await self._models.named(body.model).chat.prompt_of(body)
+        return _json({"prompt": prompt.text + body.begun})
 
     async def props(self, request: Request) -> Response:
         """What the server is."""
-        return _json(self._doors.props(request.query_params.get("model")))
+        return _json(await self._doors.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:

@@ -68,12 +68,12 @@ class Doors:
         ask = Tokenize(request=new_name(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
         return {"content": (await self._ask(ask, body.model, client)).text}
 
-    def props(self, name: str | None) -> dict[str, Any]:
+    async def props(self, name: str | None) -> dict[str, Any]:
         """What a model is, and how texts are sampled when nothing is said."""
         model = self._models.named(name)
         manifest, defaults = model.package.manifest, Generate(request="", prompt="")
         params = {NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
-        chat = manifest.chat
+        chat, report = manifest.chat, await model.chat.report()
         return {
             "default_generation_settings": {
                 "n_ctx": model.context_tokens,
@@ -84,6 +84,10 @@ class Doors:
             "model_path": manifest.name,
             "modalities": {"vision": False, "audio": False},
             "chat_template": "" if chat is None else model.package.chat_template(),
+            "chat_template_error": None if report is None else report.error,
+            "chat_template_tools": None
+            if report is None
+            else {"format": "template" if report.writes_calls else "stated", "reason": report.why_not},
             "bos_token": "" if chat is None else chat.begin,
             "eos_token": "" if chat is None else chat.end,
         }

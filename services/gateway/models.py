@@ -17,6 +17,7 @@ from neuronpipe.services.gateway.coordinator import Coordinator, Hold
 from neuronpipe.services.gateway.infill import Infill
 from neuronpipe.services.gateway.live import Live
 from neuronpipe.services.gateway.problems import Problem, unavailable
+from neuronpipe.services.gateway.template_pool import TemplatePool
 
 HEALTH_S = 2.0
 
@@ -69,8 +70,10 @@ class Models:
     def __init__(self, models: Sequence[Model]) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
+        self._templates = TemplatePool()
         for model in models:
             model.infill = Infill(self.holding(model))
+            model.chat.templates = self._templates
 
     def named(self, name: str | None) -> Model:
         """The package of this name, the first where a request names none. Raises Problem where there is none."""
@@ -114,12 +117,18 @@ class Models:
             raise unavailable("starting", "not all processes of the run are ready")
         return {"status": "ok"}
 
+    async def try_templates(self) -> None:
+        """Find out what the chat templates do, and log those that fail."""
+        for model in self._by_name.values():
+            await model.chat.report()
+
     def end(self, code: str, reason: str) -> None:
         """The server is ending."""
         for _, run in self.live:
             run.end(code, reason)
 
     async def close(self) -> None:
-        """Close the connections to all runs."""
+        """Close the connections to all runs, and end the processes of chat templates."""
+        self._templates.close()
         for _, run in self.live:
             await run.coordinator.close()

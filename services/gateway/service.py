@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from neuronpipe.plans.package.reader import Package
@@ -32,6 +34,7 @@ KEEP_ALIVE_S = 15
 LAST_WORDS_S = 1
 RUN_ENDS_LOOK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MAX_GROWTH_BYTES = 512 << 20
 
 
 @frozen(kw_only=True)
@@ -136,7 +139,6 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, SleepingServer
     from neuronpipe.services.gateway.memory_account import Account
-    from neuronpipe.services.gateway.templates import bounded_growth
 
     account = Account()
     gateway = Gateway(models, listener, account)
@@ -158,7 +160,25 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
         try:
             server = SleepingServer(config, SIGNALS, gateway.end)
             over.add_done_callback(lambda _: server.end())
+            trying = asyncio.ensure_future(models.try_templates())
             await server.serve(sockets=[listening])
+            trying.cancel()
             over.cancel()
         finally:
             await models.close()
+
+
+@contextlib.contextmanager
+def bounded_growth() -> Iterator[None]:
+    """Meanwhile this process's own memory grows by MAX_GROWTH_BYTES at most: beyond, an allocation fails. Address space
+    does not count, since each thread reserves 72 MB of it, for a stack and a heap that stay almost empty."""
+    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
+    writable_bytes = int(statm[5]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = writable_bytes + MAX_GROWTH_BYTES
+    if soft == resource.RLIM_INFINITY or soft > wanted:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

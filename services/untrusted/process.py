@@ -29,7 +29,8 @@ MAX_OUTPUT_BYTES = 64 << 10
 MAX_STACK_BYTES = 8 << 20
 
 Work = Callable[[bytes], bytes]
-"""What answers requests. Its errors become failures of the request, with their text."""
+"""What answers requests. Its errors become failures of the request, with their text. Its attribute `idle_s`, if any,
+says how many seconds the process waits for a request before it ends, instead of IDLE_S; None: for ever."""
 
 Prepare = Callable[[bytes], Work]
 """Makes the work of a new process from the first frame's payload."""
@@ -41,7 +42,7 @@ def serve(link: socket.socket, prepare: Prepare, memory_bytes: int) -> None:
     lib.np_process_name(b"np-untrusted")
     _limit(memory_bytes)
     work: Work | None = None
-    while (request := _receive(link)) is not None:
+    while (request := _receive(link, getattr(work, "idle_s", IDLE_S))) is not None:
         timeout_s, payload = request
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # nothing handles SIGALRM: it ends the process
         if work is None:
@@ -88,9 +89,10 @@ def _attempt(work: Work, payload: bytes) -> tuple[Kind, bytes]:
         return Kind.FAILED, f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
 
 
-def _receive(link: socket.socket) -> tuple[float, bytes] | None:
-    """The next request and its time limit in seconds; None when the service has closed the link."""
-    if not select.select([link], [], [], IDLE_S)[0]:
+def _receive(link: socket.socket, idle_s: float | None) -> tuple[float, bytes] | None:
+    """The next request and its time limit in seconds; None when the service has closed the link. Waits for idle_s
+    seconds, then ends the process; None: as long as the service lives."""
+    if not select.select([link], [], [], idle_s)[0]:
         os._exit(IDLE_EXIT)
     head = _exactly(link, HEADER.size)
     if head is None:
