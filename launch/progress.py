@@ -136,11 +136,18 @@ class Progress:
 
     def print(self, line: str) -> None:
         """A line for stdout, which may be the same terminal."""
+        self._print(line, sys.stdout)
+
+    def note(self, line: str) -> None:
+        """Write a line about the work where its progress is shown."""
+        self._print(f"neuronpipe: {line}", self._stream)
+
+    def _print(self, line: str, stream: TextIO) -> None:
         with self._lock:
             if self._bar is not None:
                 self._bar.stop()
                 self._drawn_at = float("-inf")
-            print(line, flush=True)
+            print(line, file=stream, flush=True)
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK_S):

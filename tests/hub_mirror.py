@@ -6,11 +6,12 @@ addresses with ETag and length, redirects to where large files lie, ranges, erro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,13 +20,15 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE_BYTES = 4096  # from here on a file is kept apart from git
+INFO = ""  # the name of the answer about a repository, in `Mirror.hostile`
 _INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 _FILE = re.compile(r"/(large/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
 @dataclass
 class Mirror:
-    """The hub and what is to go wrong with it. sent: of every download, (the file, its first byte, how many bytes)."""
+    """The hub and what is to go wrong with it. hostile: by the name of a file, or INFO, what answers in place of the
+    hub; it gets what an honest one would send. sent: of every download, (the file, its first byte, how many bytes)."""
 
     address: str = ""
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)  # name -> commit -> files
@@ -36,6 +39,7 @@ class Mirror:
     knows_ranges: bool = True
     gives_checksums: bool = True
     gated: set[str] = field(default_factory=set)
+    hostile: dict[str, Callable[[BaseHTTPRequestHandler, bytes], object]] = field(default_factory=dict)
     sent: list[tuple[str, int, int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     let_go: threading.Event = field(default_factory=threading.Event)
@@ -90,11 +94,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "RevisionNotFound")
         siblings = [self._sibling(file, data) for file, data in mirror.repositories[name][commit].items()]
         text = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings}).encode()
+        if INFO in mirror.hostile:
+            return self._let(mirror.hostile[INFO], text)
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+        return None
+
+    def _let(self, hostile: Callable[[BaseHTTPRequestHandler, bytes], object], data: bytes) -> None:
+        """Have something else answer, until it or the client ends the connection."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            hostile(self, data)
 
     def _sibling(self, file: str, data: bytes) -> dict[str, Any]:
         found: dict[str, Any] = {"rfilename": file, "size": len(data)}
@@ -110,6 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         data = mirror.repositories[name].get(commit or "", {}).get(file)
         if data is None:
             return self._error(404, "EntryNotFound")
+        if file in mirror.hostile:
+            return self._let(mirror.hostile[file], data)
         if len(data) >= LARGE_BYTES and not where_it_lies:
             self.send_response(302)
             self.send_header("Location", f"{mirror.address}/large{self.path}")

@@ -65,6 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
                 agree=agree,
                 progress=lambda done, total: bars[0](done, total),
                 report=reports.append,
+                tell=lambda line: bars[0].note(line),
             )
         except KeyboardInterrupt:
             shown.close()

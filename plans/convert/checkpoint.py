@@ -23,6 +23,7 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 RowNumbers = NDArray[np.int64]
+MAX_TENSORS = 1 << 18  # of all files of a model
 
 
 class SourceFile:
@@ -159,6 +160,8 @@ class Inventory:
         """Enter a tensor; shape is rows first."""
         if name in self._tensors:
             raise UserError(f"{file.path}: {named(name)}: the tensor appears twice")
+        if len(self._tensors) == MAX_TENSORS:
+            raise UserError(f"{self._where}: more than the {MAX_TENSORS} tensors that a model may have")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:

@@ -19,7 +19,9 @@ from neuronpipe.protocol.frozen import frozen
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
-MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS, MAX_DEPTH = 1 << 16, 1 << 20, 4, 2
+MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS, MAX_DEPTH = 1 << 16, 1 << 16, 4, 2
+MAX_HEADER_BYTES = 128 << 20  # of a vocabulary of a million tokens with its merges
+MAX_ITEMS = 1 << 22  # of all lists together: a byte in the file takes up to sixty in memory
 DEFAULT_ALIGNMENT_BYTES = 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -60,6 +62,7 @@ class _Reader:
         self._size_bytes = file.seek(0, 2)
         file.seek(0)
         self._left_bytes, self._what = self._size_bytes, "magic"
+        self._items = 0
 
     def _fail(self, problem: str) -> NoReturn:
         raise UserError(f"{self._path}: {named(self._what)}: {problem}")
@@ -68,6 +71,8 @@ class _Reader:
         if count_bytes > self._left_bytes:
             self._fail(f"needs {count_bytes} bytes where the file has {self._left_bytes} left: truncated or damaged")
         self._left_bytes -= count_bytes
+        if self._size_bytes - self._left_bytes > MAX_HEADER_BYTES:
+            self._fail(f"the header is longer than {MAX_HEADER_BYTES} bytes: damaged")
         return self._file.read(count_bytes)
 
     def _numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
@@ -106,7 +111,13 @@ class _Reader:
         if magic not in (MAGIC, POWERINFER_MAGIC):
             self._fail("is not GGUF; expected a GGUF file or a Hugging Face directory")
         self._what = "version"
-        if (version := self._numbers("I")[0]) not in VERSIONS:
+        version = self._numbers("I")[0]
+        if int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS:
+            self._fail(
+                "the file is big-endian, as for s390x; only little-endian files are supported; look for one, or "
+                "convert it with `gguf-convert-endian FILE little`"
+            )
+        if version not in VERSIONS:
             self._fail(f"{version} is not supported; {' and '.join(map(str, VERSIONS))} are")
         return magic
 
@@ -118,10 +129,13 @@ class _Reader:
         if kind != ARRAY or depth >= MAX_DEPTH:
             self._fail(f"has value type {kind} at depth {depth}: damaged")
         item, count = self._numbers("IQ")
-        if item in SCALARS:
-            return list(self._numbers(SCALARS[item], min(count, self._left_bytes + 1)))
-        if count > self._left_bytes // 8:
+        if count > self._left_bytes // (struct.calcsize(SCALARS[item]) if item in SCALARS else 8):
             self._fail(f"announces {count} items in {self._left_bytes} bytes: truncated or damaged")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            self._fail(f"has more than the {MAX_ITEMS} values that the lists of a file may have: damaged")
+        if item in SCALARS:
+            return list(self._numbers(SCALARS[item], count))
         return [self._value(item, depth + 1) for _ in range(count)]
 
     def _tensors(self, count: int, metadata: Record) -> dict[str, GgufTensor]:

@@ -32,6 +32,8 @@ from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_heade
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 from numpy.typing import NDArray
 
+MAX_FILES = 1000
+
 
 def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
     """Read the configuration and every header, check each tensor's shape. Raises UserError naming file and field.
@@ -111,6 +113,8 @@ def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
         weights = read_json(index_path).record("weight_map")
         promised = {name: weights.text(name) for name in weights.names()}
         names = sorted(set(promised.values()))
+        if len(names) > MAX_FILES:
+            raise UserError(f"{index_path}: weight_map: {len(names)} files are more than the {MAX_FILES} of a model")
         for name in names:
             if not _is_file_name(name):
                 raise UserError(f"{index_path}: weight_map: {quoted(name)} is not the name of a file beside it")

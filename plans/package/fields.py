@@ -15,6 +15,7 @@ from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.schema import json_object
 
 MAX_JSON_BYTES = 64 << 20
+MAX_JSON_VALUES = 1 << 22  # a value of two bytes in a file takes up to a hundred in memory
 MAX_LINE_CHARACTERS = 1000
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -25,7 +26,10 @@ def one_line(text: str) -> str:
 
 
 def parse_json(data: bytes, where: str) -> Record:
-    """The JSON object in `data`. Duplicate fields, NaN and infinities are refused. Errors start with `where`."""
+    """The JSON object in `data`. Duplicate fields, NaN and infinities are refused, and so is more than MAX_JSON_VALUES
+    values. Errors start with `where`."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise UserError(f"{where}: has more than the {MAX_JSON_VALUES} values such a file may have")
     return Record(json_object(data, where), where)
 
 

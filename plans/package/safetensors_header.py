@@ -16,8 +16,12 @@ from neuronpipe.plans.package.passing import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
 
-MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 64 << 20
+MAX_TENSORS = 1 << 17  # of one file; the largest mixtures have as many in all their files
+MAX_TENSOR_BYTES = 1 << 60
+MAX_DIMENSIONS = 8
 DATA_ALIGNMENT_BYTES = 64
+_FIELDS = {"dtype", "shape", "data_offsets"}
 DTYPE_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -57,9 +61,31 @@ def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
         header = parse_json(file.read(length), f"{path}: header")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    entries = {name: _entry(header.record(name), 8 + length) for name in header.names() if name != "__metadata__"}
+    if (count := len(header.names())) > MAX_TENSORS:
+        raise UserError(f"{path}: header: {count} tensors are more than the {MAX_TENSORS} a file may have: damaged")
+    names = [name for name in header.names() if name != "__metadata__"]
+    entries = {
+        name: _plain_entry(header.value(name), 8 + length) or _entry(header.record(name), 8 + length) for name in names
+    }
     _check_coverage(entries, 8 + length, size_bytes, path)
     return entries
+
+
+def _plain_entry(values: object, data_start: int) -> TensorEntry | None:
+    """The entry that `_entry` reads, in a fifth of the time; None where something about it may be wrong."""
+    if not (isinstance(values, dict) and values.keys() == _FIELDS):
+        return None
+    dtype, shape, offsets = values["dtype"], values["shape"], values["data_offsets"]
+    if not (type(dtype) is str and dtype in DTYPE_BYTES and type(shape) is type(offsets) is list):
+        return None
+    if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS or not set(map(type, (*shape, *offsets))) <= {int}:
+        return None
+    start, stop = offsets
+    if not 0 <= start <= stop < MAX_TENSOR_BYTES or min(shape, default=0) < 0:
+        return None
+    if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
+        return None
+    return TensorEntry(dtype, tuple(shape), data_start + start, data_start + stop)
 
 
 def _entry(record: Record, data_start: int) -> TensorEntry:
@@ -68,9 +94,13 @@ def _entry(record: Record, data_start: int) -> TensorEntry:
     offsets = record.items("data_offsets")
     record.finish()
     for name, values in (("shape", shape), ("data_offsets", offsets)):
-        if not all(type(value) is int and 0 <= value < 1 << 60 for value in values):
+        if not all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values):
             record.fail(name, "expected whole numbers")
-    if len(offsets) != 2 or len(shape) > 8 or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
+    if (
+        len(offsets) != 2
+        or len(shape) > MAX_DIMENSIONS
+        or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]
+    ):
         record.fail("data_offsets", f"{quoted(offsets)} do not hold {dtype} of shape {quoted(shape)}")
     return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 

@@ -16,13 +16,16 @@ from typing import Any, BinaryIO, Self, cast
 import numpy as np
 from neuronpipe.plans.convert.checkpoint import SourceFile
 from neuronpipe.plans.package.whole import make_folder
-from neuronpipe.plans.pull.hub import AGAIN, Hub
+from neuronpipe.plans.pull.answers import AGAIN
+from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.repository import RemoteFile, Snapshot
 from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
-HEADER_BLOCK_BYTES = 1 << 20  # asked for at a time, while a header is read
-MAX_HEADER_BYTES = 256 << 20  # one that claims to be larger is damaged, or made to be read for ever
+HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; each later one is twice as large, up to
+MAX_HEADER_BLOCK_BYTES = 16 << 20  # so that a mirror without ranges sends little more than twice what is read
+MAX_HEADER_BYTES = 128 << 20  # one that claims to be larger is damaged, or made to be read for ever
+READ_BUFFER_BYTES = 64 << 10
 READ_BYTES = 4 << 20
 MAX_PATIENCE_S = 1.0  # with a download that is to stop and waits for the network
 
@@ -100,7 +103,7 @@ class Arrivals:
             if file.tell() > entry.bytes:
                 file.truncate(0)
             coming = _Coming(file, entry, self._count, self.stopped)
-            self._hub.download(self._snapshot, entry, cast(BinaryIO, coming), coming.tell())
+            self._hub.download(self._snapshot, entry, cast(BinaryIO, coming))
             file.flush()
             os.fsync(file.fileno())
             if coming.is_right():
@@ -153,7 +156,7 @@ class ArrivingFile(SourceFile):
     def beginning(self) -> BinaryIO:
         if self._here:
             return super().beginning()
-        return io.BufferedReader(_AtTheHub(self.entry, self._arrivals), HEADER_BLOCK_BYTES)
+        return io.BufferedReader(_AtTheHub(self.entry, self._arrivals), READ_BUFFER_BYTES)
 
     def fetch(self) -> None:
         if not self._here:
@@ -177,10 +180,11 @@ class ArrivingFile(SourceFile):
 
 
 class _AtTheHub(io.RawIOBase):
-    """A file at the hub, to read its header from: every read is a request."""
+    """A file at the hub, to read its header from: a block of it is here, and what follows is asked for."""
 
     def __init__(self, entry: RemoteFile, arrivals: Arrivals) -> None:
         self._entry, self._arrivals, self._at = entry, arrivals, 0
+        self._block, self._block_start, self._next_bytes = b"", 0, HEADER_BLOCK_BYTES
 
     def readable(self) -> bool:
         return True
@@ -196,9 +200,15 @@ class _AtTheHub(io.RawIOBase):
         return self._at
 
     def readinto(self, target: Any) -> int:
-        if self._at >= MAX_HEADER_BYTES:
-            raise UserError(f"{named(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged")
-        data = self._arrivals.read(self._entry, self._at, min(len(target), HEADER_BLOCK_BYTES))
+        if not self._block_start <= self._at < self._block_start + len(self._block):
+            if self._at >= MAX_HEADER_BYTES:
+                raise UserError(
+                    f"{named(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
+                )
+            self._block, self._block_start = self._arrivals.read(self._entry, self._at, self._next_bytes), self._at
+            self._next_bytes = min(2 * self._next_bytes, MAX_HEADER_BLOCK_BYTES)
+        from_block = self._at - self._block_start
+        data = self._block[from_block : from_block + len(target)]
         target[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -209,15 +219,12 @@ class _Coming:
 
     def __init__(self, file: BinaryIO, entry: RemoteFile, count: Count, stopped: threading.Event) -> None:
         self._file, self._entry, self._count, self._stopped = file, entry, count, stopped
-        self._hash = self._fresh_hash()
+        # Git's own checksum is of a small header before the content.
+        blob = hashlib.sha1(b"blob %d\0" % entry.bytes, usedforsecurity=False)
+        self._hash: Any = blob if entry.sha256 is None else hashlib.sha256()
         file.seek(0)
         while data := file.read(READ_BYTES):
             self._hash.update(data)
-
-    def _fresh_hash(self) -> Any:
-        if self._entry.sha256 is not None:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self._entry.bytes, usedforsecurity=False)  # as git does
 
     def is_right(self) -> bool:
         """Whether what came is what the hub has."""
@@ -232,16 +239,6 @@ class _Coming:
 
     def tell(self) -> int:
         return self._file.tell()
-
-    def seek(self, offset: int) -> int:
-        return self._file.seek(offset)
-
-    def truncate(self) -> int:
-        """Everything has to come again, which is all that a download truncates for."""
-        assert self._file.tell() == 0
-        self._count(-os.fstat(self._file.fileno()).st_size)
-        self._hash = self._fresh_hash()
-        return self._file.truncate()
 
 
 class _Fetch:

@@ -1,143 +1,126 @@
-"""A hub of models, asked through huggingface_hub: what a repository holds, and its bytes.
+"""A hub of models: what a repository holds, and the bytes of its files.
 
 Files are read over HTTP, also where the hub offers xet: only so does a download go on where it was interrupted, and
-only so does any mirror serve. huggingface_hub checks lengths; content is checked in `arrival.py`.
+only so does any mirror serve. Lengths are checked here, and content in `arrival.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import shlex
-import sys
-from collections.abc import Iterator
-from importlib.metadata import version
-from typing import Any, BinaryIO
+import time
+from typing import BinaryIO
+from urllib.parse import quote
 
-from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot
+from neuronpipe.plans.package.fields import parse_json
+from neuronpipe.plans.pull.answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
+from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, read_snapshot
 from neuronpipe.protocol.errors import UserError, named, quoted
 
-ENDPOINT = "https://huggingface.co"
-ANSWER_S = 30.0
-AGAIN = "the same command goes on from here"
-_AS_IT_IS = {"Accept-Encoding": "identity"}  # compressed, a part of a file would not be one of the file
+MAX_SNAPSHOT_BYTES = 8 << 20  # of what a hub says of a repository: 300 bytes a file
+MAX_TRIES = 6  # of connections that break off, one after the other, before so much has come:
+PROGRESS_BYTES = 1 << 20
+PAUSE_S = 1.0
 
 
 class Hub:
     """The hub that HF_ENDPOINT names, huggingface.co otherwise; HF_TOKEN is sent to it if there is one."""
 
-    def __init__(self) -> None:
-        """Raises UserError where huggingface_hub is not installed."""
+    def __init__(self, tell: Tell = lambda line: None) -> None:
+        """tell: hears why the hub lets a person wait. Raises UserError where huggingface_hub is not installed."""
         self.endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-        if not self.endpoint.startswith(("http://", "https://")):
-            raise UserError(f"HF_ENDPOINT: {quoted(self.endpoint)} is no address; expected one such as {ENDPOINT}")
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        try:
-            import huggingface_hub  # 0.3 s, and not on every phone: only for this
-            from huggingface_hub import errors, file_download, utils
-        except ImportError:
-            raise UserError(
-                "pull needs huggingface_hub; "
-                f"install it with `{shlex.quote(sys.executable)} -m pip install huggingface_hub`"
-            ) from None
-        self._hub: Any = huggingface_hub
-        self._errors: Any = errors
-        self._utils: Any = utils
-        self._download: Any = file_download
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every retry
-        self._utils.disable_progress_bars()
+        self._web = Web(self.endpoint, tell)
 
     def snapshot(self, reference: Reference, commit: str | None = None) -> Snapshot:
         """What the repository holds, at its revision's present commit or at a given one. Raises UserError."""
-        wanted = Reference(reference.repository, None, commit or reference.revision)
-        with self._explained(wanted):
-            info = self._hub.HfApi(endpoint=self.endpoint).model_info(
-                wanted.repository, revision=wanted.revision, files_metadata=True, timeout=ANSWER_S
-            )
-        files = {}
-        for sibling in info.siblings or ():
-            sha256 = sibling.lfs.sha256 if sibling.lfs else None
-            files[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size or 0, sha256, sibling.blob_id)
-        if not info.sha or not files:
-            raise UserError(f"{self.endpoint}: tells no commit or no files of {reference}: no hub, or a broken mirror")
-        return Snapshot(reference.repository, info.sha, files)
+        repository, revision = reference.repository, commit or reference.revision
+        address = f"{self.endpoint}/api/models/{repository}"
+        if revision is not None:
+            address += f"/revision/{quote(revision, safe='')}"
+        try:
+            with self._web.answer(f"{address}?blobs=true", repository) as answer:
+                data = b"".join(answer.pieces(MAX_SNAPSHOT_BYTES))
+        except Refused as refusal:
+            raise self._explained(refusal, repository, revision) from None
+        return read_snapshot(repository, parse_json(data, f"{repository}: {self.endpoint} answered what no hub does"))
 
     def read(self, snapshot: Snapshot, file: RemoteFile, start: int, count: int) -> bytes:
         """A few bytes of a file; fewer at its end. Raises UserError."""
         if (stop := min(start + count, file.bytes)) <= start:
             return b""
-        headers = self._headers() | {"Range": f"bytes={start}-{stop - 1}"}
-        session, data = self._utils.get_session(), bytearray()
-        with (
-            self._explained(Reference(snapshot.repository), file),
-            session.stream("GET", self._address(snapshot, file), headers=headers, timeout=ANSWER_S) as answer,
-        ):
-            self._utils.hf_raise_for_status(answer)
-            skip = start if answer.status_code == 200 else 0  # a mirror that knows no ranges sends it from the start
-            for piece in answer.iter_bytes():
-                data += piece[skip:]
-                skip = max(skip - len(piece), 0)
-                if len(data) >= stop - start:
-                    break
+        what, data = self._what(snapshot, file), bytearray()
+        try:
+            with self._web.answer(self._address(snapshot, file), what, start, stop) as answer:
+                skip = self._skipped(what, answer.start, start)
+                for piece in answer.pieces(file.bytes - answer.start):
+                    data += piece[skip:]
+                    skip = max(skip - len(piece), 0)
+                    if len(data) >= stop - start:
+                        break
+        except Refused as refusal:
+            raise self._explained(refusal, snapshot.repository, snapshot.commit, file) from None
         if len(data) < stop - start:
-            raise UserError(f"{snapshot.repository}: {named(file.name)}: ends at byte {start + len(data)}: truncated")
+            raise UserError(f"{what}: ends at byte {start + len(data)}: truncated")
         return bytes(data[: stop - start])
 
-    def download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO, have_bytes: int) -> None:
-        """The rest of a file, written to `target`, which stands behind its first bytes. Goes on by itself when the
-        connection breaks off, until nothing comes any more. Raises UserError, and what writing raises."""
-        with self._explained(Reference(snapshot.repository), file):
-            self._download.http_get(
-                self._address(snapshot, file),
-                target,
-                resume_size=have_bytes,
-                headers=self._headers(),
-                expected_size=file.bytes,
-            )
+    def download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO) -> None:
+        """Write the rest of a file to `target`, which stands behind the bytes that have come. Goes on by itself when
+        the connection breaks off, until nothing comes any more. Raises UserError, and what writing raises."""
+        tries, counted_from = 0, target.tell()
+        while (start := target.tell()) < file.bytes:
+            try:
+                self._download(snapshot, file, target, start)
+            except Refused as refusal:
+                raise self._explained(refusal, snapshot.repository, snapshot.commit, file) from None
+            except BrokenOff:
+                if target.tell() - counted_from >= PROGRESS_BYTES:
+                    tries, counted_from = 0, target.tell()
+                tries += 1
+                if tries == MAX_TRIES:
+                    raise
+                time.sleep(PAUSE_S)
 
-    def _headers(self) -> dict[str, str]:
-        headers: dict[str, str] = self._utils.build_hf_headers(
-            library_name="neuronpipe", library_version=version("neuronpipe")
-        )
-        return headers | _AS_IT_IS
+    def _download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO, start: int) -> None:
+        """Write what one answer holds of a file, and nothing beyond the length that the hub gave. Raises BrokenOff
+        where that is too little."""
+        what, address = self._what(snapshot, file), self._address(snapshot, file)
+        with self._web.answer(address, what, start or None) as answer:
+            skip = self._skipped(what, answer.start, start)
+            left_bytes = file.bytes - answer.start
+            if answer.length_bytes not in (None, left_bytes):
+                raise UserError(
+                    f"{what}: {self.endpoint} gave {file.bytes} bytes as its length, and sends "
+                    f"{answer.start + (answer.length_bytes or 0)}; use another mirror"
+                )
+            for piece in answer.pieces(left_bytes):
+                target.write(piece[skip:])
+                skip = max(skip - len(piece), 0)
+        if target.tell() < file.bytes:
+            raise BrokenOff(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
+
+    def _skipped(self, what: str, first: int, wanted: int) -> int:
+        """How many bytes of an answer come before those that were wanted: a mirror that knows no ranges sends the file
+        from its beginning."""
+        if first not in (0, wanted):
+            raise UserError(f"{what}: {self.endpoint} sends another part of it than was asked for; use another mirror")
+        return wanted - first
+
+    def _explained(
+        self, refusal: Refused, repository: str, revision: str | None, file: RemoteFile | None = None
+    ) -> UserError:
+        """The refusal in words that say what to do about it."""
+        what = repository if file is None else f"{repository}: {named(file.name)}"
+        if refusal.code == "GatedRepo":
+            return UserError(f"{what}: asks you to accept its terms at {self.endpoint}/{repository}; then set HF_TOKEN")
+        if refusal.code == "RevisionNotFound":
+            return UserError(f"{what}: has no revision {quoted(revision)}")
+        if refusal.code == "RepoNotFound" or refusal.status == 401:
+            return UserError(
+                f"{what}: there is no such repository at {self.endpoint}, or it is private and HF_TOKEN may not read it"
+            )
+        return refusal
+
+    def _what(self, snapshot: Snapshot, file: RemoteFile) -> str:
+        return f"{snapshot.repository}: {named(file.name)}"
 
     def _address(self, snapshot: Snapshot, file: RemoteFile) -> str:
-        return str(
-            self._hub.hf_hub_url(snapshot.repository, file.name, revision=snapshot.commit, endpoint=self.endpoint)
-        )
-
-    @contextlib.contextmanager
-    def _explained(self, reference: Reference, file: RemoteFile | None = None) -> Iterator[None]:
-        """Errors of the library and of the network, as one line that says what to do."""
-        errors = self._errors
-        what = reference.repository if file is None else f"{reference.repository}: {named(file.name)}"
-        network = errors.HfHubHTTPError.__bases__[0]  # what everything its HTTP library raises begins with
-        try:
-            yield
-        except errors.GatedRepoError:
-            raise UserError(
-                f"{what}: asks you to accept its terms at {self.endpoint}/{reference.repository}; then set HF_TOKEN"
-            ) from None
-        except errors.RevisionNotFoundError:
-            raise UserError(f"{what}: has no revision {quoted(reference.revision)}") from None
-        except errors.RepositoryNotFoundError:
-            raise UserError(
-                f"{what}: there is no such repository at {self.endpoint}; for a private one set HF_TOKEN"
-            ) from None
-        except errors.OfflineModeIsEnabled:
-            raise UserError("HF_HUB_OFFLINE is set, so nothing is asked of a hub; unset it to pull") from None
-        except errors.HfHubHTTPError as error:
-            status = getattr(getattr(error, "response", None), "status_code", "an error")
-            raise UserError(f"{what}: {self.endpoint} answered {status}; try again, {AGAIN}") from None
-        except network as error:
-            reason = named(str(error) or type(error).__name__)
-            raise UserError(f"{what}: no connection to {self.endpoint}: {reason}; {AGAIN}") from None
-        except OSError as error:
-            if error.errno is not None:
-                raise  # of this machine
-            raise UserError(f"{what}: came with another length than {self.endpoint} said; {AGAIN}") from None
-        except UserError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # of an answer that is not as it should be
-            raise UserError(f"{what}: {self.endpoint} answered what no hub does: {named(str(error))}") from None
+        return f"{self.endpoint}/{snapshot.repository}/resolve/{snapshot.commit}/{quote(file.name)}"

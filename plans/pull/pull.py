@@ -23,6 +23,7 @@ from neuronpipe.plans.convert.pieces import Piece
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.pull.answers import Tell
 from neuronpipe.plans.pull.arrival import Arrivals, ArrivingFile
 from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.packages import STATE, Unfinished, begin, packages_folder, unfinished_pull, working_folder
@@ -66,20 +67,21 @@ def pull(
     agree: Callable[[Need], None],
     progress: Progress,
     report: Report | None = None,
+    tell: Tell = lambda line: None,
 ) -> tuple[Package, Need]:
     """Make the package `name` of a repository's model; also what that took.
 
     command: the words that go on with it. agree: called with what it takes before anything large comes; raises
     UserError to refuse, and no trace is left. From then on what has come stays when the pull is interrupted or fails,
-    and the next pull of the same goes on with it. Raises UserError for whatever is wrong with model, hub, network or
-    disk.
+    and the next pull of the same goes on with it. tell: hears why the hub lets a person wait. Raises
+    UserError for whatever is wrong with model, hub, network or disk.
     """
     target = packages_folder() / name
     if target.exists() and not overwrite:
         raise UserError(f"{name}: is there already; take another --name, `neuronpipe rm {name}`, or pass --overwrite")
     with working_folder(name) as folder:
         try:
-            hub = Hub()
+            hub = Hub(tell)
             snapshot = _snapshot(hub, reference, name)
             tally = _Tally(progress)
             with (

@@ -9,6 +9,7 @@ from dataclasses import field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
+from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.pull.packages import EXAMPLE, name_like
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
@@ -17,11 +18,16 @@ WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json",
 SENTENCEPIECE = "tokenizer.model"
 SMALL_FILES = ("config.json", "generation_config.json", CONFIG, TEMPLATE)
 MAX_SMALL_BYTES = 64 << 20
+MAX_FILES = 50_000
+MAX_FILE_BYTES = 1 << 53
+MAX_NAME_CHARACTERS = 1000
 MAX_SHOWN = 6
 _REFERENCE = re.compile(
     r"(?:https?://[^/\s]+/+|hf\.co/|huggingface\.co/)?(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/?(?::(?P<file>[^:@]+))?(?:@(?P<revision>[^@:]+))?",
     re.ASCII,
 )
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # git's SHA-1, or its SHA-256
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf")
 
@@ -41,7 +47,7 @@ class Reference:
         if match is None:
             raise UserError(f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION]{EXAMPLE}")
         file = match["file"]
-        if file is not None and (not file.endswith(".gguf") or not file.isprintable() or ".." in file.split("/")):
+        if file is not None and not (file.endswith(".gguf") and is_file_of_repository(file)):
             raise UserError(f"{quoted(file)}: only a .gguf file of a repository can be named")
         return cls(match["repository"], file, match["revision"])
 
@@ -134,3 +140,42 @@ class Snapshot:
                 "look for a repository with safetensors or GGUF"
             )
         raise UserError(f"{self.repository}: has neither {WEIGHTS} nor {INDEX}: no model that can be converted")
+
+
+def is_file_of_repository(name: str) -> bool:
+    """Whether a name is a path below a repository, and looks on a terminal as it is."""
+    return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
+
+
+def read_snapshot(repository: str, info: Record) -> Snapshot:
+    """The snapshot that a hub's answer about a repository describes. Raises UserError naming the field that is wrong.
+
+    Files with a name that no path can have are left out: nothing that a package needs has such a name.
+    """
+    commit = _matching(info, "sha", _COMMIT)
+    siblings = info.records("siblings")
+    if len(siblings) > MAX_FILES:
+        info.fail("siblings", f"{len(siblings)} files are more than the {MAX_FILES} a repository may have here")
+    files = {}
+    for sibling in siblings:
+        name = sibling.text("rfilename")
+        if name in files:
+            sibling.fail("rfilename", f"{quoted(name)} appears twice")
+        if is_file_of_repository(name):
+            files[name] = _remote_file(name, sibling)
+    if not files:
+        info.fail("siblings", "no files: no hub, or a broken mirror")
+    return Snapshot(repository, commit, files)
+
+
+def _remote_file(name: str, sibling: Record) -> RemoteFile:
+    blob = _matching(sibling, "blobId", _COMMIT) if sibling.has("blobId") else None
+    sha256 = _matching(sibling.record("lfs"), "sha256", _SHA256) if sibling.has("lfs") else None
+    return RemoteFile(name, sibling.integer("size", 0, MAX_FILE_BYTES), sha256, blob)
+
+
+def _matching(record: Record, name: str, pattern: re.Pattern[str]) -> str:
+    value = record.text(name)
+    if not pattern.fullmatch(value):
+        record.fail(name, f"expected {pattern.pattern}, found {quoted(value)}")
+    return value

@@ -140,7 +140,7 @@ def test_what_is_neither_file_nor_directory_is_refused(tmp_path: Path) -> None:
     ("offset", "code", "value", "message"),
     [
         (4, "I", 1, "version: 1 is not supported; 2 and 3 are"),
-        (4, "I", 0x03000000, "version: 50331648 is not supported"),  # a big-endian file
+        (4, "I", 0x03000000, "version: the file is big-endian"),  # a big-endian file
         (8, "Q", 1 << 62, "number of tensors: .* is more than"),
         (16, "Q", 1 << 62, "number of metadata entries: .* is more than"),
         (24, "Q", 1 << 62, "metadata entry 0: needs .* bytes where the file has"),
@@ -183,3 +183,36 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     struct.pack_into("<Q", data, data.index(name) + len(name) + 4 + 2 * 8 + 4, 32)
     path.write_bytes(data)
     refuse(path, r"overlaps .*: damaged")
+
+
+def header(tensors: int, entries: list[tuple[str, bytes]], version: int = 3, order: str = "<") -> bytes:
+    """The beginning of a file: metadata entries are a key, and a type with what belongs to it."""
+    data = b"GGUF" + struct.pack(f"{order}IQQ", version, tensors, len(entries))
+    for key, value in entries:
+        data += struct.pack(f"{order}Q", len(key)) + key.encode() + value
+    return data
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_big_endian_file_is_named_as_such(version: int, tmp_path: Path) -> None:
+    (path := tmp_path / "m.gguf").write_bytes(header(1, [], version, ">"))
+    refuse(path, "version: the file is big-endian.*gguf-convert-endian FILE little")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(65_537, []), "number of tensors: 65537 is more than the 65536"),
+        (header(0, [("text", struct.pack("<IQ", 8, 1 << 38))]), "text: the header is longer than 134217728 bytes"),
+        (header(0, [("list", struct.pack("<IIQ", 9, 8, 1 << 34))]), "list: has more than the 4194304 values"),
+        (header(0, [("bytes", struct.pack("<IIQ", 9, 0, 1 << 38))]), "bytes: has more than the 4194304 values"),
+        (header(0, [("lists", struct.pack("<IIQ", 9, 9, 1 << 30))]), "lists: has more than the 4194304 values"),
+    ],
+)
+def test_a_header_costs_no_more_than_one_of_a_model_does_however_large_the_file(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
+    with (path := tmp_path / "m.gguf").open("wb") as file:
+        file.write(data)
+        file.truncate(1 << 39)  # a hole
+    refuse(path, message)

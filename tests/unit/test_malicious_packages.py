@@ -19,10 +19,11 @@ from neuronpipe.launch.generation import for_terminal
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint
+from neuronpipe.plans.package import safetensors_header
 from neuronpipe.plans.package.fields import parse_json
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.safetensors_header import read_header
+from neuronpipe.plans.package.safetensors_header import build_header, read_header
 from neuronpipe.plans.package.tokenizer import Panic, open_tokenizer
 from neuronpipe.plans.predictor.imported import open_imported
 from neuronpipe.protocol.errors import UserError
@@ -203,6 +204,21 @@ def test_a_header_of_many_tensors_and_one_twice_is_refused_in_linear_time(tmp_pa
     with pytest.raises(UserError, match="the field '199999' appears twice"):
         read_header(header_file(tmp_path / "x.safetensors", ("{" + ",".join([*names, names[-1]]) + "}").encode()))
     assert time.process_time() - began < 5
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 3)
+    header, _ = build_header(dict.fromkeys("abcd", ("F16", (2, 2))))
+    (path := tmp_path / "x.safetensors").write_bytes(header + bytes(64))
+    with pytest.raises(UserError, match="header: 4 tensors are more than the 3"):
+        read_header(path)
+
+
+def test_json_of_many_small_values_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(UserError, match="x: has more than the 4194304 values"):
+        parse_json(b'{"a":[' + b"[]," * (1 << 21) + b"0]}", "x")
 
 
 @pytest.mark.parametrize("content", ["[" * 1_000_000, "9" * 1_000_000, '{"a":' * 100_000, "1e999999999"])

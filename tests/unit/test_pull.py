@@ -22,6 +22,7 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
 from neuronpipe.plans.pull import arrival
+from neuronpipe.plans.pull import hub as hub_module
 
 from tests.conformance.checkpoints import TINY, Recipe, tensors, write_checkpoint, write_safetensors
 from tests.conformance.gguf_files import write_gguf
@@ -188,7 +189,7 @@ def test_the_next_shard_comes_while_one_is_converted(hub: Hub, monkeypatch: pyte
 
 def test_a_connection_that_breaks_off_goes_on(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = hub.shards
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # what is lost at most
+    monkeypatch.setattr(hub_module, "PAUSE_S", 0.01)
     hub.mirror.break_off = {first: [5000, 30000], second: [1]}
     hub.pull()
     same_package(Package.open(hub.data / "packages" / "model"), hub.source, tmp_path / "expected")
