@@ -172,13 +172,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = len(data) < whole
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of clients that have gone: stderr is what tests look at."""
+
+
 @contextmanager
 def hub_mirror() -> Iterator[Mirror]:
     """A mirror that serves while the context lasts."""
     mirror = Mirror()
     handler = type("Handler", (_Handler,), {"mirror": mirror})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     mirror.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

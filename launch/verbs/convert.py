@@ -31,7 +31,10 @@ from neuronpipe.services.gateway.template_once import examine_template
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="directory with config.json and safetensors, or a .gguf file (of several parts any)",
     )
     parser.add_argument(
         "-o",

@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
+from neuronpipe.plans.gguf_parts import gguf_models
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.parse import what_is_in
 from neuronpipe.protocol.errors import UserError
@@ -42,10 +43,11 @@ def refuse_other_directories(path: Path) -> None:
         raise UserError(f"{path}: a package already; run it with `neuronpipe run {shown} -p TEXT`")
     if any(path.glob("*.safetensors")) or os.path.exists(path / "model.safetensors.index.json"):
         return
-    if files := sorted(path.glob("*.gguf")):
+    if models := gguf_models(file.name for file in path.glob("*.gguf")):
+        name, part = next(iter(models.items()))
+        first = path / (name if part is None else part.names[0])
         raise UserError(
-            f"{path}: holds GGUF and no safetensors; convert one file: "
-            f"`neuronpipe convert {shlex.quote(str(files[0]))}`"
+            f"{path}: holds GGUF and no safetensors; convert one model: `neuronpipe convert {shlex.quote(str(first))}`"
         )
     if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pth")):
         raise UserError(

@@ -19,6 +19,7 @@ from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
 from neuronpipe.plans.convert.pieces import Piece, pieces_of, read_frequencies
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.gguf_parts import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
@@ -100,11 +101,12 @@ def convert(
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
-    """Open a Hugging Face directory or a GGUF file: recognized by its content, not by its name."""
+    """Open a Hugging Face directory, a GGUF file, or a GGUF model in parts, by one of them or by a folder that holds
+    nothing else: recognized by its content, not by its name."""
     refuse_no_source(path)
-    if path.is_dir():
+    if (file := gguf_file(path)).is_dir():
         return open_huggingface(path, options)
-    return open_gguf(path, options)
+    return open_gguf(file, options)
 
 
 class Conversion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from neuronpipe.plans.convert.checkpoint import (
     take_predictors,
     take_tensors,
 )
-from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
+from neuronpipe.plans.convert.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.powerinfer import (
     OPT_SPLIT,
@@ -32,6 +33,7 @@ from neuronpipe.plans.convert.powerinfer import (
     powerinfer_threshold,
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
+from neuronpipe.plans.gguf_parts import model_stem
 from neuronpipe.plans.models.family import (
     SAY_WHICH,
     Family,
@@ -73,13 +75,13 @@ NOPE_EVERY = 4  # of a smallthinker with windows, one layer in so many has neith
 
 
 def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
-    """Read metadata and tensor table, check each tensor's shape. Raises UserError naming file and field."""
-    file = open_file(path)
-    with file.beginning() as beginning:
-        header = parse_gguf_header(beginning, path)
+    """Read metadata and tensor tables, check each tensor's shape. Raises UserError naming file and field.
+
+    path: the file, or the first part where the model is in several files.
+    """
+    parts = open_parts(path, open_file)
+    header = parts[0].header
     metadata = header.metadata
-    if metadata.has("split.count") and metadata.integer("split.count", 0, 1 << 16) > 1:
-        metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
     name = metadata.text("general.architecture")
     family, architecture = powerinfer_architecture(metadata) if header.powerinfer else _architecture(metadata, name)
     if header.powerinfer:
@@ -87,8 +89,9 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
     else:
         activation = _activation(path, metadata, name, architecture, options.activation)
     with ExitStack() as files:
-        files.callback(file.close)
-        inventory = _inventory(file, header)
+        for part in parts:
+            files.callback(part.file.close)
+        inventory = _inventory(path, parts)
         if header.powerinfer and is_opt(metadata):
             model = powerinfer_opt(metadata, inventory, options.context_tokens)
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
@@ -111,7 +114,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         template = gguf_template(metadata, options.chat_template)
         facts = examined(template, options.examine_template, options.chat_template)
         return Checkpoint(
-            source=Source("gguf", one_line(path.name), name),
+            source=Source("gguf", one_line(f"{model_stem(path.name)}.gguf" if len(parts) > 1 else path.name), name),
             model=model,
             ends=gguf_ends(metadata, model.vocabulary, facts.closing),
             tokenizer=package_tokenizer(path, metadata, options.tokenizer, model.vocabulary),
@@ -159,10 +162,11 @@ def _activation(
     return architecture.activation
 
 
-def _inventory(file: SourceFile, header: GgufHeader) -> Inventory:
-    inventory = Inventory(file.path)
-    for name, tensor in header.tensors.items():
-        inventory.add(name, file, tensor.start, tensor.shape, tensor.encoding)
+def _inventory(path: Path, parts: Sequence[OpenPart]) -> Inventory:
+    inventory = Inventory(path)
+    for part in parts:
+        for name, tensor in part.header.tensors.items():
+            inventory.add(name, part.file, tensor.start, tensor.shape, tensor.encoding)
     return inventory
 
 

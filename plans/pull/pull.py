@@ -2,7 +2,7 @@
 
 A shard is converted while the next one comes, and goes when nothing in it is needed any more. So the disk holds the
 package and a few shards, never the package and the whole source; how many depends on which layers share a shard. A GGUF
-file is one shard: every layer needs it.
+model in parts has its parts as shards. A GGUF file that is one is one shard: every layer needs it.
 """
 
 from __future__ import annotations

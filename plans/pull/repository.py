@@ -9,6 +9,7 @@ from dataclasses import field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
+from neuronpipe.plans.gguf_parts import gguf_models, model_stem, part_of
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.pull.packages import EXAMPLE, name_like
 from neuronpipe.protocol.errors import UserError, named, quoted
@@ -29,7 +30,6 @@ _REFERENCE = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")  # git's SHA-1, or its SHA-256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf")
 
 
 @frozen(slots=True)
@@ -49,6 +49,8 @@ class Reference:
         file = match["file"]
         if file is not None and not (file.endswith(".gguf") and is_file_of_repository(file)):
             raise UserError(f"{quoted(file)}: only a .gguf file of a repository can be named")
+        if file is not None and (part := part_of(file)) is not None:
+            file = part.names[0]  # every part names the model
         return cls(match["repository"], file, match["revision"])
 
     def __str__(self) -> str:
@@ -58,7 +60,7 @@ class Reference:
     @property
     def name(self) -> str:
         """What the package is called unless the person says otherwise: the repository's name, or the GGUF file's."""
-        stem = self.repository.partition("/")[2] if self.file is None else self.file.rpartition("/")[2][:-5]
+        stem = self.repository.partition("/")[2] if self.file is None else model_stem(self.file)
         return name_like(stem)
 
 
@@ -112,22 +114,21 @@ class Snapshot:
         return found
 
     def gguf(self, name: str) -> RemoteFile:
-        """The GGUF file of this name. Raises UserError that names those there are."""
-        if name not in self.files:
+        """The GGUF file of this name, or the first part of the model that it names: by one of its parts, or by what
+        they are called without their numbers. Raises UserError that names those there are."""
+        part = part_of(name) or gguf_models(self.files).get(name)
+        first = name if part is None or (part_of(name) is None and name in self.files) else part.names[0]
+        if first not in self.files:
             raise UserError(f"{self.repository}: {named(name)}: the repository has no such file; {self._ggufs()}")
-        if (split := _SPLIT.search(name)) and split[2] != "00001":
-            raise UserError(
-                f"{self.repository}: {named(name)}: one of {int(split[2])} parts of a model; download them, merge them "
-                "with llama-gguf-split, and use `neuronpipe convert`"
-            )
-        return self.files[name]
+        return self.files[first]
 
     def _ggufs(self) -> str:
-        names = sorted(name for name in self.files if name.endswith(".gguf"))
-        if not names:
+        models = gguf_models(self.files)
+        if not models:
             return "it has no GGUF files"
-        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-        return f"it has {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+        shown = [named(name) + (f" in {part.count} parts" if part else "") for name, part in models.items()]
+        more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
+        return f"it has {', '.join(shown[:MAX_SHOWN])}{more}"
 
     def _refuse_without_weights(self) -> None:
         if any(name.endswith(".gguf") for name in self.files):

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuronpipe.plans.gguf_parts import gguf_file, gguf_files, model_stem
 from neuronpipe.plans.package.fields import one_line, read_json
 from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
 from neuronpipe.plans.package.reader import Package
@@ -63,11 +64,15 @@ class Origin:
 
     @classmethod
     def of(cls, source: Path) -> Origin:
-        """Raises UserError for what cannot be read."""
+        """The model that a path names. Of a GGUF model in parts every part names it. Raises UserError for what cannot
+        be read."""
         try:
-            files = [source]
-            if source.is_dir():
+            first = gguf_file(source)
+            files = gguf_files(first)
+            if first.is_dir():
                 files = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+            elif not source.is_dir():
+                source = first
             versions = []
             for file in files:
                 status = file.stat()
@@ -231,7 +236,7 @@ def _name_for(source: Path) -> str:
             return name
     folder = Path(os.path.abspath(source))
     hub = next((part for part in folder.parts if part.startswith(HUB_CACHE)), None) if source.is_dir() else None
-    stem = folder.stem if source.is_file() else folder.name if hub is None else hub.split("--")[-1]
+    stem = model_stem(folder.name) if source.is_file() else folder.name if hub is None else hub.split("--")[-1]
     first = name_like(stem)
     number, name = 1, first
     while name in taken:

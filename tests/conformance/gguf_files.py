@@ -96,12 +96,13 @@ def write_gguf(
     name: str = "model",
     powerinfer: bool = False,
     architecture: str | None = None,
+    tensors_of_part: int = 0,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
-    does it, Down transposed."""
+    does it, Down transposed. tensors_of_part: in several files of so many tensors; the first one's path is returned."""
     architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_name(name)
     writer.add_block_count(recipe.layers)
     writer.add_context_length(recipe.context_tokens)
@@ -133,7 +134,7 @@ def write_gguf(
     if powerinfer:
         with path.open("r+b") as file:
             file.write(b"PWRI")
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))), path) if tensors_of_part else path
 
 
 def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:

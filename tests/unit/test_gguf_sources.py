@@ -85,7 +85,7 @@ METADATA: dict[str, tuple[dict[str, Any], str]] = {
         r"rope\.dimension_count: differs from the width of a head",
     ),
     "a stated activation": ({"llama.hidden_activation": "gelu"}, r"llama\.hidden_activation: 'gelu'"),
-    "one of several files": ({"split.count": 2}, r"split\.count: the model is split over several files"),
+    "one of several files": ({"split.count": 2}, r"split\.count: the file is part 1 of 2 of a model, and its name"),
 }
 
 

@@ -296,6 +296,45 @@ def test_a_gguf_file_is_pulled(hub: Hub, tmp_path: Path) -> None:
     assert hub.left() == []
 
 
+@pytest.mark.parametrize("named", ["big-00002-of-00004.gguf", "big.gguf"])
+def test_a_gguf_model_in_parts_is_pulled_part_by_part(
+    named: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gguf"
+    (folder / "Q8").mkdir(parents=True)
+    first = write_gguf(folder / "Q8" / "big.gguf", RECIPE, "Q8_0", tensors_of_part=20)
+    sizes = [path.stat().st_size for path in sorted((folder / "Q8").iterdir())]
+    assert len(sizes) == 4
+    hub.mirror.add("org/parts", folder)
+    assert "it has Q8/big.gguf in 4 parts" in hub.refused("org/parts:other.gguf")
+    most, before = 0, conversion_module.PackageWriter.sync
+
+    def measured(writer: conversion_module.PackageWriter) -> None:
+        nonlocal most
+        before(writer)
+        most = max(most, bytes_there(hub.data))
+
+    monkeypatch.setattr(conversion_module.PackageWriter, "sync", measured)
+    pulled = hub.pull(f"org/parts:Q8/{named}", "--activation", "relu", "--quantization", "q4")
+    assert pulled["name"] == "big"
+    assert pulled["downloaded_bytes"] == sum(sizes)
+    assert most <= pulled["disk_bytes"] + 4096 * 20
+    assert pulled["disk_bytes"] < pulled["bytes"] + sum(sizes), "no better than package and source at once"
+    same_package(Package.open(hub.data / "packages" / "big"), first, tmp_path / "expected", activation="relu")
+    assert hub.left() == []
+
+
+def test_a_part_that_the_repository_lacks_is_named_before_anything_comes(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    write_gguf(folder / "big.gguf", RECIPE, "Q8_0", tensors_of_part=20)
+    (folder / "big-00003-of-00004.gguf").unlink()
+    hub.mirror.add("org/parts", folder)
+    said = hub.refused("org/parts:big.gguf", "--activation", "relu")
+    assert "org/parts: big-00003-of-00004.gguf: the repository has no such file; it is part 3 of the 4" in said
+    assert hub.left() == []
+
+
 def test_a_header_without_end_is_not_read_to_its_end(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "gguf"
     folder.mkdir()

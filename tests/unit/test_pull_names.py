@@ -216,10 +216,12 @@ def test_a_configuration_of_gigabytes_is_not_downloaded() -> None:
 def test_a_gguf_is_named_among_those_there_are() -> None:
     there = snapshot("a.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
     assert there.gguf("a.gguf").name == "a.gguf"
-    with pytest.raises(UserError, match=r"b.gguf: the repository has no such file; it has a.gguf, m-00001"):
+    with pytest.raises(UserError, match=r"b.gguf: the repository has no such file; it has a.gguf, m.gguf in 2 parts"):
         there.gguf("b.gguf")
-    with pytest.raises(UserError, match=r"one of 2 parts of a model"):
-        there.gguf("m-00002-of-00002.gguf")
+    assert {there.gguf(name).name for name in ("m-00002-of-00002.gguf", "m-00001-of-00002.gguf", "m.gguf")} == {
+        "m-00001-of-00002.gguf"
+    }
+    assert snapshot("m.gguf", "m-00001-of-00001.gguf").gguf("m.gguf").name == "m.gguf"
 
 
 class Sized(SourceFile):
