@@ -458,7 +458,8 @@ typedef struct {
     int32_t head_norm;              /* 1: queries and keys are RMS-normed, each head by itself, before they are rotated */
     int32_t rotary;                 /* 1: heads are rotated; 0: a position has a learned row, which is added to the embedding */
     int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of every matrix, */
-    int32_t trigger_type;           /* but for that of the trigger part: the same, or with NP_Q4 and a gate NP_Q3 */
+    int32_t trigger_type;           /* but for that of the trigger part: the same, or with NP_Q4 and a gate NP_Q3, */
+    int32_t embedding_type;         /* and for embedding and output: the same, or with NP_Q4 NP_Q8 */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* what a trigger must exceed for its neuron to fire; other than 0 with NP_RELU alone */
     float embedding_scale, logit_scale; /* a token's embedding, and every logit, is multiplied by it */

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from neuronpipe.plans.choice import why
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity import interpolated
@@ -53,8 +54,11 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "kind": manifest.source.kind,
             "name": manifest.source.name,
             "architecture": manifest.source.architecture,
+            "weights": dict(manifest.source.weights),
         },
+        "quantization_reason": why(weights, manifest.quantization) if (weights := manifest.source.weights) else None,
         "quantization": manifest.quantization,
+        "embedding_quantization": manifest.quantization_of("embedding"),
         "precision": manifest.precision,
         "parameters": parameters(manifest),
         "model": asdict(model) | {"layers": model.layers},
@@ -143,7 +147,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     """Bytes on flash; `padding` is what fills the neurons' pages up, and all kinds together are `total`."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
-    tensors = fixed_tensors(model, manifest.quantization)
+    tensors = fixed_tensors(model, manifest.quantization, manifest.embedding_quantization)
     for name, (dtype, dimensions) in tensors.items():
         kind = "vectors" if len(dimensions) == 1 else name.split(".")[0]
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
@@ -168,6 +172,7 @@ def render(description: dict[str, Any]) -> str:
         f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",
         f"  id      {description['id']}",
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
+        *([f"  stored  {_stored(description)}"] if _stored(description) else []),
         f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
         f"{model['query_heads']} query heads on {model['key_heads']} key heads of {model['head_width']}; "
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
@@ -202,6 +207,13 @@ def render(description: dict[str, Any]) -> str:
     for warning in description["warnings"]:
         lines += ["", f"note: {warning}"]
     return "\n".join(lines)
+
+
+def _stored(description: dict[str, Any]) -> str:
+    """What is to be known of the quantization besides its name; nothing where there is nothing."""
+    own = description["embedding_quantization"]
+    parts = [f"embedding and output in {own}"] if own != description["quantization"] else []
+    return "; ".join([*parts, *filter(None, [description["quantization_reason"]])])
 
 
 UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "part": "gates, then values"}

@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.template_once import examine_template
 
 if TYPE_CHECKING:
+    from neuronpipe.plans.choice import Choice
     from neuronpipe.plans.convert.conversion import Encoded, Report
     from neuronpipe.plans.convert.conversion import Progress as Told
     from neuronpipe.plans.package.reader import Package
@@ -64,7 +65,7 @@ class _Making(Protocol):
 
 def _agree(source: Path, work: Work, why_anew: str) -> None:
     """Say what making a package takes. Raises UserError where the disk has too little room for it."""
-    takes, free = show_bytes(work.package_bytes), show_bytes(work.free_bytes)
+    takes, free = show_bytes(work.choice.package_bytes), show_bytes(work.free_bytes)
     if work.missing_bytes:
         old = f", `neuronpipe rm {work.name}` removes the one of the model as it was," if work.replaces else ""
         raise UserError(
@@ -76,6 +77,20 @@ def _agree(source: Path, work: Work, why_anew: str) -> None:
         f"neuronpipe: {source}: {why}: {takes} in {work.folder / work.name}; {free} are free",
         file=sys.stderr,
         flush=True,
+    )
+    how = line_to_paste("convert", source, "--quantization", "{}")
+    print(f"neuronpipe: {choice_line(work.choice, f'`{how}`')}", file=sys.stderr, flush=True)
+
+
+def choice_line(choice: Choice, how: str) -> str:
+    """Which quantization a package gets, why, and how to get another. how: with {} where its name stands."""
+    reason = f"quantization {choice.quantization}: {choice.why}"
+    if choice.other is None:
+        return reason
+    less = "loses less and " if choice.other == "q8" else ""
+    return (
+        f"{reason}; {how.format(choice.other)} {less}takes {show_bytes(choice.other_bytes)} instead of "
+        f"{show_bytes(choice.package_bytes)}"
     )
 
 

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.arguments.making import package_as_asked
+from neuronpipe.launch.arguments.making import choice_line, package_as_asked
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
+from neuronpipe.plans.choice import why
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.checkpoint import Options
@@ -64,7 +65,8 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="quantization of the weights in the package (default: q4; q8 for a GGUF of 5 to 8 bits, or Q4_1)",
+        help="quantization of the weights in the package, embedding and output at least q8 (default: q4; q8 for a GGUF "
+        "that is not F16 or Q4_0)",
     )
     parser.add_argument(
         "--gates",
@@ -162,6 +164,7 @@ def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
             predictor=arguments.predictor,
             examine_template=examine_template,
             overwrite=arguments.overwrite,
+            chosen=lambda choice: progress.note(choice_line(choice, "--quantization {}")),
             progress=progress,
             report=report,
         )
@@ -174,6 +177,8 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "package": str(package.path),
         "id": manifest.id,
         "quantization": manifest.quantization,
+        "quantization_reason": why(encoded.source_weights, manifest.quantization),
+        "embedding_quantization": manifest.quantization_of("embedding"),
         "gates": manifest.trigger_quantization if manifest.model.gated else None,
         "activation": manifest.model.activation,
         "bytes": manifest.size_bytes,

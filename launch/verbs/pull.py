@@ -10,6 +10,7 @@ import json
 import sys
 from contextlib import ExitStack
 
+from neuronpipe.launch.arguments.making import choice_line
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.verbs.convert import (
@@ -98,7 +99,8 @@ def _agree(need: Need, *, sure: bool) -> None:
     there = f", {show_bytes(need.there_bytes)} of it there already" if need.goes_on else ""
     takes = (
         f"{show_bytes(need.download_bytes)} to download in {need.files} file{'s' if need.files != 1 else ''}, "
-        f"a package of {show_bytes(need.package_bytes)}; at most {show_bytes(need.disk_bytes)} of disk at a time{there}"
+        f"a package of {show_bytes(need.choice.package_bytes)}; at most {show_bytes(need.disk_bytes)} of disk at a "
+        f"time{there}"
     )
     free = f"{show_bytes(need.free_bytes)} are free"
     if need.missing_bytes:
@@ -111,6 +113,7 @@ def _agree(need: Need, *, sure: bool) -> None:
     if large and not asked:
         raise UserError(f"{need.snapshot}: {takes}; {free}: say --yes to so large a download")
     print(f"neuronpipe: {need.snapshot}: {takes}; {free}", file=sys.stderr)
+    print(f"neuronpipe: {choice_line(need.choice, '--quantization {}')}", file=sys.stderr)
     if asked:
         print("neuronpipe: download it? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

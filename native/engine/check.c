@@ -22,6 +22,7 @@ static const char *wrong_size(const np_shape *s)
 {
     FIRST_WRONG({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
                 {"trigger_type", s->trigger_type == s->type || (s->trigger_type == NP_Q3 && s->type == NP_Q4 && s->gated)},
+                {"embedding_type", s->embedding_type == s->type || (s->embedding_type == NP_Q8 && s->type == NP_Q4)},
                 {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
                 {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
                 {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},

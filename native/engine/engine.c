@@ -93,6 +93,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                                engine->shares,        engine->expert_counts,    engine->expert_values,   engine->guesses,
                                engine->guessed,       engine->open,
                                engine->list.wanted};
+    /* Vectors for q8 take as much room as those for q4, so the output's fit too. */
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
@@ -359,10 +360,11 @@ int np_engine_embed(np_engine *engine)
     const np_shape *s = &engine->shape;
     const np_range tokens = np_engine_share(engine, engine->count);
     const np_matrix *m = &engine->fixed.embedding;
+    const size_t quant_bytes = np_quant_bytes(s->embedding_type, s->width), scale_bytes = np_scale_bytes(s->embedding_type, s->width);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *residual = engine->shared.residual + (size_t)t * s->width;
-        np_decode_row(s->type, (const uint8_t *)m->quants + (size_t)engine->token[t] * engine->row_quant_bytes,
-                      (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width, residual);
+        np_decode_row(s->embedding_type, (const uint8_t *)m->quants + engine->token[t] * quant_bytes,
+                      (const uint8_t *)m->scales + engine->token[t] * scale_bytes, s->width, residual);
         np_scale(residual, s->width, s->embedding_scale);
         if (!s->rotary)
             np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);
@@ -377,7 +379,7 @@ void np_engine_begin_logits(np_engine *engine)
         np_engine_norm(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
                        engine->vector);
         np_scale(engine->vector, s->width, s->logit_scale);
-        np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
+        np_activation_prepare(s->embedding_type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
 }
 
@@ -385,13 +387,14 @@ static void compute_logits(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.output;
+    const size_t quant_bytes = np_quant_bytes(s->embedding_type, s->width), scale_bytes = np_scale_bytes(s->embedding_type, s->width);
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     np_engine_begin_logits(engine);
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS;
-        np_dot_rows(s->type, (const uint8_t *)m->quants + (size_t)row * engine->row_quant_bytes,
-                    (const uint8_t *)m->scales + (size_t)row * engine->row_scale_bytes, rows, s->width, engine->vectors.prepared,
-                    engine->vectors.stride, engine->logits_count, NULL, engine->shared.logits + row, s->vocabulary);
+        np_dot_rows(s->embedding_type, (const uint8_t *)m->quants + row * quant_bytes, (const uint8_t *)m->scales + row * scale_bytes, rows,
+                    s->width, engine->vectors.prepared, engine->vectors.stride, engine->logits_count, NULL, engine->shared.logits + row,
+                    s->vocabulary);
         engine->counters.matrix_rows += (uint64_t)rows * engine->logits_count;
     }
 }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from neuronpipe.plans.choice import KEPT_BY, Choice, default_quantization, why
 from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix, ffn_name
-from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, nearest_quantization, same_encoding
+from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, same_encoding
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
@@ -22,8 +23,8 @@ from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.gguf_parts import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import one_line
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Chat, Manifest, Predictor, package_rank
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, NeuronOrder, Quantization, compute_layout
+from neuronpipe.plans.package.manifest import EMBEDDINGS, Chat, Manifest, Predictor, package_rank
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.plans.package.writer import PackageWriter, Rows, package_bytes
@@ -80,13 +81,14 @@ def convert(
     predictor: bool = True,
     examine_template: ExamineTemplate | None = None,
     overwrite: bool = False,
+    chosen: Callable[[Choice], None] | None = None,
     progress: Progress | None = None,
     report: Report | None = None,
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
-    quantization: None chooses the one whose size is near the source's. gates: "q3", where they are to take fewer bits
-    than the rest, which is then q4. report is called when all is encoded.
+    quantization: None chooses one by what the source stores. gates: "q3", where they are to take fewer bits than the
+    rest, which is then q4. chosen is called with the choice before anything is written, report when all is encoded.
     activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
     firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
     examine_template: see `Options`.
@@ -97,6 +99,8 @@ def convert(
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor, examine_template)
     with open_checkpoint(source, options) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, gates=gates, frequencies=frequencies, name=name)
+        if chosen is not None:
+            chosen(conversion.choice)
         return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 
 
@@ -127,28 +131,22 @@ class Conversion:
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
         self._source_weights = _weights_by_encoding(checkpoint)
-        quantization = quantization or ("q4" if gates else nearest_quantization(self._source_weights))
+        quantization = quantization or ("q4" if gates else default_quantization(self._source_weights))
         _require_groups(checkpoint, quantization)
         if gates is not None:
             _require_gates(model, quantization, gates)
         shares = None if frequencies is None else read_frequencies(frequencies, model)
-        neuron_order: NeuronOrder = "source" if shares is None else "frequency"
+        self._neuron_order: NeuronOrder = "source" if shares is None else "frequency"
         self.checkpoint = checkpoint
+        quantized = not set(self._source_weights) <= set(PLAIN_BYTES)
         self.manifest = Manifest(
             name=one_line(name or checkpoint.source.name),
-            source=checkpoint.source,
+            source=replace(checkpoint.source, weights=self._source_weights if quantized else {}),
             model=model,
             quantization=quantization,
+            embedding_quantization=_embedding_quantization(checkpoint, quantization),
             end_tokens=tuple(end.token for end in checkpoint.ends),
-            layout=compute_layout(
-                quantization,
-                model.width,
-                model.neurons,
-                model.ffn_matrices,
-                neuron_order,
-                gates=gates,
-                read_whole=model.read_whole,
-            ),
+            layout=self._layout(quantization, gates),
             files={},
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
@@ -158,10 +156,46 @@ class Conversion:
         self.pieces = pieces_of(checkpoint, shares)
         self._shares = "" if shares is None else hashlib.sha256(shares.tobytes()).hexdigest()
 
+    def _layout(self, quantization: Quantization, gates: Quantization | None = None) -> Layout:
+        model = self.checkpoint.model
+        return compute_layout(
+            quantization,
+            model.width,
+            model.neurons,
+            model.ffn_matrices,
+            self._neuron_order,
+            gates=gates,
+            read_whole=model.read_whole,
+        )
+
     @property
     def package_bytes(self) -> int:
         """What the package takes on disk."""
         return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
+
+    @property
+    def choice(self) -> Choice:
+        """The package's quantization, why it is that one, and what another would take."""
+        quantization = self.manifest.quantization
+        other: Quantization = "q8" if quantization == "q4" else "q4"
+        fits = _fits_groups(self.checkpoint.model)
+        return Choice(
+            quantization=quantization,
+            why=why(self._source_weights, quantization),
+            package_bytes=self.package_bytes,
+            other=other if fits else None,
+            other_bytes=package_bytes(self._manifest_in(other)) + len(self.checkpoint.tokenizer) if fits else 0,
+        )
+
+    def _manifest_in(self, quantization: Quantization) -> Manifest:
+        """The manifest of the package in another quantization, its gates as the rest."""
+        return replace(
+            self.manifest,
+            quantization=quantization,
+            embedding_quantization=_embedding_quantization(self.checkpoint, quantization),
+            layout=self._layout(quantization),
+            predictor=_predictor(self.checkpoint, quantization),
+        )
 
     def write(
         self,
@@ -246,12 +280,25 @@ def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor 
     )
 
 
+def _embedding_quantization(checkpoint: Checkpoint, quantization: Quantization) -> Quantization | None:
+    """That of embedding and output, where it is not the package's: q8 in a package in q4, unless q4 keeps the values.
+    Every token passes through them, and they are the matrices that lose most in q4."""
+    parts = [part for name in EMBEDDINGS for part in checkpoint.matrices.get(name, ())]
+    kept = all(part.encoding == KEPT_BY["q4"] for part in parts)
+    return "q8" if quantization == "q4" and not kept else None
+
+
 def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
     """How many weights of the matrices the source stores in each encoding, the most first."""
     weights: dict[str, int] = {}
     for part in (part for parts in checkpoint.matrices.values() for part in parts):
         weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
     return dict(sorted(weights.items(), key=lambda item: -item[1]))
+
+
+def _fits_groups(model: ModelSpec) -> bool:
+    """Whether rows of matrices are whole groups, as every quantization but f16 needs them."""
+    return model.width % GROUP_WEIGHTS == model.query_width % GROUP_WEIGHTS == 0
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -406,7 +453,7 @@ class _Work:
                 done += len(rows)
 
     def _quantization(self, kind: str) -> Quantization:
-        return self.manifest.trigger_quantization if kind == "gate" else self.manifest.quantization
+        return self.manifest.trigger_quantization if kind == "gate" else self.manifest.quantization_of(kind)
 
     def _rows(self, kind: str, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
         """Encode some rows, without a detour when they are stored in the package's own encoding."""

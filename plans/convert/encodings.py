@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.writer import Rows
@@ -25,7 +23,6 @@ BLOCK_WEIGHTS_BYTES = {
     "IQ4_XS": (256, 136),
 }
 ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
-NEAR_Q8 = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")  # q4 would lose clearly more than the source did
 
 
 def row_bytes(encoding: str, columns: int) -> int | None:
@@ -34,13 +31,6 @@ def row_bytes(encoding: str, columns: int) -> int | None:
         return columns * PLAIN_BYTES[encoding]
     block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[encoding]
     return None if columns % block_weights else columns // block_weights * block_bytes
-
-
-def nearest_quantization(weights: Mapping[str, int]) -> Quantization:
-    """The package's quantization whose size is near the source's. weights: how many are stored in each encoding. Plain
-    weights become q4, which is what most people run."""
-    total = sum(weights.values())
-    return "q8" if 2 * sum(weights.get(encoding, 0) for encoding in NEAR_Q8) > total else "q4"
 
 
 def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float32]:

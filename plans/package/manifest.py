@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ MAX_SILENT_SHARE = 0.95
 MAX_PERPLEXITY = 1e300
 MAX_TEXT_TOKENS = 1 << 50
 DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
+EMBEDDINGS = ("embedding", "output")
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predictor")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
@@ -55,6 +56,7 @@ class Source:
     kind: str
     name: str
     architecture: str
+    weights: Mapping[str, int] = field(default_factory=dict)  # of a quantized source: by encoding, the most first
 
 
 @frozen(slots=True)
@@ -197,6 +199,7 @@ class Manifest:
     npu: NpuProfile | None = None  # what a neural processor's arithmetic loses, where that was measured
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
+    embedding_quantization: Quantization | None = None  # of embedding and output, where it is not the package's
     id: str = ""
 
     @cached_property
@@ -208,6 +211,11 @@ class Manifest:
     def trigger_quantization(self) -> Quantization:
         """That of the rows which decide whether a neuron fires."""
         return self.layout.matrices[0].quantization or self.quantization
+
+    def quantization_of(self, name: str) -> Quantization:
+        """That of a fixed matrix, by its name."""
+        own = self.embedding_quantization if name in EMBEDDINGS else None
+        return own or self.quantization
 
     @property
     def size_bytes(self) -> int:
@@ -272,7 +280,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": manifest.name,
-        "source": asdict(manifest.source),
+        "source": {name: value for name, value in asdict(manifest.source).items() if name != "weights" or value},
         "model": {
             name: value
             for name, value in asdict(manifest.model).items()
@@ -280,6 +288,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         }
         | {"layer_kinds": [_layer_kind(kind) for kind in manifest.model.layer_kinds]},
         "quantization": manifest.quantization,
+        **({"embedding_quantization": own} if (own := manifest.embedding_quantization) is not None else {}),
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {
             "cluster_neurons": layout.cluster_neurons,

@@ -96,6 +96,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     model = _parse_model(record.record("model"))
     quantization = cast(Quantization, record.choice("quantization", *QUANTIZATIONS))
+    embedding = None
+    if record.has("embedding_quantization"):
+        embedding = cast(Quantization, record.choice("embedding_quantization", "q8"))
+        if quantization != "q4":
+            record.fail("embedding_quantization", f"{embedding} is for packages in q4")
     activity = _parse_activity(record.record("activity"), model.layers) if record.has("activity") else (None, None)
     predictor = parse_predictor(record.record("predictor"), model) if record.has("predictor") else None
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
@@ -118,6 +123,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         profiles=profiles,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
+        embedding_quantization=embedding,
         id=record.text("id"),
     )
     record.finish()
@@ -134,7 +140,19 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _parse_source(record: Record) -> Source:
-    source = Source(record.choice("kind", *SOURCE_KINDS), record.line("name"), record.line("architecture"))
+    kind = record.choice("kind", *SOURCE_KINDS)
+    weights = record.record("weights") if record.has("weights") else None
+    names = () if weights is None else weights.names()
+    if weights is not None and not (
+        0 < len(names) <= MAX_SHOWN * 4 and all(name.isprintable() and len(name) < 16 for name in names)
+    ):
+        record.fail("weights", "expected how many weights each encoding of the source has")
+    source = Source(
+        kind,
+        record.line("name"),
+        record.line("architecture"),
+        {} if weights is None else {name: weights.integer(name, 1, 1 << 53) for name in names},
+    )
     record.finish()
     return source
 

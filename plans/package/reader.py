@@ -69,7 +69,8 @@ class Package:
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
         """Where each fixed tensor lies; exactly the tensors that the manifest's shape calls for."""
-        expected = fixed_tensors(self.manifest.model, self.manifest.quantization)
+        manifest = self.manifest
+        expected = fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)
         return _checked_tensors(self.fixed_path, expected)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
-from neuronpipe.plans.package.manifest import Predictor
+from neuronpipe.plans.package.manifest import EMBEDDINGS, Predictor
 
 QUANT_DTYPES = {"q4": "U8", "q8": "I8", "f16": "F16"}
 
@@ -52,18 +52,19 @@ def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
         yield f"{name}.bias", model.width
 
 
-def fixed_tensors(model: ModelSpec, quantization: Quantization) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
+def fixed_tensors(
+    model: ModelSpec, quantization: Quantization, embedding: Quantization | None = None
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned.
+    embedding: the quantization of embedding and output, where it is another."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(model))
-    item_bytes = 2 if quantization == "f16" else 1
     for name, rows, columns in fixed_matrices(model):
-        tensors[f"{name}.quants"] = (
-            QUANT_DTYPES[quantization],
-            (rows, quant_bytes(quantization, columns) // item_bytes),
-        )
-        if quantization != "f16":
-            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(quantization, columns) // 2))
+        own = embedding or quantization if name in EMBEDDINGS else quantization
+        item_bytes = 2 if own == "f16" else 1
+        tensors[f"{name}.quants"] = (QUANT_DTYPES[own], (rows, quant_bytes(own, columns) // item_bytes))
+        if own != "f16":
+            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(own, columns) // 2))
     return tensors
 
 

@@ -79,7 +79,7 @@ def package_bytes(manifest: Manifest) -> int:
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     """The package's safetensors files: what lies in each."""
-    files = {FIXED: fixed_tensors(manifest.model, manifest.quantization)}
+    files = {FIXED: fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)}
     if manifest.predictor is not None:
         files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
     return files

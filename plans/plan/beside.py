@@ -84,9 +84,10 @@ class DeviceCost:
         total_ms = 0.0
         for name in matrices:
             rows, columns = matrix_shape(model, name)
-            speed = found.held_bytes_per_s(
-                "exact", texts, 1.0, quantization=self.manifest.quantization, row_weights=columns
-            )
+            quantization = self.manifest.quantization_of(name)
+            if all(point.quantization != quantization for point in found.held):
+                quantization = self.manifest.quantization  # an old profile
+            speed = found.held_bytes_per_s("exact", texts, 1.0, quantization=quantization, row_weights=columns)
             call_us = (
                 found.visit_us(texts, routed=False)
                 + found.copy_us(texts * VECTOR_BYTES_PER_WEIGHT * columns, back=False)

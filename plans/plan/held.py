@@ -65,7 +65,7 @@ def matrix_shape(model: ModelSpec, name: str) -> tuple[int, int]:
 def matrix_bytes(manifest: Manifest, name: str) -> int:
     """Of one such matrix, of one layer."""
     rows, columns = matrix_shape(manifest.model, name)
-    return rows * row_bytes(manifest.quantization, columns)
+    return rows * row_bytes(manifest.quantization_of(name), columns)
 
 
 def held_matrices_bytes(manifest: Manifest, matrices: Sequence[str], texts: int) -> int:

@@ -353,7 +353,7 @@ class _Run:
         """What a step reads of the fixed tensors. Of a mixture's predictors, those of chosen experts."""
         manifest, total = self.manifest, self.memory.fixed_bytes
         if not manifest.model.tied_embeddings:
-            total -= manifest.model.vocabulary * neuron_row_bytes(self.manifest)  # of the embedding one row is read
+            total -= matrix_bytes(manifest, "output")  # the embedding is as large, and one row of it is read
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
             total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from neuronpipe.plans.choice import Choice
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, SourceFile
 from neuronpipe.plans.convert.conversion import Conversion, Progress, Report
 from neuronpipe.plans.convert.gguf_model import open_gguf
@@ -43,7 +44,7 @@ class Need:
     folder: Path
     files: int
     download_bytes: int
-    package_bytes: int
+    choice: Choice
     disk_bytes: int
     there_bytes: int
     free_bytes: int
@@ -152,7 +153,7 @@ def _prepare(arrivals: Arrivals, snapshot: Snapshot, conversion: Conversion, fol
             folder=packages_folder(),
             files=len(entries),
             download_bytes=download_bytes,
-            package_bytes=conversion.package_bytes,
+            choice=conversion.choice,
             disk_bytes=conversion.package_bytes + most_held_bytes(left, ahead=ahead) + max(small_bytes, 0),
             there_bytes=there_bytes,
             free_bytes=free_bytes,

@@ -45,6 +45,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
+    from neuronpipe.plans.choice import Choice
     from neuronpipe.plans.convert.checkpoint import Options
     from neuronpipe.plans.convert.conversion import Progress, Report
     from neuronpipe.plans.package.layout import Quantization
@@ -104,7 +105,7 @@ class Work:
 
     name: str
     folder: Path
-    package_bytes: int
+    choice: Choice
     disk_bytes: int
     free_bytes: int
     replaces: bool
@@ -278,7 +279,7 @@ def _make(
             Work(
                 name=name,
                 folder=packages_folder(),
-                package_bytes=conversion.package_bytes,
+                choice=conversion.choice,
                 disk_bytes=max(conversion.package_bytes - bytes_there(folder), 0),
                 free_bytes=shutil.disk_usage(folder).free,
                 replaces=target.exists(),

@@ -31,9 +31,10 @@ class PackageWeights:
     def matrix(self, name: str) -> Array:
         """A matrix of fixed.safetensors, [rows, columns]."""
         quants = self._rows(f"{name}.quants")
-        if self._manifest.quantization == "f16":
+        quantization = self._manifest.quantization_of(name)
+        if quantization == "f16":
             return decode("f16", Rows(quants, quants[:, :0]))
-        return decode(self._manifest.quantization, Rows(quants, self._rows(f"{name}.scales")))
+        return decode(quantization, Rows(quants, self._rows(f"{name}.scales")))
 
     def _rows(self, name: str) -> NDArray[np.uint8]:
         entry = self._package.fixed[name]

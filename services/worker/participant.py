@@ -124,6 +124,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "rotary": s.positions == "rotary",
             "type": TYPES[manifest.quantization],
             "trigger_type": TYPES[manifest.trigger_quantization],
+            "embedding_type": TYPES[manifest.quantization_of("embedding")],
             "activation": ACTIVATIONS[s.activation],
             "activation_threshold": s.activation_threshold,
             **{name: getattr(s, name) for name in SCALES},

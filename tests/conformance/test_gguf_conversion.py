@@ -13,10 +13,13 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from neuronpipe.launch.cli import main
+from neuronpipe.plans.choice import Choice, default_quantization, why
 from neuronpipe.plans.convert import Encoded, convert
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, nearest_quantization
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
 from neuronpipe.plans.models.spec import LayerKind
+from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -263,25 +266,68 @@ def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [
-        *((encoding, "q4") for encoding in ("F16", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS")),
-        *((encoding, "q8") for encoding in ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")),
+        ("F16", "q4"),
+        ("Q4_0", "q4"),
+        *((encoding, "q8") for encoding in BLOCK_WEIGHTS_BYTES if encoding != "Q4_0"),
     ],
 )
-def test_the_package_is_near_the_size_of_a_quantized_source(encoding: str, expected: str, tmp_path: Path) -> None:
+def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expected: str, tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
-    assert convert(source, tmp_path / "p").manifest.quantization == expected
+    choices: list[Choice] = []
+    manifest = convert(source, tmp_path / "p", chosen=choices.append).manifest
+    (choice,) = choices
+    assert manifest.quantization == choice.quantization == expected
+    assert choice.other == ("q8" if expected == "q4" else "q4")
+    assert choice.package_bytes == written_bytes(tmp_path / "p")
+    assert choice.other_bytes == written_bytes(convert(source, tmp_path / "o", quantization=choice.other).path)
+    assert manifest.source.weights == ({} if encoding == "F16" else {encoding: weights_of_matrices(manifest)})
     assert convert(source, tmp_path / "q", quantization="f16").manifest.quantization == "f16"
 
 
+def written_bytes(package: Path) -> int:
+    """The length of a package's files but its manifest."""
+    return sum(file.stat().st_size for file in package.iterdir() if file.name != MANIFEST)
+
+
+def weights_of_matrices(manifest: Manifest) -> int:
+    """How many weights the matrices of a model have."""
+    model = manifest.model
+    neurons = model.layers * model.neurons * model.width * len(model.ffn_matrices)
+    return neurons + sum(rows * columns for _, rows, columns in fixed_matrices(model))
+
+
+@pytest.mark.parametrize("encoding", ["F16", "Q4_K", "Q8_0", "Q4_0"])
+def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(encoding: str, tmp_path: Path) -> None:
+    package = convert(write_gguf(tmp_path / "m.gguf", WIDE, encoding), tmp_path / "p", quantization="q4")
+    manifest, own = package.manifest, "q4" if encoding == "Q4_0" else "q8"
+    assert manifest.embedding_quantization == (None if own == "q4" else "q8")
+    assert [manifest.quantization_of(name) for name in ("embedding", "output", "layers.0.qkv")] == [own, own, "q4"]
+    dtypes = [package.fixed[f"{name}.quants"].dtype for name in ("embedding", "output", "layers.0.qkv")]
+    assert dtypes == [{"q4": "U8", "q8": "I8"}[own]] * 2 + ["U8"]
+    assert Package.open(package.path).manifest == manifest
+    lost = manifest.quantization_error
+    assert max(lost["embedding"], lost["output"]) < 0.01
+
+
 def test_most_weights_decide_where_encodings_are_mixed() -> None:
-    assert nearest_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q4"  # Q4_K_M
-    assert nearest_quantization({"Q5_K": 70, "Q6_K": 20, "Q4_K": 10}) == "q8"
+    assert default_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q8"  # Q4_K_M
+    assert default_quantization({"Q4_0": 70, "Q6_K": 30}) == "q4"  # as llama.cpp has the output of a Q4_0
+    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q8"
+    assert default_quantization({"F16": 60, "Q8_0": 40}) == "q4"
+
+
+def test_the_reason_for_a_quantization_names_what_the_source_stores() -> None:
+    assert why({"BF16": 1}, "q4") == "the source is not quantized"
+    assert why({"Q4_0": 9, "Q6_K": 1}, "q4") == "the source stores Q4_0 90%, Q6_K 10%, and q4 keeps the values of Q4_0"
+    assert why({"Q4_K": 8, "Q6_K": 2}, "q8") == "the source stores Q4_K 80%, Q6_K 20%, which q4 could not keep"
+    assert "expect clearly worse text" in why({"Q4_K": 8, "Q6_K": 2}, "q4")
+    assert "Q3_K 40%, Q4_K 30%, Q5_K 20% and others" in why({"Q5_K": 2, "Q4_K": 3, "Q3_K": 4, "Q6_K": 1}, "q8")
 
 
 def test_the_error_of_encoding_again_is_told_against_what_the_source_stores(tmp_path: Path) -> None:
     reports: list[Encoded] = []
     source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
-    package = convert(source, tmp_path / "p", report=reports.append)
+    package = convert(source, tmp_path / "p", quantization="q4", report=reports.append)
     measured = {}
     for name, values, shape in zip(
         ("gate", "up", "down"), PackageWeights(package).neurons(0), ((512, 256), (512, 256), (256, 512)), strict=True
@@ -300,8 +346,10 @@ def test_the_error_of_encoding_again_is_told_against_what_the_source_stores(tmp_
 
 def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
-    assert main(["convert", str(source), "-o", str(tmp_path / "p")]) == 0
-    said = capsys.readouterr().out
+    assert main(["convert", str(source), "-o", str(tmp_path / "p"), "--quantization", "q4"]) == 0
+    said, chosen = capsys.readouterr()
+    assert "quantization q4: the source stores Q4_K 100%, which q4 cannot keep: expect clearly worse text" in chosen
+    assert "--quantization q8 loses less and takes" in chosen
     assert re.search(r"^worst +\d+\.\d{4}%  \S+\.weight$", said, re.MULTILINE)
     assert "the source is quantized itself (Q4_K 100%)" in said
     assert "`--quantization q8` adds far less" in said
@@ -309,6 +357,9 @@ def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.
     told = json.loads(capsys.readouterr().out)
     assert told["worst_tensor"]["error"] < 0.01
     assert set(told["source_weights"]) == {"Q4_K"}
+    assert told["quantization_reason"] == "the source stores Q4_K 100%, which q4 could not keep"
+    assert main(["inspect", str(tmp_path / "q")]) == 0
+    assert "the source stores Q4_K 100%, which q4 could not keep" in capsys.readouterr().out
     assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), "-o", str(tmp_path / "r")]) == 0
     assert "quantized itself" not in capsys.readouterr().out
 

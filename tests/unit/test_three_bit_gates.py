@@ -135,6 +135,7 @@ def in_gates(field: str, value: Any) -> Callable[[Any], None]:
 def in_package(value: str) -> Callable[[Any], None]:
     def change(manifest: Any) -> None:
         manifest["quantization"] = value
+        del manifest["embedding_quantization"]
 
     return change
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import matrix_shape
 from neuronpipe.protocol.frozen import frozen
@@ -45,20 +46,20 @@ class HeldMatrices:
         tokens: int,
         instructions: str,
     ) -> None:
-        self._queue, self._order, self._manifest = queue, ORDERS[instructions], manifest
+        self._queue, self._order = queue, ORDERS[instructions]
         model = manifest.model
         shapes = {name: matrix_shape(model, name) for name in names}
+        kinds = {name: (columns, manifest.quantization_of(name)) for name, (_, columns) in shapes.items()}
         programs = {
-            columns: built_program(queue.context, "rows.cl", self._options(device, columns))
-            for columns in {columns for _, columns in shapes.values()}
+            kind: built_program(queue.context, "rows.cl", self._options(device, *kind)) for kind in set(kinds.values())
         }
         self._vectors = self._buffer(tokens * vector_bytes(manifest))
         self._out = self._buffer(4 * tokens * max((rows for rows, _ in shapes.values()), default=0))
         self._no_bias = self._buffer(4)
         self._matrices: dict[tuple[int, int], _Matrix] = {}
-        for name, (rows, columns) in shapes.items():
+        for name, (rows, _) in shapes.items():
             for layer, tensor in enumerate(tensors_of(model, name)):
-                made = self._matrix(programs[columns], tensors, tensor, rows)
+                made = self._matrix(programs[kinds[name]], tensors, tensor, rows)
                 self._matrices[HELD_MATRICES[name], layer] = made
 
     def __call__(self, wanted: Any) -> None:
@@ -94,9 +95,9 @@ class HeldMatrices:
         )  # fmt: skip
         return _Matrix(kernel, rows, buffers)
 
-    def _options(self, device: Device, columns: int) -> list[str]:
+    def _options(self, device: Device, columns: int, quantization: Quantization) -> list[str]:
         exact = ["-cl-fp32-correctly-rounded-divide-sqrt"] if device.divides_exactly else []
-        sizes = {"ORDER": self._order, "TYPE_Q4": int(self._manifest.quantization == "q4"), "WIDTH": columns}
+        sizes = {"ORDER": self._order, "TYPE_Q4": int(quantization == "q4"), "WIDTH": columns}
         return [*(f"-D{name}={value}" for name, value in sizes.items()), *exact]
 
     def _buffer(self, size_bytes: int) -> Any:
