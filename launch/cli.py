@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
 from neuronpipe.launch.arguments.spellings import FOREIGN_VERBS, FORMER_VERBS, in_present_words, take_former_word
+from neuronpipe.launch.file_limits import remedy, without_temporary_folder
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
@@ -291,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"neuronpipe: ended by {told.number.name}", file=sys.stderr)
         return 0 if _verb_in(words) in ENDED_AS_TOLD else 128 + told.number
     except UserError as error:
-        print(f"neuronpipe: {as_typed(str(error))}", file=sys.stderr)
+        print(f"neuronpipe: {as_typed(str(error))}{remedy(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("neuronpipe: interrupted", file=sys.stderr)
@@ -306,10 +307,14 @@ def main(arguments: list[str] | None = None) -> int:
         if error.errno in TOO_MANY_FILES:
             print(f"neuronpipe: {error.strerror}; raise the limit with `ulimit -n 1024`", file=sys.stderr)
             return UserError.exit_code
+        if (message := without_temporary_folder(error)) is not None:
+            print(f"neuronpipe: {message}", file=sys.stderr)
+            return UserError.exit_code
         if error.errno not in NO_ROOM:
             raise
         _silence()
-        print(f"neuronpipe: {error.filename or 'the output'}: cannot be written: {error.strerror}", file=sys.stderr)
+        where, why = error.filename or "the output", str(error.strerror)
+        print(f"neuronpipe: {where}: cannot be written: {why}{remedy(why)}", file=sys.stderr)
         return UserError.exit_code
 
 
