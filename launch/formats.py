@@ -160,7 +160,17 @@ def typed_command() -> str:
 
 def line_to_paste(*words: object) -> str:
     """This command with other words, quoted for the shell where they need it."""
-    return f"{typed_command()} {shlex.join(map(str, words))}"
+    return f"{typed_command()} {shell_line(map(str, words))}"
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Words as a shell takes them, on one line. What a terminal would obey stands as an escape within $'...'."""
+    return " ".join(shlex.quote(word) if word.isprintable() else _dollar_quoted(word) for word in words)
+
+
+def _dollar_quoted(word: str) -> str:
+    data = word.encode(errors="surrogateescape")
+    return "$'" + "".join(chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in data) + "'"
 
 
 def parse_text(text: str) -> str:

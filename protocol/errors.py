@@ -24,7 +24,7 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(_escaped(message))
+        super().__init__(escaped(message))
 
 
 def quoted(value: object) -> str:
@@ -35,14 +35,15 @@ def quoted(value: object) -> str:
 
 def named(name: str) -> str:
     """A name from somebody else's file (a field, a tensor, a key) as an error shows it: as it is, on one line, cut."""
-    return _cut(_escaped(name[: MAX_QUOTED_CHARACTERS + 1]))
+    return _cut(escaped(name[: MAX_QUOTED_CHARACTERS + 1]))
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "..."
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """A text from somebody else as a terminal may show it: on one line, with escapes for what is not printable."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

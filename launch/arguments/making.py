@@ -18,7 +18,7 @@ from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.packages import VARIABLE
 from neuronpipe.plans.pull.sources import Asked, Work, made_of, make, make_as_asked
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, escaped
 from neuronpipe.services.gateway.template_once import examine_template
 
 if TYPE_CHECKING:
@@ -74,24 +74,21 @@ def _agree(source: Path, work: Work, why_anew: str) -> None:
         )
     why = f"{why_anew}its package is made anew" if work.replaces else "a package is made of it, once"
     print(
-        f"neuronpipe: {source}: {why}: {takes} in {work.folder / work.name}; {free} are free",
+        f"neuronpipe: {escaped(str(source))}: {why}: {takes} in {work.folder / work.name}; {free} are free",
         file=sys.stderr,
         flush=True,
     )
-    how = line_to_paste("convert", source, "--quantization", "{}")
-    print(f"neuronpipe: {choice_line(work.choice, f'`{how}`')}", file=sys.stderr, flush=True)
+    how = f"`{line_to_paste('convert', source, '--quantization', work.choice.other or '')}`"
+    print(f"neuronpipe: {choice_line(work.choice, how)}", file=sys.stderr, flush=True)
 
 
 def choice_line(choice: Choice, how: str) -> str:
-    """Which quantization a package gets, why, and how to get another. how: with {} where its name stands."""
+    """Which quantization a package gets, why, and how to get the other one."""
     reason = f"quantization {choice.quantization}: {choice.why}"
     if choice.other is None:
         return reason
     less = "loses less and " if choice.other == "q8" else ""
-    return (
-        f"{reason}; {how.format(choice.other)} {less}takes {show_bytes(choice.other_bytes)} instead of "
-        f"{show_bytes(choice.package_bytes)}"
-    )
+    return f"{reason}; {how} {less}takes {show_bytes(choice.other_bytes)} instead of {show_bytes(choice.package_bytes)}"
 
 
 def _told(source: Path, making: _Making, why_anew: str, *, plain: bool) -> Package:

@@ -27,6 +27,7 @@ from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS,
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.packages import checked_name
 from neuronpipe.plans.pull.sources import Asked
+from neuronpipe.protocol.errors import escaped
 from neuronpipe.services.gateway.template_once import examine_template
 
 
@@ -164,7 +165,7 @@ def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
             predictor=arguments.predictor,
             examine_template=examine_template,
             overwrite=arguments.overwrite,
-            chosen=lambda choice: progress.note(choice_line(choice, "--quantization {}")),
+            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.other}")),
             progress=progress,
             report=report,
         )
@@ -204,7 +205,7 @@ def _lost_before(encoded: Encoded, quantization: Quantization) -> str:
 def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None = None) -> str:
     """What was made, and what quantization cost, for a person. called: the package's name, where it is known by one."""
     model, size = manifest.model, show_bytes(manifest.size_bytes)
-    lines = [f"{path}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
+    lines = [f"{escaped(str(path))}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
     lines += [f"{'worst':<12}{encoded.worst_error:>22.4%}  {encoded.worst_tensor}"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from typing import Any
 
-from neuronpipe.launch.formats import as_typed, show_bytes
+from neuronpipe.launch.formats import as_typed, shell_line, show_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
 from neuronpipe.plans.pull.packages import (
@@ -19,7 +18,7 @@ from neuronpipe.plans.pull.packages import (
     unfinished_pull,
 )
 from neuronpipe.plans.pull.sources import origin_of
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, escaped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +78,7 @@ def render(listed: dict[str, Any]) -> str:
                 continue
             lines.append(
                 f"{package['name']:<{width}}{show_bytes(package['bytes']):>10}  {package['quantization']:<{kinds}}"
-                f"{package['activation']:<12}{package['context_tokens']:>8}  {package['source']}"
+                f"{package['activation']:<12}{package['context_tokens']:>8}  {escaped(package['source'])}"
             )
     else:
         lines.append(f"no packages in {listed['folder']} yet; `neuronpipe pull ORG/NAME` gets one")
@@ -88,7 +87,7 @@ def render(listed: dict[str, Any]) -> str:
         if pull["under_way"]:
             lines.append(f"\n{name} is being made; {size} are here")
         else:
-            again = shlex.join(pull["command"] or ["pull", "ORG/NAME", "--name", name])
+            again = shell_line(pull["command"] or ["pull", "ORG/NAME", "--name", name])
             lines.append(
                 f"\n{name} was interrupted; {size} are here: `neuronpipe {again}` goes on, "
                 f"`neuronpipe rm {name}` removes them"
