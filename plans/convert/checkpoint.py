@@ -158,10 +158,9 @@ class Inventory:
 
     def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
         """Enter a tensor; shape is rows first."""
-        if name in self._tensors:
-            raise UserError(f"{file.path}: {named(name)}: the tensor appears twice")
-        if len(self._tensors) == MAX_TENSORS:
-            raise UserError(f"{self._where}: more than the {MAX_TENSORS} tensors that a model may have")
+        if name in self._tensors or len(self._tensors) == MAX_TENSORS:
+            problem = "the tensor appears twice" if name in self._tensors else f"more than {MAX_TENSORS} tensors"
+            raise UserError(f"{file.path}: {named(name)}: {problem}")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:

@@ -128,7 +128,7 @@ class Web:
         http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
         package = importlib.import_module(http_error.__module__.partition(".")[0])
         self._network = (http_error, package.InvalidURL, package.StreamError)
-        self._headers: dict[str, str] = utils.build_hf_headers(
+        self._headers: dict[str, str] = self._utils.build_hf_headers(
             library_name="neuronpipe", library_version=version("neuronpipe")
         ) | {"Accept-Encoding": "identity"}  # of a compressed file, a part would not be one of the file
         token = self._headers.get("authorization", "")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.plans.convert import conversion as conversion_module
-from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert import convert, work
 from neuronpipe.plans.convert.checkpoint import Options, SourceFile
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.convert.huggingface import open_huggingface
@@ -96,7 +96,7 @@ def test_slabs_and_blocks_of_any_size_give_the_same_package(
 ) -> None:
     whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
     for name in ("BLOCK_BYTES", "MIN_SLAB_BYTES", "MAX_SLAB_BYTES"):
-        monkeypatch.setattr(conversion_module, name, 1)
+        monkeypatch.setattr(work, name, 1)
     assert convert(source, tmp_path / "pieces", quantization="q4", name="same").manifest.id == whole.manifest.id
 
 
@@ -265,10 +265,10 @@ def test_a_killed_conversion_of_shards_goes_on_and_needs_little_memory(tmp_path:
 FAULTS = """
 import resource, sys
 from pathlib import Path
-from neuronpipe.plans.convert import conversion
+from neuronpipe.plans.convert import work
 from neuronpipe.plans.convert.conversion import convert
 
-conversion.MIN_SLAB_BYTES = 1 << 20  # as in models whose slabs are too large for the C library to learn by
+work.MIN_SLAB_BYTES = 1 << 20  # as in models whose slabs are too large for the C library to learn by
 convert(Path(sys.argv[1]), Path(sys.argv[2]), quantization="q4", name="first")  # what is touched once
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 convert(Path(sys.argv[1]), Path(sys.argv[2]), quantization="q4", name="same", overwrite=True)
