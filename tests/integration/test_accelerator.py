@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.convert import convert
 from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.plan import read_plan
 
+from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.specs import SPECS, write_package
 from tests.opencl import require_opencl
 from tests.pipeline import Run, Shell, eventually
@@ -300,3 +302,17 @@ def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[
     for number, found in answers.items():
         assert found == undisturbed["exact"][: lengths[number % len(lengths)]], number
     assert len(answers) == 60
+
+
+def test_an_output_in_another_quantization_than_the_rest_gives_the_same_tokens(shell: Shell, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(TINY, name="mixed", width=128, neurons=512, head_width=32)
+    package = convert(
+        write_checkpoint(tmp_path / "source", recipe), tmp_path / "package", quantization="q4", activation="relu"
+    )
+    assert [package.manifest.quantization_of(name) for name in ("output", "layers.0.qkv")] == ["q8", "q4"]
+    answers = []
+    for words in ((), (*OPENCL, "--gpu-memory", "64MiB")):
+        with shell.up(package.path, "--workers", "1", *words) as run:
+            answers.append(run.ask("a b c", 16))
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    assert answers[1]["accelerator_matrix_share"] == 1
