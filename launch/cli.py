@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import re
+import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,6 @@ from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
 from neuronpipe.launch.arguments.spellings import FOREIGN_VERBS, FORMER_VERBS, in_present_words, take_former_word
-from neuronpipe.launch.file_limits import remedy, without_temporary_folder
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"neuronpipe: ended by {told.number.name}", file=sys.stderr)
         return 0 if _verb_in(words) in ENDED_AS_TOLD else 128 + told.number
     except UserError as error:
-        print(f"neuronpipe: {as_typed(str(error))}{remedy(str(error))}", file=sys.stderr)
+        print(f"neuronpipe: {as_typed(str(error))}{_remedy(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("neuronpipe: interrupted", file=sys.stderr)
@@ -307,15 +307,31 @@ def main(arguments: list[str] | None = None) -> int:
         if error.errno in TOO_MANY_FILES:
             print(f"neuronpipe: {error.strerror}; raise the limit with `ulimit -n 1024`", file=sys.stderr)
             return UserError.exit_code
-        if (message := without_temporary_folder(error)) is not None:
+        if (message := _without_temporary_folder(error)) is not None:
             print(f"neuronpipe: {message}", file=sys.stderr)
             return UserError.exit_code
         if error.errno not in NO_ROOM:
             raise
         _silence()
         where, why = error.filename or "the output", str(error.strerror)
-        print(f"neuronpipe: {where}: cannot be written: {why}{remedy(why)}", file=sys.stderr)
+        print(f"neuronpipe: {where}: cannot be written: {why}{_remedy(why)}", file=sys.stderr)
         return UserError.exit_code
+
+
+def _remedy(message: str) -> str:
+    """What follows a message about a file that is too large: the limit of this shell, where that is the cause."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if os.strerror(errno.EFBIG) not in message or limit_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f"; this shell allows files of {limit_bytes:,} bytes at most (`ulimit -f`): allow larger ones, and try again"
+
+
+def _without_temporary_folder(error: OSError) -> str | None:
+    """What to say where Python found no folder for temporary files; None where the error is another one."""
+    if error.errno != errno.ENOENT or "temporary directory" not in str(error.strerror):
+        return None
+    too_large = _remedy(os.strerror(errno.EFBIG))
+    return f"no file can be written in /tmp or another temporary folder; set TMPDIR to one{too_large}"
 
 
 def _run(words: list[str]) -> int:

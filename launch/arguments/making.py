@@ -24,7 +24,7 @@ from neuronpipe.services.gateway.template_once import examine_template
 if TYPE_CHECKING:
     from neuronpipe.plans.choice import Choice
     from neuronpipe.plans.convert.conversion import Encoded, Report
-    from neuronpipe.plans.convert.conversion import Progress as Told
+    from neuronpipe.plans.convert.work import Progress as Told
     from neuronpipe.plans.package.reader import Package
 
 _OPTION = re.compile(

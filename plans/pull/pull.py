@@ -17,10 +17,11 @@ from typing import cast
 
 from neuronpipe.plans.choice import Choice
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, SourceFile
-from neuronpipe.plans.convert.conversion import Conversion, Progress, Report
+from neuronpipe.plans.convert.conversion import Conversion, Report
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.pieces import Piece
+from neuronpipe.plans.convert.work import Progress
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there

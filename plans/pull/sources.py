@@ -47,7 +47,8 @@ from neuronpipe.protocol.frozen import frozen
 if TYPE_CHECKING:
     from neuronpipe.plans.choice import Choice
     from neuronpipe.plans.convert.checkpoint import Options
-    from neuronpipe.plans.convert.conversion import Progress, Report
+    from neuronpipe.plans.convert.conversion import Report
+    from neuronpipe.plans.convert.work import Progress
     from neuronpipe.plans.package.layout import Quantization
 
 RECORD = "source.json"

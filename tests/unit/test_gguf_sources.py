@@ -131,7 +131,7 @@ def test_down_with_its_sides_swapped_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_neither_file_nor_directory_is_refused(tmp_path: Path) -> None:
-    refuse(tmp_path / "nothing.gguf", "cannot be read: No such file")
+    refuse(tmp_path / "nothing.gguf", "no such file")
     (tmp_path / "text.gguf").write_text("hello, world")
     refuse(tmp_path / "text.gguf", "magic: is not GGUF")
 
