@@ -12,13 +12,14 @@ import numpy as np
 from neuronpipe.plans.choice import KEPT_BY, Choice, default_quantization, why
 from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, SourceFile
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal
 from neuronpipe.plans.convert.pieces import pieces_of, read_frequencies
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.work import Progress, Work
 from neuronpipe.plans.gguf_parts import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec

@@ -17,7 +17,6 @@ from neuronpipe.plans.convert.checkpoint import (
     OpenFile,
     Options,
     RowNumbers,
-    SourceFile,
     take_predictors,
     take_tensors,
 )
@@ -33,6 +32,7 @@ from neuronpipe.plans.convert.powerinfer import (
     powerinfer_threshold,
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.gguf_parts import model_stem
 from neuronpipe.plans.models.family import (
     SAY_WHICH,

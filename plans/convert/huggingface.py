@@ -16,12 +16,12 @@ from neuronpipe.plans.convert.checkpoint import (
     OpenFile,
     Options,
     RowNumbers,
-    SourceFile,
     take_predictors,
     take_tensors,
 )
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, SourceFile, StoredMatrix
+from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.protocol.errors import UserError, named

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
-from neuronpipe.plans.convert.checkpoint import SourceFile
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.package.whole import make_folder
 from neuronpipe.plans.pull.answers import AGAIN
 from neuronpipe.plans.pull.hub import Hub

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import cast
 
 from neuronpipe.plans.choice import Choice
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, SourceFile
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
 from neuronpipe.plans.convert.conversion import Conversion, Report
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.pieces import Piece
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.work import Progress
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package

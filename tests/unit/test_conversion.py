@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert, work
-from neuronpipe.plans.convert.checkpoint import Options, SourceFile
+from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights

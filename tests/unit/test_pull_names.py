@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch.arguments.settings import settings_file
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.convert.checkpoint import SourceFile
 from neuronpipe.plans.convert.pieces import Piece
+from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.pull.packages import checked_name, data_folder, package_path
 from neuronpipe.plans.pull.pull import most_held_bytes
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot
@@ -156,10 +156,13 @@ def test_a_model_that_is_not_there_is_told_what_would_be(
         assert "; there is TinyLlama-1.1B; `neuronpipe pull ORG/NAME` gets another, e.g. `" in capsys.readouterr().err
 
 
-def test_a_missing_file_is_told_its_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_told_its_neighbours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for file in ("a.gguf", "b.gguf", "c.txt"):
         (tmp_path / file).touch()
-    assert main(["run", str(tmp_path / "nope.gguf"), "hi"]) == 2
+    monkeypatch.chdir(tmp_path)  # errors cut long paths
+    assert main(["run", "./nope.gguf", "hi"]) == 2
     assert capsys.readouterr().err.endswith("nope.gguf: no such file; in that folder there are a.gguf, b.gguf\n")
 
 
