@@ -20,8 +20,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.speed import reads_whole
+from neuronpipe.plans.plan.plan import Plan, reads_whole
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Generate
 

@@ -11,7 +11,8 @@ import functools
 
 from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.firing import Rates, ranking, touched
+from neuronpipe.plans.plan import missing
+from neuronpipe.plans.plan.firing import Rates, ranking
 from neuronpipe.plans.plan.pins import Pins, write_counts
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.plan.ranking import Ranking, holding
@@ -118,14 +119,15 @@ class _Allocating:
         )
 
     def _share(self, slots: Slots, texts: int) -> _Share:
-        if slots.count >= self._manifest.clusters:
-            return self._alike(slots, self._clusters)
+        everything = slots.count >= self._manifest.clusters
         if self._mode != "predicted" and not self._mixture and (slots.part == "trigger" or self._whole):
             # Every cluster in turn, for every token: what is not pinned is gone before its next turn.
-            return self._alike(slots, slots.most_pinned // self._ffns)
+            return self._alike(slots, self._clusters if everything else slots.most_pinned // self._ffns)
+        if everything and not slots.lent:  # with lent slots, pins would leave the cache nothing when these go
+            return self._alike(slots, self._clusters)
         ranked = self._ranking(slots, texts)
         if ranked is None:
-            return self._alike(slots, self._hottest(slots))
+            return self._alike(slots, self._unmeasured(slots))
         safe = slots.safe_for(ranked.wanted)
         return _Share(slots, ranked.pins(ranked.best_pinned(safe.holding, safe.most_pinned)), ranked)
 
@@ -136,20 +138,25 @@ class _Allocating:
         by_expert = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
         return ranking(self._manifest, self._mode, self._rates.heat, texts, whole_experts=by_expert)
 
-    def _hottest(self, slots: Slots) -> int:
-        """By the curve, of each feed-forward: what fires in half of all tokens, at most half of what may stay. Where a
-        token wants more than the slots hold, all that may: the others are gone before their next turn. With more slots
-        the cache gets them and as many of what stayed, so that prompts, which want everything, are not slower at
-        once."""
-        rates, share = self._rates, self._rates.value_read
-        if self._whole or slots.part == "trigger":
-            share = rates.trigger_read
-        wanted = rates.chosen * touched(share, self._manifest.layout.cluster_neurons) * self._manifest.clusters
+    def _unmeasured(self, slots: Slots) -> int:
+        """Return how many clusters of each feed-forward stay, where no profile says how often each is wanted: all that
+        may, or the few that fire in half of all tokens (of a mixture none), whichever is expected to miss less.
+
+        What stays is taken from the cache, and a cache that holds less than a token wants of it hits nothing. So much
+        stays only where the cache without it would hold less than that, too. Half of the lent slots count as gone, as
+        they are in the middle of a text."""
+        owned = dataclasses.replace(slots, count=slots.count - slots.lent // 2, lent=0)
         most = slots.most_pinned // self._ffns
-        if wanted >= slots.count - slots.lent:
-            return most
-        hottest = min(int(rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
-        return max(hottest, most - int(2 * (slots.count - slots.lent - wanted) / self._ffns))
+        hottest = min(int(self._rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
+        few = 0 if self._mixture else hottest
+        return most if self._missed(owned, most) < self._missed(owned, few) else few
+
+    def _missed(self, slots: Slots, each: int) -> int:
+        """Return how many clusters a token is expected to miss where so many of each feed-forward stay."""
+        share = self._rates.trigger_read if self._whole or slots.part == "trigger" else self._rates.value_read
+        there = missing.Slots(held=slots.holding, pinned=min(each * self._ffns, slots.most_pinned))
+        all_wanted = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
+        return missing.parts(self._manifest, self._rates, self._mode, share, there, 1, all_wanted=all_wanted).missed
 
     # ---- several texts ---------------------------------------------------------------------------------------
     def _saves(self, own: tuple[_Share, _Share], other: tuple[_Share, _Share]) -> bool:

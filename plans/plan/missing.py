@@ -54,20 +54,24 @@ def parts(
         return Parts(wanted, int(wanted * (1 - min(slots.pinned, left) / left)))
     # Of experts that are wanted whole, the same part of each is left.
     like_memory, scale = (0, clusters / left) if all_wanted else (slots.on_device, 1.0)
-    resident, stays = int(held * scale) + like_memory, slots.pinned + like_memory
+    resident, stays = (int(slots_held * scale) + like_memory for slots_held in (held, slots.pinned))
     if tokens <= max(BATCHES):
         ranked = ranking(manifest, mode, rates.heat, tokens, whole_experts=all_wanted)
         if ranked is not None:  # texts want more of the same than independent ones, and neighbours fire together
             found = ranked.wanted / scale
             missed = min(found * (1 - elsewhere) if like_memory else found, found * ranked.miss_rate(resident, stays))
             return Parts(found * (1 - elsewhere) if like_memory else found, int(missed))
-    if wanted >= held:  # what a step brings is gone before the next one, but for what is pinned
-        staying = rates.clusters_within(stays / clusters, share, neurons)
-        return Parts(wanted, min(int(wanted), int(together / scale * (1 - staying))))
+    # Of experts that are wanted whole, a part that stays is wanted as often as any other.
+    share_staying = stays / clusters
+    within = share_staying if all_wanted else rates.clusters_within(share_staying, share, neurons)
+    unpinned, cached = together * (1 - within), resident - stays
+    if unpinned >= cached:  # the cache holds less than a step wants of it: all is gone before the next step
+        return Parts(wanted, min(int(wanted), int(unpinned / scale)))
+    # Of whole experts, the cache has what is not pinned as if that was the whole model.
+    cached_share = cached / (clusters - stays) if all_wanted else resident / clusters
+    rate = miss_rate(manifest, mode, cached_share, whole_experts=all_wanted)
+    missed_one = of_one / scale * min(1 - within, rate * (1 - within) if all_wanted else rate)
     one_wanted = of_one * (1 - elsewhere)
-    missed_one = min(
-        one_wanted, of_one / scale * miss_rate(manifest, mode, resident / clusters, whole_experts=all_wanted)
-    )
     if tokens == 1:
         return Parts(one_wanted, int(missed_one))
     # Wanted by one of them; those with a slot and those without are each taken to be alike.

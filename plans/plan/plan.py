@@ -47,6 +47,11 @@ class ProcessSpec:
     backend: str = DEFAULT_BACKEND
 
 
+def reads_whole(compute: Compute, flash: Flash) -> bool:
+    """Whether a value part comes with its trigger part, so that only triggers are looked up ahead of computing."""
+    return compute.mode == "predicted" or flash.bundle
+
+
 def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
     """Who computes in a role of which there is one process; "" where there is none."""
     return next((process.backend for process in processes if process.role == role), "")

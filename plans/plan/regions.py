@@ -198,21 +198,42 @@ class _Filling:
         )
 
     def _block_window(self, budget: int) -> tuple[int, int]:
-        """Blocks of a layer that are open at once, and clusters that may be moving: open for any worker, as many again
-        free or arriving. A whole layer, where memory holds two; less only where it must be, since the reads of a
-        block window wait for the one before it. Workers may have neighbouring ones open, and of two experts, but not of
-        two layers."""
-        per_block, workers, blocks = self._layout.block_clusters, self._workers, self._layout.blocks
-        moving = 2 * self._layout.clusters * (workers if self._mixture else 1)
-        if 2 * moving * self._both_bytes <= budget:
-            return blocks, moving
-        window_blocks = max(1, blocks // (2 * workers))
-        while window_blocks > 1 and 2 * window_blocks * workers * per_block * self._both_bytes > budget // 3:
-            window_blocks = (window_blocks + 1) // 2
-        moving = 2 * window_blocks * workers * per_block
+        """Return the blocks of a layer that are open at once, and the clusters that may be moving: those open for any
+        worker, and as many again that are free or arriving. A whole layer, where memory holds two; less only where it
+        must be, since the reads of a block window wait for the one before it. Workers may have neighbouring ones open,
+        and of two experts, but not of two layers.
+
+        Slots for a larger window come from memory that was added, never from what stays: before it opens, `moving`
+        grows to what it needs while what stays keeps its size. Else more memory would be slower."""
+        (window_blocks, moving, _), *larger = self._windows()
+        opened_bytes = 0  # the budget with which the window before opened
+        for blocks, needed, from_bytes in larger:
+            from_bytes = max(from_bytes, opened_bytes)
+            if budget < from_bytes:
+                break
+            staying_bytes = from_bytes - moving * self._both_bytes
+            opened_bytes = max(from_bytes, staying_bytes + needed * self._both_bytes)
+            if budget < opened_bytes:
+                return window_blocks, max(moving, (budget - staying_bytes) // self._both_bytes)
+            window_blocks, moving = blocks, needed
         if moving >= self._all:
-            moving, window_blocks = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
+            moving, window_blocks = min(self._all, max(self._moving(1), self._all // 2)), 1
         return window_blocks, moving
+
+    def _windows(self) -> list[tuple[int, int, int]]:
+        """Return the block windows that may be planned, smallest first: blocks, clusters that may be moving, and the
+        bytes for slots from which on it is wanted: three times what is moving, two times for a whole layer."""
+        workers, blocks = self._workers, self._layout.blocks
+        parts = [max(1, blocks // (2 * workers))]
+        while parts[-1] > 1:
+            parts.append((parts[-1] + 1) // 2)
+        windows = [(part, self._moving(part), 3 * self._moving(part) * self._both_bytes) for part in reversed(parts)]
+        moving = 2 * self._layout.clusters * (workers if self._mixture else 1)
+        return [*windows, (blocks, moving, 2 * moving * self._both_bytes)]
+
+    def _moving(self, window_blocks: int) -> int:
+        """Return the clusters that may be moving while every worker has such a part of a layer open."""
+        return 2 * window_blocks * self._workers * self._layout.block_clusters
 
     def _least_free(self, slots: tuple[Slots, Slots], pinned: tuple[int, int]) -> int:
         """Slots of either part that nothing stays in; a part that is all there counts as what a whole model has."""

@@ -24,7 +24,7 @@ from neuronpipe.plans.plan.held import MATRICES, held_clusters, matrix_bytes
 from neuronpipe.plans.plan.lending import with_lent_slots
 from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
 from neuronpipe.plans.plan.pins import pins_within
-from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend_of
+from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend_of, reads_whole
 from neuronpipe.plans.plan.ranking import holding
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.waiting import Named, Reads, Waiting
@@ -274,14 +274,12 @@ class _Run:
         if not self.compute.pipeline:
             hidden_ms = neurons_ms = 0.0
         if flash.bundle:
-            reads, read_bytes = self._reads(triggers.missed, layout.cluster_stride_bytes)
-            if all_triggers:
-                reads = -(-read_bytes // flash.most_read_bytes)
-            else:
+            reads, read_bytes = self._reads(triggers.missed, layout.cluster_stride_bytes, in_order=all_triggers)
+            if not all_triggers:
                 alone = int(triggers.missed * VALUES_ALONE)
                 reads, read_bytes = reads + alone, read_bytes + alone * layout.value_part_bytes
             return [Reads(first, reads, read_bytes, hidden_ms)]
-        trigger_reads, trigger_bytes = self._reads(triggers.missed, layout.trigger_part_bytes)
+        trigger_reads, trigger_bytes = self._reads(triggers.missed, layout.trigger_part_bytes, in_order=all_triggers)
         moved = self.memory.are_scales_moved
         value_reads, value_bytes = self._reads(values.missed, layout.value_read_bytes(moved=moved))
         if not all_triggers:
@@ -393,8 +391,9 @@ class _Run:
         return (up + self._rows(tokens, self.rates.down_read)) * neuron_row_bytes(self.manifest)
 
     # ---- reads -----------------------------------------------------------------------------------------------
-    def _reads(self, missed: int, part_bytes: int) -> tuple[int, int]:
-        clusters = self.rates.chosen * self.manifest.clusters
+    def _reads(self, missed: int, part_bytes: int, *, in_order: bool = False) -> tuple[int, int]:
+        """in_order: of each feed-forward, all that miss lie together: those behind its pinned ones, or all."""
+        clusters = missed if in_order else self.rates.chosen * self.manifest.clusters
         return joined_reads(missed, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
 
     # ---- parts -----------------------------------------------------------------------------------------------
@@ -426,11 +425,6 @@ def shares_core(compute: Compute) -> bool:
     """Whether the loader has no core that no worker has."""
     loader_core = next(process.core for process in compute.processes if process.role == "loader")
     return loader_core is None or loader_core in {worker.core for worker in compute.decode_workers()}
-
-
-def reads_whole(compute: Compute, flash: Flash) -> bool:
-    """Whether a value part comes with its trigger part, so that only triggers are looked up ahead of computing."""
-    return compute.mode == "predicted" or flash.bundle
 
 
 def _sum(*times_ms: float | None) -> float | None:

@@ -15,8 +15,7 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.pins import warm_counts
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.speed import reads_whole
+from neuronpipe.plans.plan.plan import Plan, reads_whole
 from neuronpipe.plans.simulate.caching import Traffic
 from neuronpipe.plans.simulate.policies import Ids
 from neuronpipe.protocol.frozen import frozen

@@ -25,11 +25,12 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
+from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Mode, Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.reading import units
-from neuronpipe.plans.plan.regions import NOTHING_PINNED
+from neuronpipe.plans.plan.regions import NOTHING_PINNED, fill
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.protocol.errors import UserError
 
@@ -113,6 +114,36 @@ def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
 
 def least_bytes(made_for: Manifest, facts: DeviceFacts) -> int:
     return plan(made_for, facts, Wanted()).memory.least_bytes
+
+
+@pytest.mark.parametrize("experts", [1, 8])
+def test_a_larger_block_window_takes_no_slots_from_what_stays(experts: int) -> None:
+    """Where it opened, what stayed fell by up to a fifth, and a plan with more memory was slower."""
+    plain = manifest(width=2048, neurons=8192, layers=8)
+    routed = dataclasses.replace(plain.model, experts=experts, experts_per_token=min(2, experts))
+    m = dataclasses.replace(plain, model=routed if experts > 1 else plain.model)
+    both_bytes = m.trigger_slot_bytes + m.value_slot_bytes
+    budgets = [int(m.clusters * both_bytes * n / 400) for n in range(2, 400)]
+    filled = [
+        fill(
+            m,
+            rates(m, "exact"),
+            mode="exact",
+            workers=2,
+            texts=1,
+            budget=budget,
+            whole=True,
+            cache=True,
+            cache_tokens=0,
+        )
+        for budget in budgets
+    ]
+    made = [one for one in filled if one is not None]
+    staying = [one.triggers - one.moving for one in made if one.window_blocks <= m.layout.blocks]
+    assert staying == sorted(staying)
+    windows = [one.window_blocks for one in made]
+    assert windows == sorted(windows)
+    assert len(set(windows)) > 2
 
 
 def thresholded(plain: Manifest, share: float) -> Manifest:
