@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from neuronpipe.protocol import codec, layouts, links, residency, run_directory, segments, spans
 from neuronpipe.protocol.codec import MAGIC, VERSION, Message, Vocabulary
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS, LEDGER_ENTRY
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES, BOARD_WORDS, LEDGER_ENTRY
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 from neuronpipe.protocol.options import ranges_of
 from neuronpipe.protocol.schema import describe, documented, one_line
@@ -143,6 +143,7 @@ def _board() -> str:
         ("`memory`", "64 bits", ", ".join(BOARD_MEMORY)),
         ("`flash`", "64 bits", ", ".join(BOARD_FLASH)),
         ("`ledger`", "64 bits", ", ".join(LEDGER_ENTRY)),
+        ("`misses`", "64 bits", ", ".join(BOARD_MISSES)),
     ]
     return _table(("line of the board", "words of", "in this order"), rows)
 

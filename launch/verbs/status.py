@@ -15,6 +15,7 @@ from neuronpipe.launch.progress import Elapsed
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
+from neuronpipe.services.misses import is_far_above
 
 SEGMENTS = ("fixed", "kv", "slots")
 
@@ -49,6 +50,17 @@ def _used(name: str, size: dict[str, int]) -> str:
     return f"{name} {used}" if size["used_bytes"] >= size["reserved_bytes"] else f"{name} {used} of {reserved}"
 
 
+def show_misses(status: Status) -> str:
+    """Return what to say of a run that misses far more than its plan expects; empty where it does not."""
+    far = is_far_above(status.miss_rate, status.planned_miss_rate)
+    if not far and status.pins == "held":
+        return ""
+    rates = f"{status.miss_rate:.0%} of what tokens want, the plan expects {status.planned_miss_rate:.0%}"
+    if status.pins == "let_go":
+        return f"{rates}; what the plan pins was let go, since fewer are missed without"
+    return f"{rates}; a trial without what the plan pins is under way" if status.pins == "tried" else rates
+
+
 def render(facts: dict[str, Any], status: Status) -> str:
     """A table for a person."""
     segments = facts.get("segments", {})
@@ -61,6 +73,7 @@ def render(facts: dict[str, Any], status: Status) -> str:
         f"sequences {status.sequences_active} of {status.max_sequences}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
+        *([f"misses {said}"] if (said := show_misses(status)) else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}  numerics, work",

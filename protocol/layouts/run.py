@@ -38,6 +38,10 @@ BOARD_FLASH = (
 has asked it to warm up since the last reset, what of that has not arrived, and for how long something had not; 0 where
 the loader does not tell."""
 
+BOARD_MISSES = ("steps", "wanted", "missed")
+"""The 64-bit words of the board's misses line, in this order: sums over the decode steps since the coordinator was
+started, of cluster parts as plans count them."""
+
 TRACE_SPANS = 4096
 """Spans of a ring: a dozen tokens of a 7B model. A power of two."""
 
@@ -138,6 +142,14 @@ def board(*, processes: int, sequences: int) -> Layout:
         to="supervisor",
         ordering="word 0 counts requests that were refused because they ended processes; the supervisor looks when a "
         "process has died",
+    )
+    fields.add(
+        "misses",
+        "u64",
+        LINE_WORDS // 2,
+        by="coordinator",
+        to="cache, monitor",
+        ordering="single words, no order among them; the cache looks when the loader reports",
     )
     return fields.layout()
 

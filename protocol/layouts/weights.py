@@ -5,6 +5,8 @@ from __future__ import annotations
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
+PIN_STATE = 2
+"""The word of the line of slots in the residency segment that says whether what the plan pins stays pinned."""
 """Entries of a participant's ring of requests: what a whole layer of a 7B model misses. A power of two."""
 
 
@@ -86,8 +88,9 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         "u32",
         LINE_WORDS,
         by="cache",
-        to="monitor",
-        ordering="words 0 and 1: slots for trigger and value parts there are now; single words, no order among them",
+        to="coordinator, monitor",
+        ordering="words 0 and 1: slots for trigger and value parts there are now; word 2: 1 while the plan's pins are "
+        "let go as a trial, 2 once for good, 3 if they hold after it; single words, no order among them",
     )
     for part in ("trigger", "value"):
         fields.add(

@@ -13,6 +13,7 @@ RefusalCode = Literal[
     "bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed", "ended_a_process"
 ]
 Mode = Literal["exact", "predicted", "thresholded"]
+Pins = Literal["held", "tried", "let_go"]
 FinishReason = Literal["length", "stop", "end", "cancelled", "context"]
 
 
@@ -282,6 +283,9 @@ class Status(Message):
     throttle_share: share of the time that the run pauses, by `Throttle`
     cached_tokens: prompt tokens that were not computed, as in `Finished`
     warm_up: absent until the cache has asked for something, and with a loader that does not report it
+    miss_rate: of what the last decode steps wanted, the share that was not in memory; 0 before there were enough
+    planned_miss_rate: what the plan expects of it
+    pins: "held" while what the plan pins stays; "tried" and "let_go" where more was missed than it expects
     """
 
     run: str
@@ -302,3 +306,6 @@ class Status(Message):
     throttle_share: float = 0.0
     cached_tokens: int = 0
     warm_up: WarmUp | None = None
+    miss_rate: float = 0.0
+    planned_miss_rate: float = 0.0
+    pins: Pins = "held"

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from neuronpipe.plans.plan.pins import warm_counts
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.services.misses import Misses, is_far_above
 
 Counts = tuple[int, ...]
 """Of each feed-forward, how many of its first clusters."""
@@ -144,6 +145,57 @@ class Following:
 
     def _of(self, texts: int) -> int:
         return max(n for n, least in enumerate(self._entries) if least <= max(1, texts))
+
+
+class PinTrial:
+    """Decide whether the plan's pins hold, by what decode steps miss. Where that is far above the plan, the pins are
+    let go; after as many steps as the cache takes to follow, and as many more, they come back unless fewer are missed.
+    There is one trial in a run."""
+
+    HOLD: Final = 0
+    TRIAL: Final = 1
+    LET_GO: Final = 2
+    PROVED: Final = 3
+    STEPS: Final = 32  # that are compared
+    SETTLING_STEPS: Final = 32
+    MIN_GAIN: Final = 0.05
+
+    def __init__(self, expected_rate: float, state: int = HOLD) -> None:
+        """expected_rate: of what a step wants, the share that the plan expects to miss. state: what an earlier cache of
+        the run left; a trial that it did not end begins again."""
+        self.state = self.HOLD if state == self.TRIAL else state
+        self._expected_rate = expected_rate
+        self._since: Misses | None = None
+        self._settled = True
+        self._pinned_rate = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether what the plan pins is to stay pinned."""
+        return self.state in (self.HOLD, self.PROVED)
+
+    def look(self, now: Misses) -> bool:
+        """Take a look at the sums so far. Returns whether `holds` has changed."""
+        if self.state in (self.LET_GO, self.PROVED):
+            return False
+        if self._since is None or now.steps < self._since.steps:  # sums of another coordinator
+            self._since = now
+            return False
+        recent = now - self._since
+        if recent.steps < (self.STEPS if self._settled else self.SETTLING_STEPS):
+            return False
+        self._since = now
+        if not self._settled:
+            self._settled = True
+            return False
+        if self.state == self.TRIAL:
+            better = recent.rate < (1 - self.MIN_GAIN) * self._pinned_rate
+            self.state = self.LET_GO if better else self.PROVED
+            return not better
+        if not is_far_above(recent.rate, self._expected_rate):
+            return False
+        self.state, self._settled, self._pinned_rate = self.TRIAL, False, recent.rate
+        return True
 
 
 class FreeSlots:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from array import array
 from collections.abc import Iterable
@@ -22,16 +23,18 @@ from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
+from neuronpipe.protocol.layouts.weights import PIN_STATE
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.protocol.messages.outcome import Reserved
 from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
-from neuronpipe.services.cache.core import Counts, Following, FreeSlots, Region, WarmUp, packed, warm_ups
+from neuronpipe.services.cache.core import Counts, Following, FreeSlots, PinTrial, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.resizing import Resizing
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.misses import Misses
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 
@@ -48,6 +51,14 @@ NAMES = ("trigger_entries", "value_entries")
 PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
 
+PIN_NOTES: Final = {
+    PinTrial.TRIAL: "far more is missed than the plan expects: what it pins is let go, as a trial",
+    PinTrial.LET_GO: "what the plan pins is let go for good: less is missed without",
+    PinTrial.PROVED: "what the plan pins is pinned again: no less is missed without",
+}
+log = logging.getLogger(__name__)
+
+
 class Pinning:
     """What stays of either part, for each entry of the plan's table, in as many slots as there are now."""
 
@@ -62,13 +73,24 @@ class Pinning:
         ]
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
 
-    def fit(self, slots: Slots) -> None:
-        """There are so many slots of either part from now on."""
+    def fit(self, slots: Slots, *, hold: bool = True) -> None:
+        """There are so many slots of either part from now on. hold: False lets go of everything, unless all clusters
+        have a slot."""
+
+        def within(counts: Counts, count: int) -> Counts:
+            if not hold and count < self._all:
+                return (0,) * self._ffns
+            return pins_within(counts, count, self._moving, self._all)
+
         self._table = [
-            tuple(pins_within(counts, slots[part], self._moving, self._all) for part, counts in enumerate(entry))
-            for entry in self._planned
+            tuple(within(counts, slots[part]) for part, counts in enumerate(entry)) for entry in self._planned
         ]
         self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
+
+    @property
+    def any_planned(self) -> bool:
+        """Whether the plan pins anything that could be let go."""
+        return any(any(counts) for entry in self._planned for counts in entry)
 
     @property
     def entries(self) -> int:
@@ -111,7 +133,10 @@ class CacheService:
         slots = self._resizing.begin()
         self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
         self._pins = Pinning(manifest, memory, self._resizing.least)
-        self._pins.fit(slots)
+        self._misses = self._memory.view("board", "misses")
+        self._slots_shown = self._memory.view("residency", "slots")
+        self._pin_trial = PinTrial(job.plan.expected.miss_rate, self._slots_shown[PIN_STATE])
+        self._pins.fit(slots, hold=self._pin_trial.holds)
         pinned = self._pins.counts(self._following.entry)
         self._regions = [
             FreeSlots(
@@ -129,8 +154,8 @@ class CacheService:
         self._entries = [self._memory.view("residency", name) for name in NAMES]
         self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]
         self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
-        self._slots_shown = self._memory.view("residency", "slots")
         self._slots_shown[0], self._slots_shown[1] = slots
+        self._slots_shown[PIN_STATE] = self._pin_trial.state
         self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
@@ -183,7 +208,7 @@ class CacheService:
         if self._resizing.vacates or not self._settled:
             return
         before, slots = self._resizing.slots, self._resizing.begin()
-        self._pins.fit(slots)
+        self._pins.fit(slots, hold=self._pin_trial.holds)
         self._slots_shown[0], self._slots_shown[1] = slots
         for part, pinned in enumerate(self._pins.counts(self._following.entry)):
             self._regions[part].resize(slots[part], pinned)
@@ -232,8 +257,20 @@ class CacheService:
             self._follow_until_s = None
         return self._follow_until_s is not None
 
+    def _try_pins(self) -> None:
+        """Let go of what the plan pins, or take it back, as the misses of decode steps tell."""
+        if not self._pins.any_planned or not self._settled or self._resizing.vacates:
+            return
+        state = self._pin_trial.state
+        if self._pin_trial.look(Misses.on_board(self._misses)):
+            self._pins.fit(self._resizing.slots, hold=self._pin_trial.holds)
+            self._settle_pins(self._following.entry)
+        if self._pin_trial.state != state:
+            log.warning(PIN_NOTES[self._pin_trial.state])
+            self._slots_shown[PIN_STATE] = self._pin_trial.state
+
     def _settle_pins(self, entry: int) -> None:
-        """Another entry of the plan's table holds from now on."""
+        """Another entry of the plan's table holds from now on, or the same in other slots."""
         for slots, pinned in zip(self._regions, self._pins.counts(entry), strict=True):
             slots.region = dataclasses.replace(slots.region, pinned=pinned)
         self._follow_next_s = 0.0
@@ -250,6 +287,7 @@ class CacheService:
                 self._start()  # a SlotCounts says it as well: the ResetDone before it may have been lost
             if isinstance(message, SlotCounts):
                 self._feed(message)
+                self._try_pins()
             elif isinstance(message, Trimmed):
                 self._resizing.trimmed()
                 self._resize()

@@ -8,17 +8,21 @@ part of their time. `status` says how busy the run and its processes are.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
+from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from neuronpipe.native import lib
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
-from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Status, Token, WarmUp
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES
+from neuronpipe.protocol.layouts.weights import PIN_STATE
+from neuronpipe.protocol.messages.client import Finished, Pins, ProcessStatus, Status, Token, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
@@ -27,17 +31,36 @@ from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.sequences import Cost, add_cost
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.misses import Misses, MissesOfRun, is_far_above, misses_of
 from neuronpipe.services.trace import Trace
 
 EVERY_MS = 25
+log = logging.getLogger(__name__)
+PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
+"""By the word that the cache writes."""
 
 
 class Meter:
-    """Reads the board before and after. neurons: how many the model has, over all layers and experts."""
+    """Reads the board before and after. neurons: how many the model has, over all layers and experts; whole: whether
+    the plan reads both parts of a cluster together; planned_miss_rate: what the plan expects steps to miss."""
 
-    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents) -> None:
+    def __init__(
+        self,
+        memory: RunMemory,
+        neurons: int,
+        spans: Trace,
+        events: StepEvents,
+        *,
+        whole: bool,
+        planned_miss_rate: float,
+    ) -> None:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
+        self._slots_shown = memory.view("residency", "slots")
+        self._board_misses = memory.view("board", "misses")
+        self._board_misses[: len(BOARD_MISSES)] = array("Q", bytes(8 * len(BOARD_MISSES)))
+        self._misses, self._whole = MissesOfRun(), whole
+        self._planned_miss_rate, self._noted_misses = planned_miss_rate, False
         self._neurons = neurons
         self._spans = spans
         self._events = events
@@ -59,6 +82,14 @@ class Meter:
     def warm_up_now(self) -> WarmUp | None:
         """What the loader has been asked to warm up, and how far it is; None before."""
         return WarmUp.on_board(self._board_flash)
+
+    def misses_now(self) -> Misses:
+        """The misses of the last decode steps; none before there were enough."""
+        return self._misses.recent
+
+    def pin_state_now(self) -> int:
+        """Whether the cache holds what the plan pins: the word that it writes."""
+        return int(self._slots_shown[PIN_STATE])
 
     def memory_now(self) -> dict[str, int]:
         """Bytes of the whole run, by what they are used for."""
@@ -90,7 +121,21 @@ class Meter:
             "reads": reads_now - reads_then,
         }
         self._done = self._sent, self._sent_ns, cost, self._counters
+        if isinstance(self._sent, Step):
+            total = self._misses.add(misses_of(self._counters, whole=self._whole))
+            self._note_misses()
+            for n, name in enumerate(BOARD_MISSES):
+                self._board_misses[n] = int(getattr(total, name))
         return cost
+
+    def _note_misses(self) -> None:
+        """Log once in a run that it misses far more than its plan expects."""
+        if not self._noted_misses and is_far_above(self._misses.recent.rate, self._planned_miss_rate):
+            self._noted_misses = True
+            rates = self._misses.recent.rate, self._planned_miss_rate
+            log.warning(
+                "%.0f%% of what steps want is not in memory, the plan expects %.0f%%", *(100 * r for r in rates)
+            )
 
     def sampled(self, began_ns: int, tokens: int, end_ns: int | None = None) -> None:
         self._sampled = tokens
@@ -261,6 +306,9 @@ class Report:
             throttle_share=scheduler.throttle.share(now),
             cached_tokens=requests.cached_tokens,
             warm_up=self._meter.warm_up_now(),
+            miss_rate=round(self._meter.misses_now().rate, 4),
+            planned_miss_rate=self._job.plan.expected.miss_rate,
+            pins=PINS[self._meter.pin_state_now()],
         )
 
     def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:

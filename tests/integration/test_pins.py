@@ -15,8 +15,9 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.protocol.layouts.weights import PIN_STATE
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.cache.core import GROW_AFTER_S, SHRINK_AFTER_S
+from neuronpipe.services.cache.core import GROW_AFTER_S, SHRINK_AFTER_S, PinTrial
 from neuronpipe.services.monitor.regions import Regions
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
@@ -35,7 +36,8 @@ def run(shell: Shell, tmp_path: Path) -> Iterator[Run]:
     assert shell.call("plan", DEMO, *words).code == 0
     made = read_plan(file)
     few, many = (Pins(texts=n, triggers=text, values=text) for n, text in ((1, "2"), (3, f"6x1 20x1 14x{FFNS - 2}")))
-    table = dataclasses.replace(made, memory=dataclasses.replace(made.memory, pins=(few, many)))
+    expected = dataclasses.replace(made.expected, miss_rate=1.0)  # else these pins might be let go
+    table = dataclasses.replace(made, memory=dataclasses.replace(made.memory, pins=(few, many)), expected=expected)
     file.write_text(table.to_json())
     with shell.up(DEMO, "--plan", file) as live:
         yield live
@@ -97,3 +99,26 @@ def test_a_table_that_memory_does_not_hold_is_refused(shell: Shell, tmp_path: Pa
     memory = dataclasses.replace(made.memory, pins=(*made.memory.pins, all_of_them))
     file.write_text(dataclasses.replace(made, memory=memory).to_json())
     assert "memory.trigger_slots" in shell.refused("up", DEMO, "--plan", file)
+
+
+def test_pins_are_tried_where_far_more_is_missed_than_planned_and_no_token_depends_on_it(
+    shell: Shell, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    assert shell.call("plan", DEMO, "--mode", "predicted", "--ffn-resident", "50%", "-o", file).code == 0
+    made = read_plan(file)
+    pins = (Pins(texts=1, triggers="20", values="20"),)
+    memory, expected = dataclasses.replace(made.memory, pins=pins), dataclasses.replace(made.expected, miss_rate=0.0)
+    file.write_text(dataclasses.replace(made, memory=memory, expected=expected).to_json())
+    with shell.up(DEMO, "--plan", file) as run:
+        _, run_file = RunDirectory.find(run.path)
+        states, answers = set(), []
+        with run_file.open_segment("residency") as segment, segment.map() as residency:
+            for _ in range(8):
+                answers.append(run.ask(PROMPTS[0], TOKENS)["token_ids"])
+                states.add(residency.view("slots")[PIN_STATE])
+        status = run.status()
+    assert states & {PinTrial.LET_GO, PinTrial.PROVED}
+    assert all(answer == answers[0] for answer in answers)
+    assert status.miss_rate > 0
+    assert status.planned_miss_rate == 0
