@@ -29,12 +29,15 @@ from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan.plan import MODES
+from neuronpipe.plans.plan.search import UNLIMITED_BYTES
+from neuronpipe.plans.simulate.described import described
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
 from neuronpipe.plans.simulate.events import Done
 from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model_named, model_of
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
 from neuronpipe.plans.simulate.systems import SYSTEMS, system_named
+from neuronpipe.plans.simulate.unmade import no_activity, unmade_manifest
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ffn-resident", type=parse_share, metavar="SHARE", help="share of feed-forward bytes, e.g. 50%%"
     )
     parser.add_argument(
-        "--mode", choices=MODES, help=f"of a package on {THIS_MACHINE} (default: predicted where it has a predictor)"
+        "--mode", choices=MODES, help="of our own system (default: predicted where there is a predictor)"
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="texts at once (default: 1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="of the prefill (default: 512)")
@@ -81,8 +84,9 @@ def main(arguments: argparse.Namespace) -> int:
     with Elapsed(plain=arguments.json) as elapsed:
         elapsed.say("simulating")  # on a busy machine the imports have taken seconds
     system = system_named(arguments.policy)
-    if arguments.mode is not None and (arguments.device != THIS_MACHINE or package is None or system.name != "ours"):
-        raise UserError(f"--mode {arguments.mode}: of a package and our own system on {THIS_MACHINE}, which has a plan")
+    planned = system.name == "ours" and arguments.batch == 1
+    if arguments.mode is not None and not planned:
+        raise UserError(f"--mode {arguments.mode}: of our own system and one text, which have a plan")
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
     wishes = Wishes(
@@ -97,15 +101,15 @@ def main(arguments: argparse.Namespace) -> int:
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
     traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
     with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
-        if machine is not None and package is not None and system.name == "ours" and wishes.batch == 1:
-            run = _under_plan(package, machine, device, arguments)
-            texts, sampled = texts_of(package.manifest, run.plan.compute.mode, wishes, recording)
+        if planned:
+            run = _under_plan(model, package, machine, device, arguments)
+            texts, sampled = texts_of(run.manifest, run.plan.compute.mode, wishes, recording)
             result, decoded = simulate_plan(
                 run,
                 texts,
                 1,
                 sampled=sampled,
-                context_tokens=wishes.context_tokens,
+                context_tokens=run.plan.compute.context_tokens // 2,
                 prompt_tokens=wishes.prompt_tokens,
                 traced_tokens=traced,
                 progress=progress,
@@ -143,18 +147,34 @@ def _this_machine(package: Package | None) -> Device:
     return device
 
 
-def _under_plan(package: Package, machine: Device, device: DeviceModel, arguments: argparse.Namespace) -> PlannedRun:
-    """As `run` would plan it."""
+def _under_plan(
+    model: SimulatedModel,
+    package: Package | None,
+    machine: Device | None,
+    device: DeviceModel,
+    arguments: argparse.Namespace,
+) -> PlannedRun:
+    """As `run` would plan it there; machine: where that is this one. Without a limit everything is in memory, but on
+    this machine what `run` would take."""
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     wanted = parser.parse_args([])
     wanted.memory, wanted.ffn_resident = arguments.memory, arguments.ffn_resident
-    wanted.mode = arguments.mode or ("exact" if package.manifest.predictor is None else "predicted")
-    subject = Subject(manifest=package.manifest, read_activity=package.read_activity, device=machine)
+    if wanted.memory is not None and wanted.ffn_resident is not None:
+        raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")
+    if machine is None and wanted.memory is None:
+        wanted.memory, wanted.ffn_resident = UNLIMITED_BYTES, wanted.ffn_resident or 1.0
+    manifest = unmade_manifest(model) if package is None else package.manifest
+    wanted.mode = arguments.mode or ("exact" if manifest.predictor is None else "predicted")
+    subject = Subject(
+        manifest=manifest,
+        read_activity=no_activity if package is None else package.read_activity,
+        device=described(device, manifest) if machine is None else machine,
+    )
     made = planned_for(wanted, subject, several=False, gateway=False)
     assert made.search is not None  # no file was given
     _, found = made.search
-    return PlannedRun(device=device, manifest=package.manifest, plan=made.plan, facts=found.chosen.device)
+    return PlannedRun(device=device, manifest=manifest, plan=made.plan, facts=found.chosen.device)
 
 
 def _shown(result: Result) -> Iterator[str]:

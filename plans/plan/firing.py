@@ -33,7 +33,19 @@ HOTTEST: Points = (
 # Of the wanted units, those absent, by the share of all that is resident: CLOCK with uses, where the package was not
 # measured. Bundles of a dense model and whole experts by simulation (plans/simulate), bundles of experts by a run.
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
-ASSUMED_EXPERT_MISSES: Points = ((0.0, 1.0), (0.15, 0.5), (0.3, 0.26), (0.55, 0.115), (1.0, 0.0))
+# Of whole experts: by how many times what a token wants is resident, up to twice; beyond, that times a factor by the
+# share of the rest. With less than once nothing is left from the token before; with once what repeats is, two of five.
+# From the routers of six shapes (plans/synth) and CLOCK itself, plans/simulate.
+ASSUMED_EXPERT_MISSES: Points = ((1.0, 0.6), (1.2, 0.57), (1.5, 0.53), (2.0, 0.36))
+ASSUMED_EXPERT_MISSES_LEFT: Points = (
+    (0.0, 1.0),
+    (0.07, 0.78),
+    (0.15, 0.62),
+    (0.3, 0.43),
+    (0.5, 0.3),
+    (0.67, 0.16),
+    (1.0, 0.0),
+)
 ASSUMED_ROUTED_MISSES: Points = ((0.0, 1.0), (0.15, 0.28), (0.3, 0.15), (0.55, 0.035), (1.0, 0.0))
 ASSUMED_FIRED = 0.1  # when the package does not state a measurement
 ASSUMED_PREDICTED = 1.3  # neurons predicted per active one, of a predictor that was never measured
@@ -129,8 +141,23 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     measured = profile.miss_rate(unit, resident_share) if profile is not None else None
     if measured is not None:
         return measured
-    routed = ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES
-    return interpolated(ASSUMED_EXPERT_MISSES if whole_experts else routed, resident_share)
+    if whole_experts:
+        return assumed_expert_misses(manifest.model.experts_per_token / manifest.model.experts, resident_share)
+    return interpolated(ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES, resident_share)
+
+
+def assumed_expert_misses(chosen: float, resident_share: float) -> float:
+    """Return the assumed miss rate of whole experts. chosen: the share of all that a token wants."""
+    if resident_share < chosen:
+        return 1.0
+    if resident_share >= 1.0:
+        return 0.0
+    times = resident_share / chosen
+    (_, repeated), *_, (twice, left) = ASSUMED_EXPERT_MISSES
+    rate = interpolated(ASSUMED_EXPERT_MISSES, min(times, twice))
+    if times > twice:
+        rate = left * interpolated(ASSUMED_EXPERT_MISSES_LEFT, (resident_share - twice * chosen) / (1 - twice * chosen))
+    return min(rate, repeated * (1 - resident_share) / (1 - chosen))
 
 
 def ranking(

@@ -266,7 +266,7 @@ class _Run:
         decide which neurons are wanted."""
         layout, flash = self.manifest.layout, self.flash
         all_triggers = self.compute.mode != "predicted"
-        before_attention = self.compute.prefetch and self._known_before_attention()
+        before_attention = self.compute.prefetch and known_before_attention(self.manifest, self.compute)
         if all_triggers and self.manifest.model.experts == 1:
             first, hidden_ms = Named.AHEAD, _sum(attention_ms, neurons_ms)
         else:
@@ -288,11 +288,6 @@ class _Run:
             Reads(first, trigger_reads, trigger_bytes, hidden_ms),
             Reads(Named.ONE_BY_ONE, value_reads, value_bytes, neurons_ms),
         ]
-
-    def _known_before_attention(self) -> bool:
-        if self.compute.mode == "predicted" and self.manifest.predictor is not None:
-            return self.manifest.predictor.reads == "attention"
-        return self.manifest.model.router_reads == "layer"
 
     def prompt_ms(self, tokens: int) -> float | None:
         """A prompt, a chunk at a time: every weight that one of a chunk's tokens wants is read once. None where its
@@ -419,6 +414,13 @@ class _Run:
         counts = memory.pins_for(texts).counts(self.manifest.model.ffns)[part]
         slots = (memory.trigger_slots, memory.value_slots)[part]
         return sum(pins_within(counts, slots, memory.moving_slots, self.manifest.clusters))
+
+
+def known_before_attention(manifest: Manifest, compute: Compute) -> bool:
+    """Whether what a layer wants is known before its attention, by a predictor or by its router."""
+    if compute.mode == "predicted" and manifest.predictor is not None:
+        return manifest.predictor.reads == "attention"
+    return manifest.model.router_reads == "layer"
 
 
 def shares_core(compute: Compute) -> bool:

@@ -44,8 +44,9 @@ class Costs(Protocol):
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
         """One core's time for weights that are there; all cores compute."""
 
-    def read(self, count: float, read_bytes: float, at_once: float) -> Read:
-        """So many parts of one size; at_once: so many of their layer are asked for together."""
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
+        """So many parts of one size; at_once: so many of their layer are asked for together; first: whether they are
+        first parts or whole clusters."""
 
     def lookups_s(self, count: float) -> float:
         """One core's time for lookups."""
@@ -73,7 +74,7 @@ class FileCosts:
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
         return size_bytes * tokens / self._computes
 
-    def read(self, count: float, read_bytes: float, at_once: float) -> Read:
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
         size = count * read_bytes
         return Read(count, size, size / self._device.random_bytes_per_s(read_bytes, self._range, self._issuer))
 
@@ -81,7 +82,7 @@ class FileCosts:
         """Of the tokens, how many must want a neuron for reading it with its neighbours, quants only, to be no slower
         than both of its parts at random."""
         parts = (self.parts.trigger_bytes, self.parts.value_bytes)
-        alone_s = sum(self.read(1, size, 1).seconds for size in parts)
+        alone_s = sum(self.read(1, size, 1, first=True).seconds for size in parts)
         return self._quants / self._device.sequential_bytes_per_s() / alone_s
 
     def lookups_s(self, count: float) -> float:
@@ -128,11 +129,11 @@ class PlannedCosts:
         each_s = self._matrix_s if kernel == "matrix" else self._neurons_s
         return self._cost.step_factor() * size_bytes * tokens * each_s * self._workers
 
-    def read(self, count: float, read_bytes: float, at_once: float) -> Read:
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
         layout, flash = self._manifest.layout, self._plan.flash
-        reads, size = joined_reads(
-            round(at_once), layout.clusters, round(read_bytes), layout.cluster_stride_bytes, flash
-        )
+        in_order = first and self._plan.compute.mode != "predicted"  # all that miss of a feed-forward lie together
+        of = round(at_once) if in_order else self._clusters
+        reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
         delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
         took_s = (_known(self._cost.flash_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
         loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3

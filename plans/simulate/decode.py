@@ -198,7 +198,7 @@ class _Token:
                 continue
             gate_read = self._read(layer, triggers / groups, costs.parts.trigger_bytes, reads_from, triggers)
             gate = self._cluster(layer, gate_bytes / groups, [gate_read, *computes_from])
-            rest_read = self._read(layer, values / groups, costs.parts.value_bytes, [gate], values)
+            rest_read = self._read(layer, values / groups, costs.parts.value_bytes, [gate], values, first=False)
             ends.append(self._cluster(layer, rest_bytes / groups, [rest_read]))
         return ends
 
@@ -214,12 +214,20 @@ class _Token:
         return [self._read(layer, triggers, self._costs.parts.whole_bytes, after)]
 
     def _read(
-        self, layer: int, count: float, part_bytes: float, after: list[Task], at_once: float | None = None
+        self,
+        layer: int,
+        count: float,
+        part_bytes: float,
+        after: list[Task],
+        at_once: float | None = None,
+        *,
+        first: bool = True,
     ) -> Task:
-        """So many parts of one size, in one go; at_once: of those of the layer that are asked for together."""
+        """So many parts of one size, in one go; at_once: of those of the layer that are asked for together; first:
+        whether they are first parts or whole."""
         if count <= 0:
             return self.simulation.add("none", "", layer, after=after)
-        read = self._costs.read(count, part_bytes, count if at_once is None else at_once)
+        read = self._costs.read(count, part_bytes, count if at_once is None else at_once, first=first)
         self.flash_bytes, self.flash_reads = self.flash_bytes + read.bytes, self.flash_reads + read.reads
         task = self._from_flash(layer, read.bytes, read.seconds, after)
         if not read.loader_s:

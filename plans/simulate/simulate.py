@@ -10,15 +10,17 @@ import numpy as np
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.lending import with_lent_slots
 from neuronpipe.plans.plan.plan import Mode, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts
-from neuronpipe.plans.plan.speed import expected, shares_core
+from neuronpipe.plans.plan.speed import expected, known_before_attention, shares_core
 from neuronpipe.plans.simulate.caching import Traffic, traffic
 from neuronpipe.plans.simulate.costs import FileCosts, PlannedCosts
 from neuronpipe.plans.simulate.decode import Decoded, Situation, decode
 from neuronpipe.plans.simulate.device_file import DeviceModel
 from neuronpipe.plans.simulate.models import SimulatedModel, model_of
 from neuronpipe.plans.simulate.prefill import prefill_s
+from neuronpipe.plans.simulate.prefill_ours import may_be_on_npu
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.residency import Text, planned_traffic
 from neuronpipe.plans.simulate.systems import SYSTEMS, System
@@ -158,10 +160,14 @@ def simulate_plan(
     """The services' own cache with the plan's slots, and the planner's costs; one text after the other. sampled: of
     planned_traffic. Raises UserError where the device was not measured."""
     manifest, plan = run.manifest, run.plan
-    model, system = model_of(manifest), SYSTEMS["ours"].on(run.device)
+    dense = manifest.model.experts == 1 and plan.compute.mode != "predicted"
+    early = plan.compute.prefetch and (dense or known_before_attention(manifest, plan.compute))
+    system = dataclasses.replace(SYSTEMS["ours"].on(run.device), early=early, cores=len(plan.compute.decode_workers()))
+    model = model_of(manifest)
     if plan.compute.mode != "predicted":
         model = dataclasses.replace(model, predictor_rank=0)
-    seen = planned_traffic(manifest, plan, texts, skipped_texts, sampled)
+    memory = with_lent_slots(manifest, plan.compute, plan.memory, tokens=int(context_tokens) + 1)
+    seen = planned_traffic(manifest, dataclasses.replace(plan, memory=memory), texts, skipped_texts, sampled)
     costs = PlannedCosts(
         manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (seen.looked, seen.fire))
     )
@@ -179,7 +185,11 @@ def simulate_plan(
         run.facts.profile,
         prompt_tokens=prompt_tokens,
     )
-    result = _result(situation, seen, decoded, expects.prefill_tokens_per_s or 0.0)
+    prefill_tokens_per_s = expects.prefill_tokens_per_s or 0.0
+    if run.device.has_npu and may_be_on_npu(model.spec):
+        by_file = dataclasses.replace(situation, costs=FileCosts(run.device, model, system))
+        prefill_tokens_per_s = prompt_tokens / prefill_s(by_file, prompt_tokens)
+    result = _result(situation, seen, decoded, prefill_tokens_per_s)
     return dataclasses.replace(result, memory_bytes=float(plan.memory.total_bytes())), decoded
 
 

@@ -22,7 +22,7 @@ class System:
     """npu: attention and hot neurons on the NPU where there is one. cache, reads: of cold neurons. pipeline: clusters
     are computed as they arrive, by one I/O thread; without, a layer's reads come first. early: the predictor reads what
     attention reads, so that flash works during attention. all_layers: prefill reads whole layers, resident or not.
-    mapped: dense, from mapped pages."""
+    mapped: dense, from mapped pages. cores: that compute; 0: as many as the device has to give."""
 
     name: str
     npu: bool = False
@@ -32,6 +32,7 @@ class System:
     early: bool = False
     all_layers: bool = True
     mapped: bool = False
+    cores: int = 0
 
     @property
     def issuer(self) -> Issuer:
@@ -44,6 +45,8 @@ class System:
 
     def compute_cores(self, device: DeviceModel) -> int:
         """All fast cores but the I/O thread's, where there are plenty."""
+        if self.cores:
+            return self.cores
         fast = len(device.fast_cores)
         return fast - 1 if self.pipeline and fast >= MIN_CORES_FOR_OWN_LOADER else fast
 

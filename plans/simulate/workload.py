@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.plans.simulate.models import SimulatedModel
 from neuronpipe.plans.simulate.policies import Ids
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.synth.firing import active_shares
-from neuronpipe.plans.synth.routing import routing_of
+from neuronpipe.plans.synth.routing import frequencies, routing_of
 from neuronpipe.plans.synth.trajectory import Preset, stretches
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -83,6 +84,7 @@ class _Text:
         """Of all neurons, those named and those that fire."""
         spec, width = self._model.spec, len(self._cuts)
         own = routing_of(spec).own  # of a router's values, what comes from the token and not from the state
+        bias = _router_biases(spec)
         noise = stretches(NOISE, count, width, random)
         routes = stretches(
             self._preset, count, spec.layers * spec.experts, random
@@ -94,8 +96,18 @@ class _Text:
                 named = score > self._predictor.cut
                 if spec.experts > 1:
                     values = route * np.sqrt(1 - own) + np.sqrt(own) * random.standard_normal(len(route))
-                    named &= _chosen(values.reshape(spec.layers, spec.experts), spec.experts_per_token, width)
+                    named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec.experts_per_token, width)
                 yield named, (margin > 0) & named
+
+
+def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
+    """Return what makes some experts of each layer as hot as those of the family are, [layers, experts]; the same for
+    every text."""
+    routing = routing_of(spec)
+    if not routing.hot_experts:
+        return np.zeros((spec.layers, spec.experts))
+    biases, random = quantile(frequencies(spec, routing)), np.random.default_rng(0)
+    return np.stack([random.permutation(biases) for _ in range(spec.layers)])
 
 
 def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:

@@ -305,7 +305,7 @@ def test_a_device_file_with_an_absurd_value_names_file_and_field(
         (("moon-phone", SMALL), "known are oneplus-12"),
         ((PHONE, "gpt-9"), "neither a package nor a known shape"),
         ((PHONE, SMALL, "--memory", "1GB", "--ffn-resident", "50%"), "one decides the other"),
-        ((PHONE, "bamboo-7b", "--memory", "1GB"), "bamboo-7b needs"),
+        ((PHONE, "bamboo-7b", "--memory", "1GB"), "the least for this package"),
         ((PHONE, SMALL, "--batch", "0"), "--batch 0: between 1 and"),
         ((PHONE, SMALL, "--picture", "picture.png"), "ends in .svg"),
         ((PHONE,), "name a model: a shape, or a package"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +14,20 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.cost import Cost
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.plan import Mode, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, device_facts, plan
 from neuronpipe.plans.simulate.costs import PlannedCosts
 from neuronpipe.plans.simulate.described import described
 from neuronpipe.plans.simulate.device_file import DeviceModel, read_device
+from neuronpipe.plans.simulate.models import model_named
 from neuronpipe.plans.simulate.policies import Clock, Ids
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.residency import Region, Text, planned_traffic
 from neuronpipe.plans.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
+from neuronpipe.plans.simulate.unmade import unmade_manifest
 from neuronpipe.plans.simulate.workload import Wanted as WantedNeurons
 from neuronpipe.plans.simulate.workload import Workload, in_clusters
+from neuronpipe.plans.synth.shapes import SHAPES
 from neuronpipe.protocol.errors import UserError
 
 
@@ -142,8 +147,8 @@ def test_a_loader_without_a_core_of_its_own_takes_the_workers_time(phone: Device
         cost = Cost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
         return PlannedCosts(manifest, made, cost, 1000.0, 100.0)
 
-    assert costs(False).read(8, 4096, 8).loader_s == 0
-    assert costs(True).read(8, 4096, 8).loader_s > 0
+    assert costs(False).read(8, 4096, 8, first=False).loader_s == 0
+    assert costs(True).read(8, 4096, 8, first=False).loader_s > 0
 
 
 def test_a_recording_of_other_clusters_is_refused(manifest: Manifest) -> None:
@@ -160,5 +165,63 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
     assert result["resident"] == pytest.approx(0.5, abs=0.02)
     assert result["tokens_per_s"] > 0
     assert result["miss_rate"] > 0
-    assert main(["simulate", "oneplus-12", str(DEMO), "--mode", "exact"]) == 2
+    assert main(["simulate", "oneplus-12", str(DEMO), "--mode", "exact", "--policy", "powerinfer2"]) == 2
     assert "--mode exact" in capsys.readouterr().err
+
+
+# Of shapes that are not all in memory, what keeps plan and simulation apart: the planner's wait for value parts that
+# gates name one by one, and miss rates of single neurons in a fraction of memory, which are assumed alike for all
+# shapes; and that SmallThinker-21B's hot experts fill five of six places.
+APART = {
+    ("turbosparse-100m", "exact", 0.6), ("turbosparse-100m", "predicted", 0.3), ("turbosparse-100m", "predicted", 0.6),
+    ("turbosparse-mixtral-47b", "predicted", 0.6), ("turbosparse-mixtral-2b", "predicted", 0.6),
+    ("smallthinker-21b", "exact", 0.3), ("smallthinker-4b", "exact", 0.6), ("smallthinker-100m", "exact", 0.6),
+}  # fmt: skip
+APART_ON = {
+    "oneplus-12": {
+        ("turbosparse-mistral-7b", "exact", 0.6), ("turbosparse-1b", "exact", 0.3), ("turbosparse-1b", "exact", 0.6),
+        ("turbosparse-mixtral-47b", "exact", 0.3), ("turbosparse-mixtral-47b", "exact", 0.6),
+        ("turbosparse-mixtral-2b", "exact", 0.6),
+    },
+    "oneplus-ace-2": set(),
+}  # fmt: skip
+IN_EVERY_RUN = {
+    ("qwen3-30b-a3b", "exact", 0.3), ("smallthinker-4b", "exact", 0.3), ("turbosparse-mixtral-2b", "exact", 0.3),
+    ("qwen3-moe-100m", "exact", 0.6), ("turbosparse-mistral-7b", "predicted", 0.6),
+}  # fmt: skip
+
+
+def compared() -> Iterator[Any]:
+    for device in ("oneplus-12", "oneplus-ace-2"):
+        for name, spec in SHAPES.items():
+            for mode in ("exact", "predicted") if spec.activation == "drelu" else ("exact",):
+                for share in (0.3, 0.6, 1.0):
+                    case = (name, mode, share)
+                    marks = [] if case in IN_EVERY_RUN and device == "oneplus-12" else [pytest.mark.nightly]
+                    if case in APART | APART_ON[device]:
+                        marks.append(pytest.mark.xfail(strict=True, reason="one cost model is another matter"))
+                    yield pytest.param(device, *case, marks=marks, id=f"{device}-{name}-{mode}-{share}")
+
+
+@pytest.mark.parametrize(("device", "name", "mode", "share"), list(compared()))
+def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode: Mode, share: float) -> None:
+    """Experts of a mixture were simulated neuron by neuron: nine times slower than planned, with nothing ever found."""
+    phone, made_for = read_device(device), unmade_manifest(model_named(name))
+    facts = facts_of(phone, made_for)
+    wanted = Wanted(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
+    made = plan(made_for, facts, wanted)
+    run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
+    texts, sampled = texts_of(made_for, mode, Wishes(tokens=12), None)
+    result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=512, prompt_tokens=64)
+    assert result.tokens_per_s == pytest.approx(made.expected.tokens_per_s, rel=0.25)
+
+
+def test_a_shape_on_a_phone_is_simulated_under_the_plan_that_it_would_have(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["qwen3-moe-100m", "--memory", "150MiB"]
+    assert main(["simulate", "oneplus-12", *words, "--tokens", "12", "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert main(["plan", *words, "--device", "oneplus-12", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["expected"]
+    assert simulated["tokens_per_s"] == pytest.approx(expected["tokens_per_s"], rel=0.25)
+    assert 0 < simulated["miss_rate"] < 0.9
+    assert simulated["flash_reads_per_token"] < 1000
