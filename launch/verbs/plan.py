@@ -30,7 +30,7 @@ from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.simulate.described import caveats, described
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
 from neuronpipe.plans.simulate.models import known_models, model_named, shape_named
-from neuronpipe.plans.simulate.unmade import assumed_of, no_activity, unmade_manifest
+from neuronpipe.plans.simulate.unmade import assumed_of, unmade_manifest
 from neuronpipe.protocol.errors import UserError, quoted
 
 

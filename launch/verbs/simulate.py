@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place, no_model_named
+from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place, no_activity, no_model_named
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
 from neuronpipe.launch.planning import (
     DEMO,
@@ -37,7 +37,7 @@ from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
 from neuronpipe.plans.simulate.systems import SYSTEMS, system_named
-from neuronpipe.plans.simulate.unmade import no_activity, unmade_manifest
+from neuronpipe.plans.simulate.unmade import unmade_manifest
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
@@ -100,10 +100,11 @@ def main(arguments: argparse.Namespace) -> int:
     )
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
     traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
+    if planned:
+        run = _under_plan(model, package, machine, device, arguments)
+        texts, sampled = texts_of(run.manifest, run.plan.compute.mode, wishes, recording)
     with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
         if planned:
-            run = _under_plan(model, package, machine, device, arguments)
-            texts, sampled = texts_of(run.manifest, run.plan.compute.mode, wishes, recording)
             result, decoded = simulate_plan(
                 run,
                 texts,

@@ -73,7 +73,7 @@ def render(facts: dict[str, Any], status: Status) -> str:
         f"sequences {status.sequences_active} of {status.max_sequences}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
-        *([f"misses {said}"] if (said := show_misses(status)) else []),
+        *([f"misses {misses}"] if (misses := show_misses(status)) else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}  numerics, work",

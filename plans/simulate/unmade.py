@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from neuronpipe.plans.figures import show_number
-from neuronpipe.plans.package.activity import Activity
 from neuronpipe.plans.package.layout import NeuronOrder, compute_layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -60,11 +59,6 @@ def unmade_manifest(shape: SimulatedModel) -> Manifest:
         fired_by_layer=(shape.active,) * spec.layers,
         predictor=predictor,
     ).sealed()
-
-
-def no_activity() -> Activity:
-    """Raise ValueError, where a package's activity profile would be read."""
-    raise ValueError("a shape has no activity profile")
 
 
 def _predictor(shape: SimulatedModel) -> Predictor:

@@ -13,7 +13,7 @@ import time
 from array import array
 
 from neuronpipe.plans.plan.lending import Lendable
-from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, reads_whole
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost, quoted
@@ -113,15 +113,7 @@ class CoordinatorService:
         neurons = model.layers * model.experts * model.neurons
         self._relay = Relay(self._memory, model, self._sampler)
         self._later: list[Event] = []  # what was noticed while something else was carried out
-        whole = reads_whole(job.plan.compute, job.plan.flash)
-        self._meter = Meter(
-            self._memory,
-            neurons,
-            Trace.of(job, self._memory),
-            self._step_events,
-            whole=whole,
-            planned_miss_rate=job.plan.expected.miss_rate,
-        )
+        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
 
     def serve(self) -> None:

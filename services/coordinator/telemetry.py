@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from neuronpipe.native import lib
-from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY
+from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, reads_whole
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
@@ -41,26 +41,17 @@ PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
 
 
 class Meter:
-    """Reads the board before and after. neurons: how many the model has, over all layers and experts; whole: whether
-    the plan reads both parts of a cluster together; planned_miss_rate: what the plan expects steps to miss."""
+    """Reads the board before and after. neurons: how many the model has, over all layers and experts; plan: of
+    the run."""
 
-    def __init__(
-        self,
-        memory: RunMemory,
-        neurons: int,
-        spans: Trace,
-        events: StepEvents,
-        *,
-        whole: bool,
-        planned_miss_rate: float,
-    ) -> None:
+    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
         self._slots_shown = memory.view("residency", "slots")
         self._board_misses = memory.view("board", "misses")
         self._board_misses[: len(BOARD_MISSES)] = array("Q", bytes(8 * len(BOARD_MISSES)))
-        self._misses, self._whole = MissesOfRun(), whole
-        self._planned_miss_rate, self._noted_misses = planned_miss_rate, False
+        self._misses, self._whole = MissesOfRun(), reads_whole(plan.compute, plan.flash)
+        self._planned_miss_rate, self._noted_misses = plan.expected.miss_rate, False
         self._neurons = neurons
         self._spans = spans
         self._events = events
