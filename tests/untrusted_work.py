@@ -17,6 +17,8 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     if setup == b"broken":
         raise RuntimeError("nothing to work with")
     kept: list[bytearray] = []
+    if setup.startswith(b"grow "):
+        kept.extend(bytearray(b"x" * (1 << 20)) for _ in range(int(setup[5:])))
 
     def work(request: bytes) -> bytes:
         what, _, rest = request.partition(b" ")

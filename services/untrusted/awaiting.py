@@ -11,8 +11,8 @@ from neuronpipe.services.untrusted.process import Prepare
 class AwaitedHelper:
     """A `Helper` whose jobs are awaited. To be made, used and closed in one running loop."""
 
-    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
-        self._helper = Helper(work, memory_bytes=memory_bytes, setup=setup)
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
+        self._helper = Helper(work, memory_bytes=memory_bytes, setup=setup, setup_bytes=setup_bytes)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._helper.descriptor, self._look)
         self._results: dict[int, asyncio.Future[Outcome]] = {}

@@ -24,19 +24,20 @@ from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
-from neuronpipe.services.untrusted.process import IDLE_EXIT, Prepare
+from neuronpipe.services.untrusted.process import IDLE_EXIT, Memory, Prepare
 from neuronpipe.services.untrusted.starting import HelperProcess, forked, started_program
 
-START_S = 20.0
+START_S = 60.0
 MAX_PAYLOAD_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10
-Reason = Literal["failed", "time", "memory", "died"]
+Reason = Literal["failed", "time", "memory", "died", "unavailable"]
 
 
 class UntrustedError(Exception):
     """A job that has failed.
 
-    reason: its own error, the time limit, the memory limit, or the process's death
+    reason: its own error, the time limit, the memory limit, the process's death, or that no process can be started,
+        which is not the job's fault
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -73,12 +74,13 @@ class Helper:
     work: what prepares the work in a new process: `module:function` for a program of its own, which has nothing of
         the service; or a function, for a fork, which shares the service's memory. See README.md
     setup: what the function is given, in each new process
-    memory_bytes: by how much a process may grow beyond what it has when it begins to prepare
+    memory_bytes: by how much jobs may make a process grow
+    setup_bytes: by how much it may grow while it is prepared, besides
     descriptor: can be read when `receive` has something to do, except for a deadline: that is due in `due_s` seconds
     """
 
-    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
-        self._work, self._memory_bytes, self._setup = work, memory_bytes, setup
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
+        self._work, self._memory, self._setup = work, Memory(setup_bytes, memory_bytes), setup
         self._epoll = select.epoll()
         self._jobs: deque[_Job] = deque()  # in the process, the first one under way
         self._numbers = 0
@@ -88,6 +90,7 @@ class Helper:
         self._reader = FrameReader(MAX_PAYLOAD_BYTES)
         self._unsent = bytearray()
         self._deadline = 0.0
+        self._failed_starts = 0  # one after the other
         self.starts = 0
 
     @property
@@ -171,9 +174,9 @@ class Helper:
         self._errors = os.memfd_create("untrusted-stderr", os.MFD_CLOEXEC)
         try:
             if isinstance(self._work, str):
-                self._process = started_program(self._work, theirs, self._errors, self._memory_bytes)
+                self._process = started_program(self._work, theirs, self._errors, self._memory)
             else:
-                self._process = forked(self._work, theirs, self._errors, self._memory_bytes)
+                self._process = forked(self._work, theirs, self._errors, self._memory)
         except OSError:
             ours.close()
             os.close(self._errors)
@@ -218,6 +221,7 @@ class Helper:
         if self._jobs:
             self._deadline = time.monotonic() + self._jobs[0].timeout_s
         if job.number == 0:
+            self._failed_starts = 0
             return
         error = None
         if kind is Kind.OUT_OF_MEMORY:
@@ -244,7 +248,10 @@ class Helper:
     def _end(self, outcomes: list[Outcome], reason: Reason, last_words: bytes = b"") -> None:
         """The process is over, and with it the job under way; the others go on in another process."""
         jobs = list(self._jobs)
-        if jobs and jobs[0].number == 0:  # not the fault of a job, which must hear of it nevertheless
+        if jobs and jobs[0].number == 0 and not self._failed_starts:
+            self._failed_starts = 1  # something outside may have killed it
+        elif jobs and jobs[0].number == 0:  # not the fault of a job, which must hear of it nevertheless
+            self._failed_starts = 0
             words = " ".join(last_words.decode(errors="replace").split())[-300:]
             outcomes += [Outcome(job.number, b"", _not_started(words or reason)) for job in jobs[1:]]
             jobs = []
@@ -270,7 +277,7 @@ class Helper:
         return UntrustedError(reason, limits.get(reason, "the process that did the work died"))
 
     def _memory_text(self) -> str:
-        return f"it takes more than {self._memory_bytes >> 20} MiB of memory"
+        return f"it takes more than {self._memory.jobs_bytes >> 20} MiB of memory"
 
     def _last_words(self) -> bytes:
         """The end of what the process wrote to its standard error."""
@@ -289,4 +296,4 @@ class Helper:
 
 
 def _not_started(why: str) -> UntrustedError:
-    return UntrustedError("died", f"the helper process does not start: {why}")
+    return UntrustedError("unavailable", f"the helper process does not start: {why}")

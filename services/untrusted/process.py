@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from neuronpipe.native import lib
 from neuronpipe.services.untrusted.frames import HEADER, Kind, frame
@@ -36,24 +36,31 @@ Prepare = Callable[[bytes], Work]
 """Makes the work of a new process from the first frame's payload."""
 
 
-def serve(link: socket.socket, prepare: Prepare, memory_bytes: int) -> None:
-    """Answer requests until the service closes the link. memory_bytes: by how much private memory may grow from here
-    on."""
+class Memory(NamedTuple):
+    """By how many bytes a process's private memory may grow: while it is prepared, and after that."""
+
+    setup_bytes: int
+    jobs_bytes: int
+
+
+def serve(link: socket.socket, prepare: Prepare, memory: Memory) -> None:
+    """Answer requests until the service closes the link."""
     lib.np_process_name(b"np-untrusted")
-    _limit(memory_bytes)
+    _limit(memory.setup_bytes + memory.jobs_bytes)
     work: Work | None = None
     while (request := _receive(link, getattr(work, "idle_s", IDLE_S))) is not None:
         timeout_s, payload = request
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # nothing handles SIGALRM: it ends the process
         if work is None:
             work, kind, answer = prepare(payload), Kind.ANSWER, b""
+            _limit(memory.jobs_bytes)
         else:
             kind, answer = _attempt(work, payload)
         signal.setitimer(signal.ITIMER_REAL, 0)
         link.sendall(frame(kind, answer))
 
 
-def become(link: socket.socket, errors: int, prepare: Prepare, memory_bytes: int, parent: int) -> NoReturn:
+def become(link: socket.socket, errors: int, prepare: Prepare, memory: Memory, parent: int) -> NoReturn:
     """Serve in a forked child, which never returns. errors: the descriptor that standard error goes to."""
     code = 1
     try:
@@ -68,7 +75,7 @@ def become(link: socket.socket, errors: int, prepare: Prepare, memory_bytes: int
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         os.closerange(3, link.fileno())
         os.closerange(link.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        serve(link, prepare, memory_bytes)
+        serve(link, prepare, memory)
         code = 0
     except OSError:  # the service is gone
         code = 0
@@ -130,16 +137,16 @@ def _limit(memory_bytes: int) -> None:
             resource.setrlimit(limit, (value, value))
 
 
-def main(descriptor: int, parent: int, target: str, memory_bytes: int) -> None:
+def main(descriptor: int, parent: int, target: str, memory: Memory) -> None:
     """Serve as a program of its own. target: `module:function` of the `Prepare`."""
     lib.np_process_die_with(parent)
     module, _, name = target.partition(":")
     prepare: Prepare = getattr(importlib.import_module(module), name)
     try:
-        serve(socket.socket(fileno=descriptor), prepare, memory_bytes)
+        serve(socket.socket(fileno=descriptor), prepare, memory)
     except (BrokenPipeError, ConnectionResetError):  # the service is gone
         os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Memory(*map(int, sys.argv[4:6])))

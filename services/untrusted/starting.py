@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 
-from neuronpipe.services.untrusted.process import Prepare, become
+from neuronpipe.services.untrusted.process import Memory, Prepare, become
 
 PASSED_VARIABLES = frozenset(
     {"PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR"}
@@ -45,12 +45,12 @@ class HelperProcess:
         return self._code
 
 
-def started_program(target: str, link: socket.socket, errors: int, memory_bytes: int) -> HelperProcess:
+def started_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
     """A program of its own: it inherits no descriptor but its link, no memory, and no variable but those in the list.
     Raises OSError."""
     command = [sys.executable, "-P", "-m", "neuronpipe.services.untrusted.process"]
     program = subprocess.Popen(
-        [*command, str(link.fileno()), str(os.getpid()), target, str(memory_bytes)],
+        [*command, str(link.fileno()), str(os.getpid()), target, *map(str, memory)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
@@ -61,7 +61,7 @@ def started_program(target: str, link: socket.socket, errors: int, memory_bytes:
     return HelperProcess(program.pid)
 
 
-def forked(prepare: Prepare, link: socket.socket, errors: int, memory_bytes: int) -> HelperProcess:
+def forked(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
     """A fork of this process, whose memory it shares until either writes. Of its threads only this one goes on in the
     child, so that no lock of another may be needed there. Raises OSError."""
     parent = os.getpid()
@@ -69,5 +69,5 @@ def forked(prepare: Prepare, link: socket.socket, errors: int, memory_bytes: int
         warnings.simplefilter("ignore", DeprecationWarning)  # of the threads, which are C's
         pid = os.fork()
     if pid == 0:
-        become(link, errors, prepare, memory_bytes, parent)
+        become(link, errors, prepare, memory, parent)
     return HelperProcess(pid)

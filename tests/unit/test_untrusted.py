@@ -102,6 +102,17 @@ def test_memory_within_the_limit_is_given_to_threads_too(helper: Helper) -> None
     assert helper.starts == 1
 
 
+@pytest.mark.parametrize("work", [WORK, prepare], ids=["program", "fork"])
+def test_what_preparing_takes_is_no_memory_of_jobs(work: str | process.Prepare) -> None:
+    helper = Helper(work, memory_bytes=16 * MIB, setup=b"grow 24", setup_bytes=32 * MIB)
+    helper.call(b"grow 8", LONG_S)
+    assert reason(helper, b"grow 16") == "memory"
+    helper.dispose()
+    greedy = Helper(work, memory_bytes=16 * MIB, setup=b"grow 64", setup_bytes=32 * MIB)
+    assert reason(greedy, b"pid") == "unavailable"
+    greedy.dispose()
+
+
 def test_jobs_behind_one_that_fails_run_in_the_next_process(helper: Helper) -> None:
     jobs = [
         helper.submit(request, timeout_s)
@@ -130,8 +141,7 @@ def test_the_descriptor_can_be_read_when_there_is_an_outcome(helper: Helper) -> 
 
 def test_a_job_that_comes_as_an_idle_process_ends_runs_in_the_next(helper: Helper) -> None:
     helper.call(b"idle", LONG_S)  # it ends after that answer, as a process does that has had nothing to do
-    assert helper.pid is not None
-    while _runs(helper.pid):
+    while (pid := helper.pid) is not None and _runs(pid):
         time.sleep(0.001)
     assert helper.call(b"echo there", LONG_S) == b"hello there"
     assert helper.starts == 2
