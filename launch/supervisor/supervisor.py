@@ -51,6 +51,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.monitor.processes import helpers_of
 from neuronpipe.services.pinning import pin
 from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.wakefulness import BOARD_CHANGED
@@ -366,7 +367,9 @@ class Supervisor:
 
     def _measure(self) -> None:
         foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
-        if self._memory_watch.look([*self._processes, *self._watched], always_used=foreign):
+        if self._memory_watch.look(
+            [*self._processes, *helpers_of(self._processes), *self._watched], always_used=foreign
+        ):
             self._nudge_coordinator()
 
     # ---- the end ---------------------------------------------------------------------------------------------

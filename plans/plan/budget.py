@@ -39,6 +39,11 @@ MAX_TEMPLATE_HELPERS = 2  # of a gateway that serves several models
 TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: measured with PoCL (services/worker/gpu/README.md).
 DRIVER_BYTES = 272 * MIB
+# A stranger's grammars, in a helper process of the coordinator's: by how much it may grow (enforced by the kernel), and
+# what one token of the vocabulary takes while the library reads it (measured: 303 and 315 bytes with the tokens of
+# Llama 3 and Llama 2, of which 187 and 267 stay).
+GRAMMARS_BYTES = 64 * MIB
+GRAMMAR_TOKEN_BYTES = 320
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # Of one cluster, besides its two entries (8) in the residency segment: the loader's two checksums (8), its lists of
 # free slots (8), bits for what it holds and what it warms up (less than 1); the cache's free slots (2), and what it
@@ -68,6 +73,11 @@ def queue_clusters(manifest: Manifest) -> int:
     return min(manifest.clusters + 64, MAX_QUEUED_CLUSTERS)
 
 
+def vocabulary_bytes(manifest: Manifest) -> int:
+    """By how much the process that follows grammars may grow while it reads the vocabulary."""
+    return GRAMMAR_TOKEN_BYTES * manifest.model.vocabulary
+
+
 def memory_budget(
     manifest: Manifest, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int
 ) -> MemoryBudget:
@@ -81,6 +91,9 @@ def memory_budget(
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
         + gateway_bytes(int(manifest.chat is not None)) * shape.gateways
+        + INTERPRETER_PER_PROCESS_BYTES
+        + GRAMMARS_BYTES
+        + vocabulary_bytes(manifest)
         + _driver_bytes(manifest, shape)
         + tokenizer,
         private_bytes=_engines_bytes(manifest, shape, prefill_tokens)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Tokenized
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
-from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
+from neuronpipe.services.coordinator.constraints.calls import CallsError, require_short_calls
+from neuronpipe.services.coordinator.constraints.grammar import GrammarError, require_short
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.job import Job
 
@@ -71,10 +72,9 @@ class _Refusal(Exception):
 class Admission:
     """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._grammars = grammars
 
     def check(self, ask: Generate | Score, queued: int) -> list[int] | Refused:
         """The request's tokens, or its refusal. queued: how many requests wait already."""
@@ -108,10 +108,10 @@ class Admission:
         self._check_biases(ask.logit_bias)
         try:
             if ask.calls is not None:
-                self._grammars.start_calls(ask.calls, ask.grammar, ask.grammar_syntax)
-            elif ask.grammar is not None:
-                self._grammars.start(ask.grammar, ask.grammar_syntax)
-        except GrammarError as error:
+                require_short_calls(ask.calls)
+            if ask.grammar is not None:
+                require_short(ask.grammar)
+        except (GrammarError, CallsError) as error:
             raise _Refusal("bad_request", f"grammar: {error}") from None
 
     def _check_biases(self, biases: tuple[Bias, ...]) -> None:

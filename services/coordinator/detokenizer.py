@@ -107,7 +107,7 @@ class Spelling:
     alphabet: the byte of each character of a name, where names are spelled byte by byte
     byte_names: whether <0x0A> is a byte
     replaced: what stands for what in names ("\u2581" for a space)
-    plain: names that are no spelling: those of added tokens
+    plain: names that spell no bytes: those of added tokens; but characters are replaced in them too (Gemma's blanks)
     """
 
     alphabet: Mapping[str, int] | None
@@ -141,11 +141,11 @@ class Spelling:
 
     def bytes_of(self, name: str) -> bytes:
         """The bytes of the token of this name."""
-        if name in self.plain:
+        if self.alphabet is not None and name in self.plain:
             return name.encode(errors="replace")
         if self.alphabet is not None and all(character in self.alphabet for character in name):
             return bytes(self.alphabet[character] for character in name)
-        if self.byte_names and (match := BYTE_NAME.fullmatch(name)):
+        if self.byte_names and name not in self.plain and (match := BYTE_NAME.fullmatch(name)):
             return bytes.fromhex(match[1])
         for old, new in self.replaced.items():
             name = name.replace(old, new)

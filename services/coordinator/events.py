@@ -124,6 +124,11 @@ class MemoryReserved:
 
 
 @frozen
+class AnswersKnown:
+    """Of answers that follow something it is known now what may come next, or it takes longer than steps can wait."""
+
+
+@frozen
 class MemoryReleased:
     """The prefill worker has given its memory back."""
 
@@ -142,6 +147,7 @@ Event = (
     | StepFailed
     | TokensSampled
     | TokensScored
+    | AnswersKnown
     | ThrottleChanged
     | MemoryReserved
     | MemoryReleased

@@ -11,7 +11,7 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode,
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score, Tokenize
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.coordinator.admission import Admission, Limits
-from neuronpipe.services.coordinator.constraints.grammar import Grammar, Grammars
+from neuronpipe.services.coordinator.constraints.following import Answer, Constraints
 from neuronpipe.services.coordinator.detokenizer import TextStream, Tokenizer
 from neuronpipe.services.coordinator.events import RequestReceived, Tell
 from neuronpipe.services.coordinator.prefixes import (
@@ -32,13 +32,14 @@ LAST_WORDS = Finished | ScoreFinished | Refused
 
 
 class Queued(NamedTuple):
-    """A request that was accepted and has no slot yet."""
+    """A request that was accepted and has no slot yet; or whose grammar is being compiled."""
 
     client: bytes
     ask: Generate | Score
     tokens: list[int]
     arrived_at: float
     fingerprint: int
+    answer: Answer | None
 
     @property
     def owner(self) -> Owner:
@@ -47,28 +48,37 @@ class Queued(NamedTuple):
 
     def refused(self, code: RefusalCode, message: str) -> Tell:
         """It is not started."""
+        if self.answer is not None:
+            self.answer.close()
         return Tell(self.client, Refused(request=self.ask.request, code=code, message=message))
 
 
 class Requests:
     """Who waits, who has which slot, and what clients are told of it.
 
+    compiling: not accepted before it is known what their answers must follow
     queued: accepted, and without a slot, in order of arrival
     active: the sequences that have a slot
     """
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, grammars: Grammars, quarantine: Quarantine) -> None:
+    def __init__(self, limits: Limits, tokenizer: Tokenizer, constraints: Constraints, quarantine: Quarantine) -> None:
         self._limits = limits
         self._quarantine = quarantine
         self._tokenizer = tokenizer
-        self._grammars = grammars
-        self._admission = Admission(limits, tokenizer, grammars)
+        self._constraints = constraints
+        self._admission = Admission(limits, tokenizer)
         self._free = FreeSlots(limits.sequences)
         self._shares = Shares()
+        self.compiling: list[Queued] = []
         self.queued: list[Queued] = []
         self.active: list[Sequence] = []
         self._ended_cached_tokens = 0
         self._ending = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any request has no slot yet."""
+        return bool(self.queued or self.compiling)
 
     @property
     def cached_tokens(self) -> int:
@@ -123,19 +133,33 @@ class Requests:
     def _admit(self, client: bytes, ask: Generate | Score, name: int, now: float) -> list[Tell]:
         """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
         known = [(sequence.client, sequence.request) for sequence in self.active]
-        known += [(one.client, one.ask.request) for one in self.queued]
+        known += [(one.client, one.ask.request) for one in (*self.queued, *self.compiling)]
         if (client, ask.request) in known:
             return []
         if self._ending:
             return [Tell(client, Refused(request=ask.request, code="draining", message=ENDING))]
-        admitted = self._admission.check(ask, len(self.queued))
+        admitted = self._admission.check(ask, len(self.queued) + len(self.compiling))
         if isinstance(admitted, Refused):
             if admitted.code == "busy":
                 admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.active))
             return [Tell(client, admitted)]
-        self._shares.came((client, ask.owner), self._present())
-        self.queued.append(Queued(client, ask, admitted, now, name))
-        return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
+        follows = isinstance(ask, Generate) and (ask.grammar is not None or ask.calls is not None)
+        answer = self._constraints.start(ask) if isinstance(ask, Generate) and follows else None
+        self.compiling.append(Queued(client, ask, admitted, now, name, answer))
+        return self.accept_compiled()
+
+    def accept_compiled(self) -> list[Tell]:
+        """Queue the requests of which it is known now what their answers must follow, or refuse them."""
+        compiled = [one for one in self.compiling if one.answer is None or not one.answer.pending]
+        self.compiling = [one for one in self.compiling if one not in compiled]
+        return [self._accept(one) for one in compiled]
+
+    def _accept(self, one: Queued) -> Tell:
+        if one.answer is not None and one.answer.failure is not None:
+            return one.refused(one.answer.failure.code, one.answer.failure.message)
+        self._shares.came(one.owner, self._present())
+        self.queued.append(one)
+        return Tell(one.client, Accepted(request=one.ask.request, prompt_tokens=len(one.tokens)))
 
     def _go_on(self, client: bytes, request: str, now: float) -> list[Tell]:
         """A client has copied the logits of its score's last step."""
@@ -150,8 +174,10 @@ class Requests:
         """A client does not want its request any more. An active one ends when no step is under way."""
         for sequence in self._active_of(client, request):
             sequence.cancelled = True
-        gone = [one for one in self.queued if (one.client, one.ask.request) == (client, request)]
+        waiting = (*self.queued, *self.compiling)
+        gone = [one for one in waiting if (one.client, one.ask.request) == (client, request)]
         self.queued = [one for one in self.queued if one not in gone]
+        self.compiling = [one for one in self.compiling if one not in gone]
         return [one.refused("cancelled", "cancelled before it was started") for one in gone]
 
     def _active_of(self, client: bytes, request: str) -> list[Sequence]:
@@ -204,19 +230,14 @@ class Requests:
             provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
             ask=ask,
-            grammar=self._grammar(ask),
+            answer=one.answer,
             stream=TextStream(self._tokenizer, one.tokens, ask.stop, self._marks(ask)),
             prompt_tokens=prompt_tokens,
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
         )
 
-    def _grammar(self, ask: Generate) -> Grammar | None:
-        if ask.calls is not None:
-            return self._grammars.start_calls(ask.calls, ask.grammar, ask.grammar_syntax)
-        return None if ask.grammar is None else self._grammars.start(ask.grammar, ask.grammar_syntax)
-
     def _marks(self, ask: Generate) -> dict[int, str]:
-        return {} if ask.calls is None else self._grammars.marks(ask.calls)
+        return {} if ask.calls is None else self._constraints.marks(ask.calls)
 
     def prefix_source(self, text: Generation, numerics: str) -> Match | None:
         """The slot, of a sequence or free, that holds more of the prompt than was computed, in the numerics of prompts.
@@ -249,6 +270,8 @@ class Requests:
             self._quarantine.ends(sequence.fingerprint, sequence.slot)
             if isinstance(sequence, Generation):
                 self._ended_cached_tokens += sequence.cached_tokens
+                if sequence.answer is not None:
+                    sequence.answer.close()
         return Tell(sequence.client, message)
 
     def end_cancelled(self, now: float) -> list[Tell]:
@@ -266,7 +289,7 @@ class Requests:
     def end_all(self, now: float) -> list[Tell]:
         """The run ends: who has a slot, who waits, and who asks from now on is told so."""
         self._ending = True
-        queued, self.queued = self.queued, []
+        queued, self.queued, self.compiling = [*self.queued, *self.compiling], [], []
         told = [self.tell(one, one.refused("draining", ENDING), now) for one in [*self.active]]
         return told + [one.refused("draining", ENDING) for one in queued]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import FinishReason, Likely, Rated, RefusalCode, Scored, Token
@@ -12,7 +12,6 @@ from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import MAX_BIAS
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.grammar import GrammarError
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
     Logprobs,
@@ -22,7 +21,7 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.sequences import Generation, Scoring, Sequence
+from neuronpipe.services.coordinator.sequences import Generation, Sampled, Scoring, Sequence
 
 DAMAGED = "the model's output is no number; the package is damaged, convert the model again"
 
@@ -65,18 +64,41 @@ class Results:
         outcomes: list[Outcome] = []
         for number, (text, token) in enumerate(zip(sequences, event.tokens, strict=False)):
             assert isinstance(text, Generation)
+            sampled = Sampled(token, now, event.logprobs.get(number))
             try:
-                complete = accept(text, token, self._limits.end_tokens)
+                if is_followed(text, token, self._limits.end_tokens):
+                    assert text.answer is not None
+                    text.answer.take(token)
+                    text.sampled = sampled
+                else:
+                    outcomes += self._told(text, sampled, complete=False)
             except SamplingFailed as failure:
                 outcomes.append((text, text.refused(failure.code, str(failure))))
+        return outcomes + self.known(sequences)
+
+    def known(self, sequences: Iterable[Sequence]) -> list[Outcome]:
+        """The tokens of which it is known now what they lead to."""
+        outcomes: list[Outcome] = []
+        for text in sequences:
+            if not isinstance(text, Generation) or text.sampled is None:
                 continue
-            said, reason = self._add(text, token, complete, now)
-            if number in event.logprobs:
-                said = with_logprobs(said, event.logprobs[number], self._tokenizer.piece)
-            outcomes.append((text, said))
-            if reason is not None:
-                outcomes.append((text, text.finished(reason, self._limits)))
+            assert text.answer is not None
+            if text.answer.pending:
+                continue
+            sampled, text.sampled = text.sampled, None
+            if (failure := text.answer.failure) is not None:
+                outcomes.append((text, text.refused(failure.code, failure.message)))
+            else:
+                outcomes += self._told(text, sampled, complete=text.answer.complete)
         return outcomes
+
+    def _told(self, text: Generation, sampled: Sampled, *, complete: bool) -> list[Outcome]:
+        """What the client is told of a token. complete: nothing can follow."""
+        message, reason = self._add(text, sampled.token, complete, sampled.now)
+        if sampled.logprobs is not None:
+            message = with_logprobs(message, sampled.logprobs, self._tokenizer.piece)
+        ended = [] if reason is None else [(text, text.finished(reason, self._limits))]
+        return [(text, message), *ended]
 
     def scored(self, sequence: Sequence, event: TokensScored, now: float) -> list[Outcome]:
         """Likelihoods of the tokens of one step."""
@@ -153,21 +175,16 @@ def sample_row(row: int, text: Generation, end_tokens: Set[int]) -> SampleRow:
         if ask.ignore_end:
             biases |= dict.fromkeys(end_tokens, -math.inf)
         out = dataclasses.replace(out, biases=tuple(sorted(biases.items())))
-    return out if text.grammar is None else dataclasses.replace(out, allowed=text.grammar.allowed)
+    return out if text.answer is None else dataclasses.replace(out, allowed=text.answer.allowed)
 
 
-def accept(text: Generation, token: int, end_tokens: Set[int]) -> bool:
-    """Whether the text is complete with this token, because its grammar lets nothing follow. Raises SamplingFailed."""
+def is_followed(text: Generation, token: int, end_tokens: Set[int]) -> bool:
+    """Whether what the answer must follow decides what this token leads to. Raises SamplingFailed."""
     if token == TokensSampled.ALL_BANNED:
         raise SamplingFailed("bad_request", "logit_bias and ignore_end leave no token that may come next")
     if token < 0:
         raise SamplingFailed("failed", DAMAGED)
-    if text.grammar is None or token in end_tokens or token in text.ask.stop_tokens:
-        return False
-    try:
-        return text.grammar.take(token)
-    except GrammarError as error:
-        raise SamplingFailed("bad_request", f"grammar: {error}") from None
+    return text.answer is not None and token not in end_tokens and token not in text.ask.stop_tokens
 
 
 def with_logprobs(said: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:

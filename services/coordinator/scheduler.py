@@ -20,12 +20,13 @@ from collections.abc import Iterable
 
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
+from neuronpipe.services.coordinator.constraints.following import Answer, Constraints
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
     Ahead,
+    AnswersKnown,
     Dismiss,
     Ending,
     EpochChanged,
@@ -48,6 +49,7 @@ from neuronpipe.services.coordinator.events import (
 from neuronpipe.services.coordinator.processes import CACHE, PREFILL, Workers
 from neuronpipe.services.coordinator.requests import Requests
 from neuronpipe.services.coordinator.results import Outcome, Results
+from neuronpipe.services.coordinator.sequences import pending_answers
 from neuronpipe.services.coordinator.steps import OutstandingStep, StepBuilder
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.quarantine import CERTAIN, ENDED, Quarantine
@@ -61,12 +63,12 @@ class Scheduler:
         limits: Limits,
         processes: Iterable[ProcessKey],
         tokenizer: Tokenizer,
-        grammars: Grammars,
+        constraints: Constraints,
         reservation: Reservation | None = None,
         quarantine: Quarantine | None = None,
     ) -> None:
         self._limits, self.workers = limits, Workers(frozenset(processes))
-        self.requests = Requests(limits, tokenizer, grammars, quarantine or Quarantine())
+        self.requests = Requests(limits, tokenizer, constraints, quarantine or Quarantine())
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
         self.throttle = Throttle()
@@ -75,6 +77,7 @@ class Scheduler:
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
         self._step: OutstandingStep | None = None
+        self.awaited: list[Answer] = []  # of tokens just sampled, that the next step waits for until AnswersKnown
 
     @property
     def busy(self) -> bool:
@@ -128,7 +131,13 @@ class Scheduler:
             case TokensSampled():
                 step = self._end_step(now)
                 step.account(event.cost)
-                return self._tell(self._results.sampled(step.sequences, event, now), now)
+                outcomes = self._results.sampled(step.sequences, event, now)
+                self.awaited = pending_answers(step.sequences)
+                return self._tell(outcomes, now)
+            case AnswersKnown():
+                self.awaited = []
+                known = self._tell(self._results.known(self.requests.active), now)
+                return [*self.requests.accept_compiled(), *known]
             case TokensScored():
                 (sequence,) = self._end_step(now).sequences
                 return self._tell(self._results.scored(sequence, event, now), now)
@@ -195,7 +204,7 @@ class Scheduler:
             return []
         if self._leaving and self._step is None:
             return self._dismiss()
-        if self._dismissed or not self.workers.memory_served:
+        if self._dismissed or not self.workers.memory_served or self.awaited:
             return []
         if self._step is not None:
             return self._send_again(self._step, now)

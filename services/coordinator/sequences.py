@@ -7,13 +7,14 @@ import itertools
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from neuronpipe.protocol.messages.client import Finished, FinishReason, RefusalCode, Refused, ScoreFinished
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Score
 from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.grammar import Grammar
+from neuronpipe.services.coordinator.constraints.following import Answer
 from neuronpipe.services.coordinator.detokenizer import TextStream
+from neuronpipe.services.coordinator.events import Logprobs
 from neuronpipe.services.coordinator.prefixes import Provenance, SlotContent
 
 RECENT_TOKENS = 16
@@ -66,6 +67,11 @@ class Sequence:
         return False
 
     @property
+    def awaiting(self) -> bool:
+        """Whether it takes part in no step before it is known what its last token leads to."""
+        return False
+
+    @property
     def likely(self) -> int:
         """How many of the most likely tokens a score names for each token."""
         return 0
@@ -79,12 +85,21 @@ class Sequence:
         return Refused(request=self.request, code=code, message=message)
 
 
+class Sampled(NamedTuple):
+    """A token that was sampled at a time in seconds, and its logarithms of probabilities if they are asked for."""
+
+    token: int
+    now: float
+    logprobs: Logprobs | None
+
+
 @dataclasses.dataclass(kw_only=True)
 class Generation(Sequence):
     """A text being generated: the prompt, then a token per step."""
 
     ask: Generate
-    grammar: Grammar | None  # how far the answer has come in what `ask` wants it to be
+    answer: Answer | None  # how far it has come in what `ask` wants it to be
+    sampled: Sampled | None = None  # and not told: what it leads to is not known yet
     stream: TextStream
     prompt_tokens: int
     max_total_tokens: int  # prompt included: what the context and the request allow
@@ -97,6 +112,11 @@ class Generation(Sequence):
     def generated_tokens(self) -> int:
         """How many tokens were sampled so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def awaiting(self) -> bool:
+        """As in `Sequence`."""
+        return self.sampled is not None
 
     @property
     def own_tokens(self) -> int:
@@ -122,7 +142,7 @@ class Generation(Sequence):
     def goes_on(self) -> bool:
         """Whether another token follows the next one whatever that is, an end token excepted. What must be looked at
         before it is known does not count: text, a grammar, logits that are asked for."""
-        open_ended = self.grammar is None and not self.ask.stop and not self.ask.stop_tokens
+        open_ended = self.answer is None and not self.ask.stop and not self.ask.stop_tokens
         open_ended = open_ended and self.ask.logprobs is None
         return open_ended and not self.cancelled and len(self.tokens) + 1 < self.max_total_tokens
 
@@ -184,6 +204,12 @@ class Scoring(Sequence):
         mean = self.total_nll / targets if targets else 0.0
         seconds = round(now - self.arrived_at, 3)
         return ScoreFinished(request=self.request, tokens=targets, nll_mean=mean, seconds=seconds)
+
+
+def pending_answers(sequences: Iterable[Sequence]) -> list[Answer]:
+    """Of those that take part in no step before it is known what their last token leads to."""
+    texts = [one for one in sequences if isinstance(one, Generation) and one.awaiting]
+    return [text.answer for text in texts if text.answer is not None and text.answer.pending]
 
 
 def gap_quantiles_ms(times: list[float]) -> dict[str, float]:

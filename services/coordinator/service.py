@@ -12,7 +12,6 @@ import signal
 import time
 from array import array
 
-from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
@@ -27,11 +26,12 @@ from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Ne
 from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
+from neuronpipe.services.coordinator.constraints.following import FollowedAnswers
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
+    AnswersKnown,
     Dismiss,
     Ending,
     EpochChanged,
@@ -87,7 +87,7 @@ class CoordinatorService:
         self._processes = WorkerProcesses(job.plan.compute, self._memory)
         model, limits = job.package.manifest.model, Limits.of(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
-        grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
+        self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
         self._quarantine = Quarantine(Ledger(self._memory.view("board", "ledger")))
@@ -95,7 +95,8 @@ class CoordinatorService:
         self._quarantine.coordinator_died(killed=own.signal == signal.SIGKILL, now=time.monotonic())
         self._quarantined = self._memory.view("board", "quarantined")
         self._quarantined[0] += self._quarantine.refused
-        self._scheduler = Scheduler(limits, names, tokenizer, grammars, self._reservation(), self._quarantine)
+        reservation = Reservation.of(job.package.manifest, job.plan, self._kv_tokens.tolist())
+        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, self._quarantine)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
@@ -119,10 +120,8 @@ class CoordinatorService:
     def serve(self) -> None:
         """Serve until drained."""
         poller = Poller()
-        poller.add(self._control)
-        poller.add(self._wake)
-        poller.add(self._relay.wake)
-        poller.add(self._events)
+        for source in (self._control, self._wake, self._relay.wake, self._events, self._answers.descriptor):
+            poller.add(source)
         while not self._draining:
             readable = poller.wait(self._patience_ms())
             if self._wake in readable:
@@ -137,6 +136,8 @@ class CoordinatorService:
                 self._take_answers()
             self._notice_epoch()
             self._notice_leaving()
+            if (self._answers.descriptor in readable or self._answers.due_s == 0) and self._answers.receive():
+                self._handle(AnswersKnown())
             while self._control in readable and (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
@@ -148,16 +149,13 @@ class CoordinatorService:
             self._step_events.publish(trace.now())
             self._look_around(time.monotonic())
         poller.remove(self._events)
+        poller.remove(self._answers.descriptor)
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
+        self._answers.close()
         self._relay.close()
         self._context.close()
-
-    def _reservation(self) -> Reservation:
-        plan, manifest = self._job.plan, self._job.package.manifest
-        lendable = Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None
-        return Reservation(lendable, self._kv_tokens.tolist())
 
     def _end(self, poller: Poller) -> None:
         """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
@@ -168,9 +166,8 @@ class CoordinatorService:
             self._send(process.peer, Drain())
         left = True
         while left:
-            left = any(
-                self._processes.on_board(*process.name).pid for process in self._processes
-            )  # first: then all their words are there
+            # First: then all their words are there.
+            left = any(self._processes.on_board(*process.name).pid for process in self._processes)
             poller.wait(ENDING_MS)
             while (received := self._control.receive()) is not None:
                 self._take(*received)
@@ -182,12 +179,12 @@ class CoordinatorService:
         now = time.monotonic()
         pause_ms = 1000 * (self._scheduler.throttle.resume_at - now)
         limit_ms = EVERY_MS if self._step_events.waiting else int(1000 * self._wakefulness.patience_s(now))
-        return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
+        return int(min(limit_ms, 1 + 1000 * self._answers.due_s, 1 + pause_ms if pause_ms > 0 else limit_ms))
 
     def _look_around(self, now: float) -> None:
         """While the run is used: ask for beats, and have the supervisor measure memory."""
         requests, workers = self._scheduler.requests, self._scheduler.workers
-        if requests.active or requests.queued or self._watched or not workers.all_ready(self._processes.gone()):
+        if requests.active or requests.waiting or self._watched or not workers.all_ready(self._processes.gone()):
             self._wakefulness.used(now)
         if self._wakefulness.asks_for_beats(now):
             self._processes.ask_for_beats(self._control.send, now)
@@ -349,6 +346,9 @@ class CoordinatorService:
                 answer = self._do(action)
                 if answer is not None:
                     pending.append(answer)
+            if not pending and self._scheduler.awaited:
+                self._answers.wait(self._scheduler.awaited)
+                pending.append(AnswersKnown())
         self._meter.end_of_telling()
 
     def _do(self, action: Action) -> Event | None:

@@ -128,7 +128,7 @@ class StepBuilder:
         """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [one for one in sequences if one.prefilling]
-        decodes = [one for one in sequences if not one.prefilling] if decoders else []
+        decodes = [one for one in sequences if not one.prefilling and not one.awaiting] if decoders else []
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
             return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))

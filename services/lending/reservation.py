@@ -12,8 +12,11 @@ until it was of no use for `prefixes.FORGET_AFTER_S`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.lending import Lendable
+from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ReleaseMemory, ReserveMemory
 
@@ -33,6 +36,11 @@ class Reservation:
         self._answered = 0  # the number that the cache has answered
         self._releasing: tuple[int, ...] | None = None  # what slots had before
         self._prompt_at = 0.0
+
+    @classmethod
+    def of(cls, manifest: Manifest, plan: Plan, kv_tokens: Sequence[int]) -> Self:
+        """That of a plan's run of a package."""
+        return cls(Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None, kv_tokens)
 
     @property
     def waits(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,3 +83,12 @@ def process_memory(pid: int) -> ProcessMemory:
         None if size is None else 1024 * int(size) for size in map(sizes.get, (b"Pss", b"Pss_Shmem", b"SwapPss"))
     )
     return ProcessMemory(total or 0, shared if sizes else 0, swapped or 0)
+
+
+def helpers_of(pids: Iterable[int]) -> list[int]:
+    """The children of these processes. None on a kernel that does not tell."""
+    helpers: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            helpers += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split())
+    return helpers

@@ -32,6 +32,7 @@ from neuronpipe.services.coordinator.events import (
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 
+from tests.direct_constraints import DirectConstraints
 from tests.fuzz.test_wire import documents
 
 VOCABULARY, END = 4096, 0
@@ -41,7 +42,7 @@ LOGITS = np.random.default_rng(7).normal(0, 4, VOCABULARY).astype(np.float32)
 LOGITS[5:9] = math.inf, -math.inf, 0.0, -0.0
 SAMPLER = Sampler(memoryview(LOGITS).cast("B").cast("f"), VOCABULARY)
 TOKENIZER = FileTokenizer(TEXT)
-GRAMMARS = Grammars(TOKENIZER, VOCABULARY, [END])
+CONSTRAINTS = DirectConstraints(Grammars(TOKENIZER, VOCABULARY, [END]))
 
 any_float = st.floats() | st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e-300, 1e38])
 any_int = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 30)
@@ -134,7 +135,7 @@ def answers(ask: Generate) -> list[Message]:
         end_tokens=frozenset({END}),
         plan_id="p",
     )
-    scheduler = Scheduler(limits, PROCESSES, TOKENIZER, GRAMMARS)
+    scheduler = Scheduler(limits, PROCESSES, TOKENIZER, CONSTRAINTS)
     for process in PROCESSES:
         scheduler.handle(ProcessReady(process), 0.0)
     pending: list[Action] = scheduler.handle(RequestReceived(b"c", ask), 0.0)

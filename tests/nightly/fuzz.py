@@ -41,7 +41,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
-    from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
+    from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars, LibraryFault
     from neuronpipe.services.coordinator.detokenizer import FileTokenizer
     from neuronpipe.services.gateway.bodies import parse_body
     from neuronpipe.services.gateway.messages import ChatTurn
@@ -166,7 +166,7 @@ def once(target: Target, data: bytes) -> None:
     began, said = time.monotonic(), ""
     try:
         target(data)
-    except (UserError, WireError, NotRunning, Problem, GrammarError, TemplateError, Refused) as error:
+    except (UserError, WireError, NotRunning, Problem, GrammarError, LibraryFault, TemplateError, Refused) as error:
         said = str(error)
     assert len(said) < 10_000, "the error is long"
     assert "\n" not in said, "the error is not one line"

@@ -30,7 +30,7 @@ def text(remaining: int, times: list[float]) -> Generation:
         arrived_at=0.0,
         tokens=tokens,
         ask=Generate(request="r", prompt="x"),
-        grammar=None,
+        answer=None,
         stream=TextStream(Letters(), tokens, ()),
         prompt_tokens=1,
         max_total_tokens=len(tokens) + remaining,

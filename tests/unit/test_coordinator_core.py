@@ -11,13 +11,15 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.outcome import Rating
-from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.request import Calls, Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.constraints.following import Constraints, Failure
 from neuronpipe.services.coordinator.constraints.grammar import Grammars
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
+    AnswersKnown,
     Dismiss,
     Ending,
     EpochChanged,
@@ -41,6 +43,7 @@ from neuronpipe.services.coordinator.sampling import as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.steps import BESIDE_DECODE_TOKENS
 
+from tests.direct_constraints import DirectConstraints
 from tests.unit.test_layers import ROOT, imports
 
 PROCESSES = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
@@ -62,10 +65,12 @@ class Letters:
 
 
 LETTERS = Letters()
-NO_GRAMMARS = Grammars(LETTERS, 200, [END])
+NO_GRAMMARS = DirectConstraints(Grammars(LETTERS, 200, [END]))
 
 
-def make_scheduler(tokenizer: Letters = LETTERS, accelerator: str = "", **changes: Any) -> Scheduler:
+def make_scheduler(
+    tokenizer: Letters = LETTERS, accelerator: str = "", constraints: Constraints = NO_GRAMMARS, **changes: Any
+) -> Scheduler:
     """accelerator: the numerics of one; none by default."""
     limits: dict[str, Any] = {
         "sequences": 2,
@@ -76,7 +81,7 @@ def make_scheduler(tokenizer: Letters = LETTERS, accelerator: str = "", **change
     } | changes
     processes = [*PROCESSES, ("accelerator", 0)] if accelerator else PROCESSES
     scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), processes, tokenizer, NO_GRAMMARS
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), processes, tokenizer, constraints
     )
     for process in processes:
         scheduler.handle(ProcessReady(process, (NUMERICS | {"accelerator": accelerator}).get(process[0], "")), 0.0)
@@ -86,6 +91,38 @@ def make_scheduler(tokenizer: Letters = LETTERS, accelerator: str = "", **change
 def receive(scheduler: Scheduler, message: Message, now: float) -> list[Action]:
     """A client asks for something."""
     return scheduler.handle(RequestReceived(b"c", message), now)
+
+
+class SlowAnswer:
+    """What an answer must follow, where it takes until the test says so to know what may come."""
+
+    allowed = b"\xff" * 25
+    complete = False
+    failure: Failure | None = None
+
+    def __init__(self) -> None:
+        self.pending, self.tokens, self.closed = True, list[int](), False
+
+    def take(self, token: int) -> None:
+        self.tokens.append(token)
+        self.pending = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class SlowConstraints:
+    """Starts such answers, and keeps them."""
+
+    def __init__(self) -> None:
+        self.answers: list[SlowAnswer] = []
+
+    def start(self, ask: Generate) -> SlowAnswer:
+        self.answers.append(SlowAnswer())
+        return self.answers[-1]
+
+    def marks(self, calls: Calls) -> dict[int, str]:
+        return {}
 
 
 def sent(actions: list[Action]) -> list[Step | Prefill]:
@@ -791,3 +828,53 @@ def test_neither_the_scheduler_nor_what_it_imports_here_has_a_socket_or_a_clock(
                 todo.append(module)
     assert {path.stem for path in seen} > {"scheduler", "requests", "results"}
     assert found.isdisjoint({"time", "socket", "zmq", "neuronpipe.protocol.channel", "neuronpipe.services.trace"})
+
+
+def test_a_request_waits_for_its_grammar_while_others_go_on() -> None:
+    constraints = SlowConstraints()
+    scheduler = make_scheduler(constraints=constraints)
+    slow, refused, unwanted = (Generate(request=name, prompt="ab", grammar="json") for name in ("s", "r", "u"))
+    for ask in (slow, refused, unwanted, slow):  # the last is a client that is not sure
+        assert receive(scheduler, ask, 0.0) == []
+    assert len(constraints.answers) == 3
+    assert sent(receive(scheduler, Generate(request="o", prompt="cd"), 0.0)), "another request is computed"
+    (cancelled,) = told(receive(scheduler, Cancel(request="u"), 0.0))
+    assert isinstance(cancelled, Refused)
+    assert constraints.answers[2].closed
+    for answer in constraints.answers:
+        answer.pending = False
+    constraints.answers[1].failure = Failure("bad_request", "grammar: no")
+    accepted, failed = told(scheduler.handle(AnswersKnown(), 0.0))
+    assert accepted == Accepted(request="s", prompt_tokens=2)
+    assert failed == Refused(request="r", code="bad_request", message="grammar: no")
+    assert scheduler.requests.compiling == []
+
+
+def test_a_text_of_which_it_is_not_known_what_may_follow_misses_steps_and_its_token_is_not_told() -> None:
+    constraints = SlowConstraints()
+    scheduler = make_scheduler(constraints=constraints)
+    receive(scheduler, Generate(request="s", prompt="ab", grammar="json", max_tokens=9), 0.0)
+    (answer,) = constraints.answers
+    answer.pending = False
+    (prefill,) = sent(scheduler.handle(AnswersKnown(), 0.0))
+    finish(scheduler, prefill)
+    actions = scheduler.handle(TokensSampled((ord("x"),)), 1.0)
+    assert actions == [], "nothing is told, no step is sent: it may be known in a moment"
+    assert scheduler.awaited == [answer]
+    (other,) = sent(
+        receive(scheduler, Generate(request="o", prompt="cd", max_tokens=9), 1.0)
+        + scheduler.handle(AnswersKnown(), 1.0)
+    )
+    assert isinstance(other, Prefill)
+    finish(scheduler, other)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("y"),)), 2.0))
+    assert isinstance(step, Step)
+    assert step.tokens == (ord("y"),), "the other text goes on alone"
+    answer.pending = False
+    (token,) = told(scheduler.handle(AnswersKnown(), 2.0))
+    assert isinstance(token, Token)
+    assert (token.request, token.token, answer.tokens) == ("s", ord("x"), [ord("x")])
+    finish(scheduler, step)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("z"),)), 3.0))
+    assert isinstance(step, Step)
+    assert set(step.tokens) == {ord("x"), ord("z")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, ProcessMemory, process_memory
 from neuronpipe.protocol.layout import Layout
+from neuronpipe.services.monitor.processes import helpers_of
 from neuronpipe.services.worker.cpu import PrivateStage
 
 MIB = 1 << 20
@@ -103,3 +105,10 @@ def test_what_a_process_gave_back_before_the_segments_grew_is_no_step_over_the_l
     usage.sample([1])
     assert usage.current_bytes == 62 * MIB
     assert usage.peak_bytes == 62 * MIB
+
+
+def test_helper_processes_are_the_children_of_a_runs_processes() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        helpers = helpers_of([os.getpid(), 2**31 - 1])
+        child.kill()
+    assert child.pid in helpers

@@ -6,32 +6,54 @@ import math
 from typing import Any
 
 import pytest
-from neuronpipe.protocol.messages.client import Likely, Token
+from neuronpipe.protocol.messages.client import Finished, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Bias, Generate
-from neuronpipe.services.coordinator.constraints.grammar import GrammarError
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.constraints.following import Failure
+from neuronpipe.services.coordinator.detokenizer import TextStream
 from neuronpipe.services.coordinator.events import Logprobs, TokensSampled
-from neuronpipe.services.coordinator.requests import Generation
-from neuronpipe.services.coordinator.results import SamplingFailed, accept, sample_row, with_logprobs
+from neuronpipe.services.coordinator.results import Results, sample_row, with_logprobs
+from neuronpipe.services.coordinator.sequences import Generation
 
 END = frozenset({0, 9})
 
 
 class Countdown:
-    """A grammar that is complete with its third token, and too large with token 77."""
+    """An answer that is complete with its third token, and cannot go on with token 77."""
 
     allowed = b"\x0f"
+    pending = False
+    failure: Failure | None = None
 
     def __init__(self) -> None:
         self.left = 3
+        self.closed = False
 
-    def take(self, token: int) -> bool:
-        if token == 77:
-            raise GrammarError("too large")
-        self.left -= 1
+    @property
+    def complete(self) -> bool:
         return self.left == 0
 
+    def take(self, token: int) -> None:
+        self.pending = True
+        if token == 77:
+            self.failure = Failure("bad_request", "grammar: too large")
+        self.left -= 1
 
-def text_of(tokens: list[int], grammar: Any = None, **options: Any) -> Generation:
+    def close(self) -> None:
+        self.closed = True
+
+
+class Pieces:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+    def piece(self, token: int) -> bytes:
+        return bytes([97 + token])
+
+
+def text_of(tokens: list[int], answer: Any = None, **options: Any) -> Generation:
     ask = Generate(request="r", tokens=(1, 2), **options)
     return Generation(
         client=b"c",
@@ -40,8 +62,8 @@ def text_of(tokens: list[int], grammar: Any = None, **options: Any) -> Generatio
         arrived_at=0.0,
         tokens=tokens,
         ask=ask,
-        grammar=grammar,
-        stream=None,  # type: ignore[arg-type]  # no text is shown here
+        answer=answer,
+        stream=TextStream(Pieces(), tokens, ()),  # type: ignore[arg-type]
         prompt_tokens=2,
         max_total_tokens=9,
     )
@@ -66,18 +88,51 @@ def test_a_bias_of_minus_100_bans_and_ignored_end_tokens_are_banned_whatever_the
     assert row.biases == ((0, -math.inf), (4, -99.5), (7, -math.inf), (9, -math.inf))
 
 
-def test_a_text_is_complete_when_its_grammar_is_and_an_end_token_is_not_shown_to_it() -> None:
-    text = text_of([1, 2], Countdown())
+def results() -> Results:
+    limits = Limits(
+        mode="exact",
+        sequences=1,
+        context_tokens=16,
+        prefill_chunk_tokens=4,
+        logit_rows=1,
+        vocabulary=100,
+        end_tokens=END,
+        plan_id="p",
+    )
+    return Results(limits, Pieces())  # type: ignore[arg-type]
+
+
+def test_a_token_is_told_when_it_is_known_what_it_leads_to_and_the_last_one_ends_the_text() -> None:
+    answer, told = Countdown(), results()
+    text = text_of([1, 2], answer)
     assert sample_row(0, text, END).allowed == b"\x0f"
-    assert [accept(text, token, END) for token in (5, 9, 6, 7)] == [False, False, False, True]
-    assert not accept(text_of([1, 2]), 5, END)
+    for token in (5, 6, 7):
+        assert not text.awaiting
+        assert told.sampled([text], TokensSampled((token,), {}), 1.0) == []
+        assert text.awaiting
+        assert told.known([text]) == []
+        answer.pending = False
+        outcomes = [message for _, message in told.known([text])]
+        assert isinstance(outcomes[0], Token)
+        assert (outcomes[0].token, outcomes[0].index) == (token, token - 5)
+    assert isinstance(outcomes[1], Finished)
+    assert (outcomes[1].reason, outcomes[1].text) == ("end", "fgh")
 
 
-def test_a_token_that_ends_the_text_is_not_shown_to_its_grammar_and_is_waited_for() -> None:
-    text = text_of([1, 2], Countdown(), stop_tokens=(77,))
-    assert not accept(text, 77, END)
+@pytest.mark.parametrize(("token", "reason"), [(9, "end"), (77, "end")])
+def test_a_token_that_ends_the_text_is_not_shown_to_what_it_follows(token: int, reason: str) -> None:
+    answer = Countdown()
+    text = text_of([1, 2], answer, stop_tokens=(77,))
+    _, (_, finished) = results().sampled([text], TokensSampled((token,), {}), 1.0)
+    assert isinstance(finished, Finished)
+    assert finished.reason == reason
+    assert answer.left == 3
+
+
+def test_a_text_with_tokens_that_stop_it_does_not_go_on_unseen() -> None:
     assert text_of([1, 2]).goes_on
     assert not text_of([1, 2], stop_tokens=(77,)).goes_on
+    assert not text_of([1, 2], Countdown()).goes_on
 
 
 @pytest.mark.parametrize(
@@ -89,9 +144,14 @@ def test_a_token_that_ends_the_text_is_not_shown_to_its_grammar_and_is_waited_fo
     ],
 )
 def test_a_text_that_cannot_go_on_says_whose_fault_it_is(token: int, code: str, reason: str) -> None:
-    with pytest.raises(SamplingFailed, match=reason) as caught:
-        accept(text_of([1, 2], Countdown()), token, END)
-    assert caught.value.code == code
+    answer, told = Countdown(), results()
+    text = text_of([1, 2], answer)
+    outcomes = told.sampled([text], TokensSampled((token,), {}), 1.0)
+    answer.pending = False
+    ((_, refused),) = outcomes or told.known([text])
+    assert isinstance(refused, Refused)
+    assert refused.code == code
+    assert reason in refused.message
 
 
 def test_a_token_with_logprobs_carries_its_bytes_and_those_of_the_likeliest() -> None:

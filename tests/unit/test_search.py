@@ -243,7 +243,8 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
         return dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=tokens_per_s))
 
     monkeypatch.setattr(searching, "plan", expecting)
-    found = search(request=ANSWER).within(GIB)
+    one = search(request=ANSWER)
+    found = one.within(one.limits_bytes()[-1])  # where everything is resident
     assert (found.chosen is found.rules) is kept
     assert found.chosen.workers == (2 if kept else 1)
     assert any("by the rules alone" in reason for reason in found.reasons()) is not kept

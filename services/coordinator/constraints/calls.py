@@ -54,10 +54,15 @@ def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
     return {one.token: one.text for text in texts for one in atoms(text, special) if one.token is not None}
 
 
-def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
-    """The grammar. answer: JSON schema of what is said in place of calls; None: any text. Raises CallsError."""
+def require_short_calls(calls: Calls) -> None:
+    """Raises CallsError."""
     if sum(len(one.arguments.encode(errors="replace")) for one in calls.functions) > MAX_CALLS_BYTES:
         raise CallsError(f"the schemas of arguments are longer than {MAX_CALLS_BYTES} bytes together")
+
+
+def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
+    """The grammar. answer: JSON schema of what is said in place of calls; None: any text. Raises CallsError."""
+    require_short_calls(calls)
 
     def lark(text: str) -> str:
         return " ".join(atom.lark for atom in atoms(text, special))

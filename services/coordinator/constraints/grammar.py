@@ -1,14 +1,13 @@
 """Text that must follow a grammar: which tokens may come next, by the llguidance library.
 
-The library is loaded when the first request needs it, and stays. While it reads the vocabulary all requests wait: one
-process serves them.
+What this costs, whoever wrote the grammar chooses: it runs in a helper process (constraints/following.py).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
@@ -18,12 +17,17 @@ from neuronpipe.services.coordinator.detokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
 KEPT_COMPILED = 8
+LINE = "\n"  # a character that tokenizers join with nothing that follows
 # Between the parts of JSON, a space or an indented line: a model that has lost its way would write spaces for ever.
 BETWEEN = r" |\r?\n[ \t]{0,16}"
 
 
 class GrammarError(Exception):
     """A grammar that cannot be compiled, or has become too large; says why in one line."""
+
+
+class LibraryFault(Exception):
+    """The grammar library itself has failed. What it says of that is for us, not for who wrote the grammar."""
 
 
 class Grammar(Protocol):
@@ -69,6 +73,21 @@ class Grammars:
         """The special tokens that are text in such an answer, and that text."""
         return marks(calls, self._special)
 
+    def spelled(self, text: bytes) -> list[int]:
+        """The tokens in which this text is forced. Raises GrammarError."""
+        assert self._tokens is not None
+        return self._names(text)
+
+    def forget(self) -> None:
+        """Forget the grammars that were compiled."""
+        self._compiled.cache_clear()
+        self._compiled_calls.cache_clear()
+
+    def read_vocabulary(self) -> None:
+        """Do what only the first grammar needs. Raises GrammarError."""
+        _library()
+        assert self._tokens is not None
+
     def _compile(self, grammar: str, syntax: GrammarSyntax) -> Any:
         _library()
         return self._matcher(_source(grammar, syntax))
@@ -96,8 +115,7 @@ class Grammars:
         library = _library()
         limits = library.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
         matcher = library.LLMatcher(self._tokens, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise GrammarError(_one_line(matcher.get_error()))
+        _require_sound(matcher)
         return matcher
 
     @functools.cached_property
@@ -109,17 +127,23 @@ class Grammars:
         return {name: token for name, token in names if name}
 
     @functools.cached_property
+    def _names(self) -> _Vocabulary:
+        return _Vocabulary(self._tokenizer, self._vocabulary, self._end_tokens)
+
+    @functools.cached_property
     def _tokens(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         try:
-            vocabulary = _Vocabulary(self._tokenizer, self._vocabulary, self._end_tokens)
+            vocabulary = self._names
             # Without slices: they make strings cheaper, and cost 35 MB with a vocabulary of 128,000.
-            return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._end_tokens or None, slices=[])
+            tokens = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._end_tokens or None, slices=[])
         except Exception as error:  # the library's own kinds
             raise GrammarError(
                 f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"
             ) from None
+        vocabulary.encode_greedily = tokens.greedy_tokenize
+        return tokens
 
 
 class _Vocabulary:
@@ -132,9 +156,30 @@ class _Vocabulary:
         self.tokens = tokenizer.pieces(vocabulary)
         self.special_token_ids = tokenizer.special_tokens
         self.eos_token_id = end_tokens[0] if end_tokens else None
+        self._special = frozenset(self.special_token_ids)
+        self.encode_greedily: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(), frame=False)
+        """Tokens that spell exactly these bytes, as they continue an answer: what a tokenizer makes of a text of its
+        own may begin with a mark (Llama's "\u2581"), have another form (NFC), or be a special token of that name."""
+        for before in ("", LINE):
+            tokens = self._tokenizer.encode(before + text.decode(), frame=False)
+            if (spelled := self._without(before, tokens)) is not None and self._spells(spelled, text):
+                return spelled
+        return [] if self.encode_greedily is None else self.encode_greedily(text.decode())
+
+    def _without(self, before: str, tokens: list[int]) -> list[int] | None:
+        """The tokens after those of this beginning; None where one token spells both its end and more."""
+        if not before:
+            return tokens
+        beginning = self._tokenizer.encode(before, frame=False)
+        return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else None
+
+    def _spells(self, tokens: list[int], text: bytes) -> bool:
+        return self._special.isdisjoint(tokens) and b"".join(map(self._piece, tokens)) == text
+
+    def _piece(self, token: int) -> bytes:
+        return self.tokens[token] if token < len(self.tokens) else b""
 
 
 class _Following:
@@ -152,9 +197,20 @@ class _Following:
 
     def _next(self) -> bytes:
         mask: bytes = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise GrammarError(_one_line(self._matcher.get_error()))
+        _require_sound(self._matcher)
         return mask
+
+
+def _require_sound(matcher: Any) -> None:
+    """Raises GrammarError, LibraryFault."""
+    if not matcher.is_error():
+        return
+    reason = _one_line(str(matcher.get_error()).replace("<non-verbose/>", ""))
+    if reason.startswith("panic"):
+        raise LibraryFault(reason)
+    if reason.startswith("NoExtension"):
+        reason = "no text follows it"
+    raise GrammarError(reason)
 
 
 def _library() -> Any:
@@ -170,12 +226,17 @@ def _as_part(grammar: str) -> str:
     return json.dumps(_schema(grammar) | {"x-guidance": {"whitespace_pattern": BETWEEN}})
 
 
-def _source(grammar: str, syntax: GrammarSyntax) -> str:
-    """The grammar as the library takes it."""
+def require_short(grammar: str) -> None:
+    """Raises GrammarError."""
     if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES} bytes")
+
+
+def _source(grammar: str, syntax: GrammarSyntax) -> str:
+    """The grammar as the library takes it."""
+    require_short(grammar)
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if syntax == "regex":
         return LLMatcher.grammar_from_regex(grammar)
@@ -184,7 +245,7 @@ def _source(grammar: str, syntax: GrammarSyntax) -> str:
         return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=options)
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar) if syntax == "gbnf" else grammar)
-    except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
+    except Exception as error:  # GbnfToLarkError and plain ones
         raise GrammarError(f"the grammar is no GBNF: {_one_line(error)}") from None
 
 

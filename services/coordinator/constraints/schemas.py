@@ -3,7 +3,9 @@
 An object that names its properties and says nothing of others has no others. By the letter it could have any, and a
 model that has lost its way would write them for ever.
 
-`uniqueItems` is passed over: whether an item is new cannot be said by a grammar, and a schema with it is common.
+`uniqueItems` is passed over: whether an item is new cannot be said by a grammar, and a schema with it is common. What
+JSON Schema calls an annotation says nothing of what is valid, and is passed over too: a format that the grammar library
+does not know, and anchors, to which nothing that the library knows refers.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else",
 MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 SAYS_MORE = ("additionalProperties", "unevaluatedProperties", "allOf", "$ref", "if", "dependentSchemas")
+
+PASSED_OVER = frozenset({"uniqueItems", "$dynamicAnchor", "$recursiveAnchor"})
+KNOWN_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 
 
 def as_followed(schema: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +33,9 @@ def as_followed(schema: dict[str, Any]) -> dict[str, Any]:
 def _followed(value: Any, joined: set[int]) -> Any:
     if not isinstance(value, dict):
         return value
-    made = {name: item for name, item in value.items() if name != "uniqueItems"}
+    made = {name: item for name, item in value.items() if name not in PASSED_OVER}
+    if not (isinstance(made.get("format"), str) and made["format"] in KNOWN_FORMATS):
+        made.pop("format", None)
     for name, item in value.items():
         if name in BY_NAME and isinstance(item, dict):
             made[name] = {key: _followed(one, joined) for key, one in item.items()}

