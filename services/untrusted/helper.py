@@ -89,6 +89,7 @@ class Helper:
         self._errors = -1
         self._reader = FrameReader(MAX_PAYLOAD_BYTES)
         self._unsent = bytearray()
+        self._waits_to_send = False
         self._deadline = 0.0
         self._failed_starts = 0  # one after the other
         self.starts = 0
@@ -185,6 +186,7 @@ class Helper:
             theirs.close()
         self._link, self._reader, self._unsent = ours, FrameReader(MAX_PAYLOAD_BYTES), bytearray()
         self._epoll.register(ours, select.EPOLLIN)
+        self._waits_to_send = False
         self.starts += 1
         self._jobs.clear()
         for job in (_Job(0, self._setup, START_S), *jobs):
@@ -201,7 +203,9 @@ class Helper:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
                 del self._unsent[: self._link.send(self._unsent[:CHUNK_BYTES])]
-        self._epoll.modify(self._link, select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0))
+        if bool(self._unsent) != self._waits_to_send:
+            self._waits_to_send = bool(self._unsent)
+            self._epoll.modify(self._link, select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0))
 
     def _read(self, outcomes: list[Outcome]) -> bool:
         """Take the answers that are there; returns whether the process has gone, or is not to be trusted any more."""
