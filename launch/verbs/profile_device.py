@@ -18,7 +18,7 @@ from neuronpipe.launch.profile.picture import write_picture
 from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.kept import doubt, keep_profile
+from neuronpipe.plans.device.kept import keep_profile
 from neuronpipe.plans.device.measure import measure_flash, measure_profile
 from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
@@ -92,8 +92,8 @@ def _measured(directory: Path, backend: str | None, *, flash_alone: bool, plain:
             profile = measure_flash(before, directory, progress=progress)
         else:
             profile = _with_steps(device, options, lambda step: measure_profile(directory, progress=step), progress)
-    if not keep_profile(path, profile) and doubt(profile) is not None:
-        print("neuronpipe: not kept: the profile measured before is beyond doubt, and stays", file=sys.stderr)
+    if (why := keep_profile(path, profile)) is not None:
+        print(f"neuronpipe: the profile measured before stays, since {why}", file=sys.stderr)
     return profile
 
 

@@ -1,7 +1,8 @@
 """The device profile: what was found and measured on a machine. Plain data; `id` names the machine.
 
-The id covers what a plan relies on and what stays the same from one start to the next: not free memory, and not the
-measured speeds, which differ a little every time.
+The id covers the hardware. It leaves out limits (of memory, of processor time, which cores a process may use, whether
+it may use io_uring): the same machine inside a container is the same device, and planning applies its limits. It also
+leaves out the measured speeds, which differ a little every time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from neuronpipe.protocol.frozen import frozen
 if TYPE_CHECKING:
     from neuronpipe.plans.device.profile import DeviceProfile
 
-# Kernels keep a little for themselves, not always the same: without rounding an update would make a new device.
+# Of `former_id`. Kernels keep a little memory for themselves, not always the same.
 MEMORY_ROUNDING_BYTES = 64 << 20
 
 
@@ -105,17 +106,27 @@ class Device:
     flash: FlashCurve | None
     memory_speed: MemorySpeed | None = None
     profile: DeviceProfile | None = None
+    processor: str = ""  # its model, as the kernel names it; empty: not known
 
     @property
     def id(self) -> str:
-        """Sixteen hexadecimal digits: another machine, or other rights on this one, have others."""
+        """Sixteen hexadecimal digits that name the hardware, whatever this process may use of it."""
+        cores = [(core.id, core.capacity, core.kind) for core in self.cores]
+        return _digits([self.architecture, self.instruction_set, self.processor, self.page_bytes, cores])
+
+    @property
+    def former_id(self) -> str:
+        """The id up to cache version 5, which had limits and rights in it: kept profiles are still found by it."""
         memory = round(self.memory_total_bytes / MEMORY_ROUNDING_BYTES)
         cores = [dataclasses.astuple(core) for core in self.cores]
         rights = [self.cpu_quota, memory, self.page_bytes, self.io_uring]
-        stable = [self.architecture, self.instruction_set, cores, rights]
-        return hashlib.sha256(json.dumps(stable).encode()).hexdigest()[:16]
+        return _digits([self.architecture, self.instruction_set, cores, rights])
 
     @property
     def flash_engine(self) -> str:
         """The reader's engine to plan with: "io_uring" or "threads"."""
         return "io_uring" if self.io_uring else "threads"
+
+
+def _digits(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

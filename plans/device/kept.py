@@ -138,24 +138,32 @@ def keep(path: Path | None, measured: Measured) -> None:
         _write(path, record.followed_by(measured, now))
 
 
-def keep_profile(path: Path, profile: DeviceProfile) -> bool:
-    """Keep a device profile for later starts, unless it is doubtful and the one that is kept is not. Whether it was."""
+def keep_profile(path: Path, profile: DeviceProfile) -> str | None:
+    """Keep a device profile for later starts. Returns None, or why this one was not kept: it is doubtful, or has less
+    in it (as one that was measured within a control group's limits may), and the one measured before holds."""
     before = _read_profile(path, profile.device_id, lambda line: None)
-    if doubt(profile) is not None and before is not None and _why_not(before, time.time()) is None:
-        return False
-    with contextlib.suppress(OSError, UserError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as place:
-            place.write_text(profile.to_json(), encoding="utf-8")
-        return True
-    return False
+    before_holds = before is not None and _why_not(before, time.time()) is None
+    if before is not None and before_holds and (why := doubt(profile) or _lacks(profile, before)) is not None:
+        return why
+    try:
+        write_profile(path, profile)
+    except (OSError, UserError) as error:
+        return f"it cannot be written: {error}"
+    return None
 
 
-def kept_profile(path: Path, device_id: str, say: Callable[[str], None]) -> DeviceProfile | None:
-    """The device profile in the file `path`, if it holds. `say` gets a line when it did, and is too old now, and when
-    the file cannot be read."""
+def write_profile(path: Path, profile: DeviceProfile) -> None:
+    """Write a profile's file, whole or not at all. Raises OSError or UserError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as place:
+        place.write_text(profile.to_json(), encoding="utf-8")
+
+
+def kept_profile(path: Path, device_id: str, workers: int, say: Callable[[str], None]) -> DeviceProfile | None:
+    """Return the device profile in the file `path`, if it holds for so many decode workers. `say` gets a line when it
+    did, and is too old now, and when the file cannot be read."""
     profile = _read_profile(path, device_id, say)
-    if profile is None or (why := _why_not(profile, time.time())) is None:
+    if profile is None or (why := _why_not(profile, time.time(), workers)) is None:
         return profile
     if doubt(profile) is None:
         say(f"the device profile is not used, since {why}; `neuronpipe profile device` measures it again")
@@ -175,11 +183,24 @@ def _read_profile(path: Path, device_id: str, say: Callable[[str], None]) -> Dev
     return profile
 
 
-def _why_not(profile: DeviceProfile, now: float) -> str | None:
+def _lacks(profile: DeviceProfile, before: DeviceProfile) -> str | None:
+    """What of an earlier profile this one has not measured, in a few words; None: nothing."""
+    if profile.decode_workers < before.decode_workers:
+        return f"it has {profile.decode_workers} decode workers, and the one measured before {before.decode_workers}"
+    parts = {"kernels": "decode", "memory": "dram", "steps": "steps", "flash": "flash"}
+    missing = [name for name, part in parts.items() if getattr(before, part) and not getattr(profile, part)]
+    return f"it lacks {' and '.join(missing)}, which the one measured before has" if missing else None
+
+
+def _why_not(profile: DeviceProfile, now: float, workers: int = 1) -> str | None:
     age_s = now - profile.taken_at
     if age_s < 0:
         return "its date lies ahead"
-    return f"it is {age_s / DAY_S:.0f} days old" if age_s > MAX_AGE_DAYS * DAY_S else doubt(profile)
+    if age_s > MAX_AGE_DAYS * DAY_S:
+        return f"it is {age_s / DAY_S:.0f} days old"
+    if profile.decode_workers < workers:
+        return f"it was measured with {profile.decode_workers} decode workers, and {workers} may run here"
+    return doubt(profile)
 
 
 def _outcome(before: FlashCurve | MemorySpeed, new: FlashCurve | MemorySpeed, after: FlashCurve | MemorySpeed) -> str:

@@ -60,6 +60,18 @@ def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
     return classify(dict.fromkeys(ids, 1), "equal", may_use)
 
 
+def read_processor(root: Path) -> str:
+    """The model of the first processor, as the kernel names it; empty where it does not.
+
+    Processors of a phone that sleep have no entry, so that others than the first come and go.
+    """
+    text = _text(root / "proc/cpuinfo")
+    found = re.search(r"^(?:model name|Hardware|uarch)\s*:\s*(\S.*)$", text, re.M)
+    if found is None:
+        found = re.search(r"^(CPU implementer\s*:.*)\n(?:.*\n){0,4}?(CPU part\s*:.*)$", text, re.M)
+    return " ".join(" ".join(found.groups()).split()) if found else ""
+
+
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders of our group and its ancestors for a v1 controller, and in v2 (True), innermost first."""
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import mmap
@@ -15,13 +16,16 @@ from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
-from neuronpipe.plans.device.kept import keep, kept_or_measured, kept_profile
-from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
+from neuronpipe.plans.device.kept import keep, kept_or_measured, kept_profile, write_profile
+from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory, read_processor
 from neuronpipe.plans.device.memory import measure_memory
+from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.protocol.errors import UserError
 
 BUNDLES = "bundles.bin"
-CACHE_VERSION = 5
+CACHE_VERSION = 6
+FORMER_CACHE_VERSION = 5  # whose files have limits and rights in their names
+ENGINES = ("io_uring", "threads")
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
@@ -38,12 +42,12 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     device, bundles = this_device(), directory / BUNDLES
     if not bundles.is_file():
         return device
-    place = _file_system(directory)
-    profile_file = _kept_path("profile", device, place) if brief else None
-    profile = None if profile_file is None else kept_profile(profile_file, device.id, say)
+    profile = _kept_device_profile(device, directory, say) if brief else None
     if profile is not None:
         device = dataclasses.replace(device, profile=profile)
-    flash_path, memory_path = _kept_path("flash", device, place), _kept_path("memory", device)
+    cores = decode_cores(device)
+    flash_path = _kept_path("flash", device, file_system(directory), device.flash_engine)
+    memory_path = _kept_path("memory", device, f"{len(cores)} threads")
 
     def flash() -> FlashCurve | None:
         busy = Busyness()
@@ -53,7 +57,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
     def memory_speed() -> MemorySpeed | None:
         busy = Busyness()
-        speed = measure_memory(decode_cores(device), device.memory_available_bytes, brief=brief)
+        speed = measure_memory(cores, device.memory_available_bytes, brief=brief)
         return None if speed is None else dataclasses.replace(speed, busy=round(busy.processors(), 3))
 
     if brief:
@@ -86,13 +90,14 @@ def this_device() -> Device:
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         io_uring=io_uring_allowed(Path("/proc/self/exe")),
         flash=None,
+        processor=read_processor(root),
     )
 
 
 def profile_path(device: Device, directory: Path) -> Path:
-    """Where the device profile is kept, with the file system that `directory` lies on. Raises UserError where this user
-    has no home."""
-    path = _kept_path("profile", device, _file_system(directory))
+    """Return where the device profile is kept, with the file system that `directory` lies on. Raises UserError where
+    this user has no home."""
+    path = _kept_path("profile", device, file_system(directory), device.flash_engine)
     if path is None:
         raise UserError(f"this user has no home folder to keep the profile in; set {CACHE_VARIABLE} to a folder")
     return path
@@ -115,7 +120,68 @@ def _instruction_set() -> str:
     return str(ffi.string(name).decode())
 
 
-def _file_system(directory: Path) -> str:
+def _kept_device_profile(device: Device, directory: Path, say: Callable[[str], None]) -> DeviceProfile | None:
+    """Return the device profile that holds for this device and file system, or None.
+
+    A profile that was measured through the other flash engine (as inside a container that forbids io_uring) serves
+    without its figures of flash.
+    """
+    place = file_system(directory)
+    _adopt_former_profile(device, directory)
+    for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
+        path = _kept_path("profile", device, place, engine)
+        profile = None if path is None else kept_profile(path, device.id, len(decode_cores(device)), say)
+        if profile is not None:
+            return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
+    return None
+
+
+def _adopt_former_profile(device: Device, directory: Path) -> None:
+    """Move the profile that an earlier version kept for this device to where it is looked for now."""
+    path = _kept_path("profile", device, file_system(directory), device.flash_engine)
+    former = _path_of("profile", f"{FORMER_CACHE_VERSION} {device.former_id} {_former_file_system(directory)}")
+    if path is None or former is None or path.exists() or not former.exists():
+        return
+    with contextlib.suppress(OSError, UserError):
+        profile = read_profile(former)
+        profile.check(device.former_id, str(former))
+        write_profile(path, dataclasses.replace(profile, device_id=device.id))
+        former.unlink()
+
+
+def file_system(directory: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Name the storage that a directory lies on: the same on every mount of it, inside a container and outside.
+
+    A file system's own id says that, not its device number, which the next mount may change, nor its size, which may be
+    a quota. An overlay (a container's root) has a new id in each container, so that the size of the file system below
+    it has to do. A file system without an id (FUSE, NFS) is named by its type and source.
+    """
+    system = os.statvfs(directory)
+    mounted = _mounted(os.stat(directory).st_dev, mountinfo)
+    if mounted is not None and "overlay" in mounted[0]:
+        return f"overlay {system.f_blocks * system.f_frsize}"
+    if system.f_fsid:
+        return str(system.f_fsid)
+    return _former_file_system(directory) if mounted is None else " ".join(mounted)
+
+
+def _mounted(device_number: int, mountinfo: Path) -> tuple[str, str] | None:
+    """The type and the source of the mounted file system with this device number; None where the kernel does not
+    tell."""
+    wanted = f"{os.major(device_number)}:{os.minor(device_number)}"
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        mount, _, system = line.partition(" - ")
+        fields = system.split(" ")
+        if wanted in mount.split(" ")[2:3] and len(fields) > 1:
+            return fields[0], fields[1]
+    return None
+
+
+def _former_file_system(directory: Path) -> str:
     system = os.statvfs(directory)
     return f"{os.stat(directory).st_dev} {system.f_fsid} {system.f_blocks * system.f_frsize}"
 
@@ -132,9 +198,11 @@ def cache_folder() -> Path | None:
     return Path(cache) / "neuronpipe"
 
 
-def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
+def _kept_path(what: str, device: Device, *place: str) -> Path | None:
     """One file per device and place; None where nothing is kept."""
-    if (folder := cache_folder()) is None:
-        return None
-    key = f"{CACHE_VERSION} {device.id} {place}"
-    return folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return _path_of(what, " ".join([str(CACHE_VERSION), device.id, *place]))
+
+
+def _path_of(what: str, key: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -358,8 +358,8 @@ class DeviceProfile:
         """Raises UserError when this is another device's."""
         if self.device_id != device_id:
             raise UserError(
-                f"{where}: field 'device_id': {quoted(self.device_id)} is another device, or the same with other "
-                f"rights; this one is {quoted(device_id)}: measure it with `neuronpipe profile device`"
+                f"{where}: field 'device_id': {quoted(self.device_id)} is another device; "
+                f"this one is {quoted(device_id)}: measure it with `neuronpipe profile device`"
             )
 
     def to_json(self) -> str:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.device.limits import Memory, read_cores, read_cpu_quota, read_memory, read_oom_kills
+from neuronpipe.plans.device.limits import (
+    Memory,
+    read_cores,
+    read_cpu_quota,
+    read_memory,
+    read_oom_kills,
+    read_processor,
+)
 
 GIB = 1 << 30
 
@@ -53,6 +60,22 @@ def test_folders_that_are_no_cores_are_passed_over(tmp_path: Path) -> None:
 def test_a_core_outside_the_affinity_mask_is_known_and_not_allowed(tmp_path: Path) -> None:
     root = write(tmp_path, cpu_files("cpu_capacity", [1024, 1024]))
     assert [core.allowed for core in read_cores(root, {1})] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("processor\t: 0\nmodel\t\t: 17\nmodel name\t: Some  CPU\n\nprocessor\t: 1\nmodel name\t: Other", "Some CPU"),
+        (
+            "processor\t: 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x1\nCPU part\t: 0xd4d\n",
+            "CPU implementer : 0x41 CPU part : 0xd4d",
+        ),
+        ("processor\t: 0\nHardware\t: Some Chip\n", "Some Chip"),
+        ("nonsense", ""),
+    ],
+)
+def test_the_processors_model_is_the_first_ones(tmp_path: Path, text: str, model: str) -> None:
+    assert read_processor(write(tmp_path, {"proc/cpuinfo": text})) == model
 
 
 MEMINFO = {"proc/meminfo": f"MemTotal: {8 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {6 * GIB // 1024} kB"}

@@ -19,7 +19,7 @@ from neuronpipe.plans.device import flash, memory
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.flash import measure
-from neuronpipe.plans.device.probe import probe, profile_path
+from neuronpipe.plans.device.probe import file_system, probe, profile_path
 from neuronpipe.protocol.errors import UserError
 
 
@@ -196,17 +196,59 @@ def device(**changes: object) -> Device:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"memory_available_bytes": 1}, {"flash": None}, {"memory_total_bytes": (12 << 30) - 99}]
+    "changes",
+    [
+        {"memory_available_bytes": 1},
+        {"memory_total_bytes": 1 << 30},
+        {"memlock_bytes": None},
+        {"cpu_quota": 0.5},
+        {"cores": (Core(id=0, capacity=1024, kind="big", allowed=False),)},
+        {"io_uring": True},
+        {"flash": None},
+    ],
 )
-def test_what_comes_and_goes_does_not_change_the_id(changes: dict[str, object]) -> None:
+def test_limits_and_rights_do_not_change_the_id(changes: dict[str, object]) -> None:
     assert device(**changes).id == device().id
 
 
 @pytest.mark.parametrize(
-    "changes", [{"cores": ()}, {"cpu_quota": 0.5}, {"memory_total_bytes": 8 << 30}, {"io_uring": True}]
+    "changes",
+    [
+        {"cores": ()},
+        {"cores": (Core(id=0, capacity=512, kind="little"),)},
+        {"processor": "another"},
+        {"instruction_set": "neon"},
+        {"page_bytes": 16384},
+    ],
 )
-def test_other_rights_make_another_device(changes: dict[str, object]) -> None:
+def test_other_hardware_makes_another_device(changes: dict[str, object]) -> None:
     assert device(**changes).id != device().id
+
+
+def mount_line(directory: Path, kind: str, source: str) -> str:
+    number = os.stat(directory).st_dev
+    return f"22 1 {os.major(number)}:{os.minor(number)} / / rw shared:1 - {kind} {source} rw\n"
+
+
+def test_storage_is_named_by_its_file_system_and_not_by_the_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+
+    def named(kind: str, fsid: int, blocks: int, source: str = "none") -> str:
+        table.write_text("1 1 0:0 / / rw - proc proc rw\n" + mount_line(tmp_path, kind, source))
+        system = SimpleNamespace(f_fsid=fsid, f_blocks=blocks, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda _: system)
+        return file_system(tmp_path, table)
+
+    assert named("ext4", 7, 100, "/dev/sda1") == named("ext4", 7, 100, "/dev/sdb1")  # a name that the next boot gives
+    assert named("ext4", 7, 100) == named("ext4", 7, 50)  # a quota
+    assert named("ext4", 7, 100) != named("ext4", 8, 100)
+    assert named("overlay", 7, 100) == named("overlay", 8, 100)  # two containers of one host
+    assert named("overlay", 7, 100) != named("overlay", 7, 99)
+    assert named("nfs", 0, 100, "server:/a") != named("nfs", 0, 100, "server:/b")
+    table.unlink()
+    assert file_system(tmp_path, table)  # a kernel that shows no mounts
 
 
 def test_the_curve_is_read_between_and_beyond_its_points() -> None:

@@ -16,9 +16,11 @@ from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import draw
 from neuronpipe.plans.device import probe
 from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.device import FlashPoint
 from neuronpipe.plans.device.difference import difference
 from neuronpipe.plans.device.figures import Figure, between, between_all
 from neuronpipe.plans.device.kept import keep_profile, kept_profile
+from neuronpipe.plans.device.limits import Memory
 from neuronpipe.plans.device.points import (
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
@@ -318,7 +320,7 @@ def kept(package: Path, **changes: Any) -> Path:
     device = probe.this_device()
     path = probe.profile_path(device, package)
     path.unlink(missing_ok=True)
-    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes))
+    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes)) is None
     return path
 
 
@@ -386,9 +388,80 @@ def test_a_damaged_profile_is_passed_over_and_said_with_what_to_do(package: Path
 def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:
     path = kept(package)
     busy = profile(device_id=probe.this_device().id, taken_at=time.time(), busy=0.6)
-    assert not keep_profile(path, busy)
-    assert kept_profile(path, busy.device_id, print) is not None
-    assert keep_profile(path, dataclasses.replace(busy, busy=0.01))
+    assert "60% busy" in str(keep_profile(path, busy))
+    assert kept_profile(path, busy.device_id, 2, print) is not None
+    assert keep_profile(path, dataclasses.replace(busy, busy=0.01)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"decode_workers": 1}, "1 decode workers"), ({"decode": (), "dram": ()}, "kernels and memory")],
+)
+def test_a_profile_measured_within_limits_does_not_replace_a_fuller_one(
+    package: Path, changes: dict[str, Any], why: str
+) -> None:
+    path = kept(package)
+    limited = profile(device_id=probe.this_device().id, taken_at=time.time(), **changes)
+    assert why in str(keep_profile(path, limited))
+    assert keep_profile(path.with_name("another"), limited) is None
+
+
+def test_a_profile_of_fewer_cores_is_not_used_for_more(package: Path) -> None:
+    path, said = kept(package), list[str]()
+    assert kept_profile(path, probe.this_device().id, 3, said.append) is None
+    assert "with 2 decode workers, and 3 may run here" in said[0]
+
+
+def limited(patch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """From now on this machine is seen from inside a container with these limits."""
+    patch.setattr(probe, "read_memory", lambda _: Memory(total_bytes=GIB, available_bytes=GIB // 2))
+    patch.setattr(probe, "read_cpu_quota", lambda _: 1.0)
+    patch.setattr(os, "sched_getaffinity", lambda _: {0})
+    patch.setattr(probe, "io_uring_allowed", lambda _: facts["io_uring"])
+
+
+def test_the_profile_is_found_inside_a_container_with_limits(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit was part of the device's id, so that whoever used one was planned by the rules."""
+    io_uring = probe.this_device().io_uring
+    kept(package)
+    limited(monkeypatch, io_uring=io_uring)
+    for name in ("measure", "measure_memory"):
+        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
+    device = probe.probe(package)
+    assert device.profile is not None
+    assert device.memory_total_bytes == GIB
+    assert device_facts(device).memory_bytes < GIB // 2  # the limit counts for the plan
+    assert len([one for one in device_facts(device).processes if one.role == "decode"]) == 1
+
+
+def test_a_profile_of_another_flash_engine_serves_without_its_flash(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker forbids io_uring unless told otherwise."""
+    device = probe.this_device()
+    kept(package)
+    limited(monkeypatch, io_uring=not device.io_uring)
+    measured = probe.FlashCurve(
+        engine="threads", direct=True, points=(FlashPoint(request_bytes=4096, depth=1, bytes_per_s=1e6),)
+    )
+    monkeypatch.setattr(probe, "measure", lambda *_, **__: measured)
+    found = probe.probe(package)
+    assert found.profile is not None
+    assert found.profile.flash is None
+    assert found.flash is not None
+    assert found.flash.points == measured.points
+
+
+def test_the_profile_of_an_earlier_version_is_still_found(package: Path) -> None:
+    device, path = probe.this_device(), kept(package)
+    former = probe._path_of("profile", f"5 {device.former_id} {probe._former_file_system(package)}")
+    assert former is not None
+    former.write_text(profile(device_id=device.former_id, taken_at=time.time() - 60).to_json())
+    path.unlink()
+    found = probe.probe(package).profile
+    assert found is not None
+    assert found.device_id == device.id
+    assert (path.exists(), former.exists()) == (True, False)
 
 
 # ---- what people see ------------------------------------------------------------------------------------------------
