@@ -14,6 +14,9 @@ from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.speed import expected
 
+MAX_FRACTION = 1.05  # of what memory was measured to do: runs and measurements differ by as much
+MIN_ERROR = -0.25
+
 
 def planned(
     manifest: Manifest,
@@ -66,6 +69,21 @@ def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, 
     """(planned - measured) / measured, for every figure that was planned: above zero where the plan says too much.
     None where nothing was measured, or zero was and not planned."""
     return {name: relative_error(value, measured.get(name)) for name, value in plan.items()}
+
+
+def beaten(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which test was faster than the device's figures allow, in a few words; None: none was.
+
+    Reading more than memory was measured to read says that the figure is too low. So does a test that waits for no
+    flash and is clearly faster than planned.
+    """
+    for row in rows:
+        fraction, error = row["dram_limit_fraction"], row["error"].get("tokens_per_s")
+        if fraction is not None and fraction > MAX_FRACTION:
+            return f"{row['test']} read memory at {fraction:.0%} of the speed that was measured"
+        if not row["flash_bytes_per_token"] and error is not None and error < MIN_ERROR:
+            return f"{row['test']} was {1 / (1 + error):.1f} times as fast as planned"
+    return None
 
 
 def relative_error(planned_value: float, measured_value: float | None) -> float | None:

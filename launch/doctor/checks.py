@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,8 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+    from neuronpipe.plans.device.device import Device, FlashCurve
+    from neuronpipe.plans.device.profile import DeviceProfile
 
 MIN_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 512 << 20
@@ -94,6 +96,7 @@ _ADVICE_WHEN_BROKEN = {
     "compiler": "install gcc or clang",
     "kernels": "compile them: start launch/neuronpipe from the checkout, or install the package again",
     "device": "check that /proc and /sys can be read and that the package's files are yours",
+    "kept figures": "make the folder ~/.cache/neuronpipe readable",
     "shared memory": "the kernel must offer memfd_create with sealing (Linux 3.17 or newer)",
     "run directory": "set TMPDIR to a folder that can be written, with a short path",
     "free disk": "name a package directory that exists",
@@ -167,6 +170,7 @@ def _device_checks(directory: Path) -> list[Check]:
         _io_uring(device),
         _flash(device, directory),
         _memory_speed(device),
+        _guarded("kept figures", lambda: _kept_figures(directory)),
     ]
 
 
@@ -220,7 +224,7 @@ def _flash(device: Device, directory: Path) -> Check:
 
 def _memory_speed(device: Device) -> Check:
     speed = device.memory_speed
-    if speed is None:
+    if speed is None or device.profile is None:
         advice = "name a package, and close other programs when memory is short"
         return Check(name="memory speed", state="warn", found="not measured", advice=advice)
     pieces = ", ".join(f"{point.piece_bytes:,} B {point.bytes_per_s / 1e9:.1f}" for point in speed.pieces)
@@ -228,10 +232,38 @@ def _memory_speed(device: Device) -> Check:
         f"reading, GB/s: one core {speed.one_thread_bytes_per_s / 1e9:.1f}, "
         f"{speed.threads} decode core(s) {speed.sequential_bytes_per_s / 1e9:.1f}; in pieces of {pieces}"
     )
-    return _unless_doubtful("memory speed", found, speed)
+    return _unless_doubtful("memory speed", found, device.profile)
 
 
-def _unless_doubtful(name: str, found: str, measured: FlashCurve | MemorySpeed) -> Check:
+def _kept_figures(directory: Path) -> Check:
+    """What starts go by: when it was measured, how busy the machine was, whether it is measured again."""
+    from neuronpipe.plans.device.probe import kept_state
+
+    state, now = kept_state(directory), time.time()
+    parts = [
+        f"{name} of {_when(record.taken_at, record.measured.busy)}, measured again {record.again(now)}"
+        for name, record in (("memory", state.memory), ("flash", state.flash))
+        if record is not None
+    ]
+    profile = state.profile
+    if profile is None:
+        found = "; ".join(parts) or "none: every start measures"
+        advice = "`neuronpipe profile device PACKAGE` measures this machine more closely, in a minute"
+        return Check(name="kept figures", state="ok", found=found, advice=advice if parts else "")
+    of_profile = f"device profile of {_when(profile.taken_at, profile.busy)}"
+    if state.why_not is not None:
+        found = "; ".join([f"{of_profile}, not used: {state.why_not}", *parts])
+        advice = "`neuronpipe profile device` measures it again; until then starts measure briefly"
+        return Check(name="kept figures", state="warn", found=found, advice=advice)
+    found = "; ".join([f"{of_profile}; figures of later quiet starts replace its own where they are better", *parts])
+    return Check(name="kept figures", state="ok", found=found)
+
+
+def _when(taken_at: float, busy: float) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(taken_at))} (others kept it {busy:.0%} busy)"
+
+
+def _unless_doubtful(name: str, found: str, measured: FlashCurve | DeviceProfile) -> Check:
     from neuronpipe.plans.device.kept import doubt
 
     if (why := doubt(measured)) is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from neuronpipe.launch.bench.cases import Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
+from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import (
@@ -20,7 +22,7 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.device.probe import measure_beaten, probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
@@ -108,6 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
             rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, step)]
         if arguments.picture:
             _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
+    if sides is None and (why := beaten(rows)) is not None:  # the run is over, so that it takes nothing from this
+        measure_beaten(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
     if arguments.json:
         print(json.dumps(rows, indent=1))
     elif sides is not None:

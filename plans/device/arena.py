@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout, quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout, quant_bytes, row_bytes, scale_bytes
 from neuronpipe.protocol.frozen import frozen
 
 WEIGHT_BYTE = 0x11
@@ -23,7 +23,7 @@ MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
 USUAL_BYTES = 256 << 20
 WORKER_BYTES = 16 << 20  # a block of the widest neurons that are measured fits
 CACHES = 4  # as large as so many of the largest cache, where memory allows
-NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
+NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 NEURONS_PER_WEIGHT = 3.5  # of a layer, by its width: so that blocks are as large as in common models
 
 
@@ -39,9 +39,9 @@ class Arena:
         return ffi.from_buffer("uint8_t[]", self.memory)
 
 
-def make_arena(available_bytes: int, cache_bytes: int, workers: int) -> Arena | None:
+def make_arena(available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES) -> Arena | None:
     """An arena beyond the caches, of a sixteenth of what is available at most; None where that is too little."""
-    wanted = min(MAX_BYTES, max(USUAL_BYTES, CACHES * cache_bytes))
+    wanted = min(MAX_BYTES, max(usual_bytes, CACHES * cache_bytes))
     size = min(wanted, available_bytes // 16) // MIN_BYTES * MIN_BYTES
     if size < max(MIN_BYTES, workers * WORKER_BYTES):
         return None
@@ -67,8 +67,9 @@ def largest_cache_bytes(root: Path) -> int:
 
 @frozen
 class Rows:
-    """Rows that lie anywhere, as the scattered kernels take them. beside: what is fetched with each, or none."""
+    """Rows that lie anywhere, as the scattered kernels take them. type: theirs; fetch: what is fetched with each."""
 
+    type: int
     quants: Any
     scales: Any
     count: int
@@ -77,14 +78,19 @@ class Rows:
 
 
 class Neurons:
-    """The neurons of one quantization and width in a stretch of memory: their slots, and lists of their rows."""
+    """The neurons of one quantization and width in a stretch of memory: their slots, and lists of their rows. q3 is
+    that of the gates, beside q4 values."""
 
     def __init__(self, quantization: Quantization, row_weights: int, start: int, size_bytes: int) -> None:
+        gates: Quantization = quantization
+        quantization = "q4" if gates == "q3" else gates
         self.type, self.row_weights = NATIVE_TYPES[quantization], row_weights
-        self.row_bytes = quant_bytes(quantization, row_weights) + scale_bytes(quantization, row_weights)
+        self.trigger_type = NATIVE_TYPES[gates]
+        self.row_bytes, self.trigger_row_bytes = row_bytes(quantization, row_weights), row_bytes(gates, row_weights)
         neurons = int(NEURONS_PER_WEIGHT * row_weights)
         matrices = ("gate", "up", "down")
-        self._layout: Layout = compute_layout(quantization, row_weights, neurons, matrices, "frequency")
+        self._layout: Layout = compute_layout(quantization, row_weights, neurons, matrices, "frequency", gates=gates)
+        self._trigger_quant_bytes = quant_bytes(gates, row_weights)
         self._quant_bytes, self._scale_bytes = (
             quant_bytes(quantization, row_weights),
             scale_bytes(quantization, row_weights),
@@ -112,11 +118,12 @@ class Neurons:
         """Rows of a matrix (0: gate, 1: up, 2: down). As the engine does it, the rows of Down are fetched with those of
         Up."""
         place, per_cluster = self._layout.matrices[matrix], self._layout.cluster_neurons
+        own_bytes = self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
         down = self._layout.matrices[2]
         quants, scales, beside = array("Q"), array("Q"), array("Q")
         for neuron in neurons:
             cluster, row = divmod(neuron, per_cluster)
-            quants.append(self._slot(place.part, cluster) + place.quants + row * self._quant_bytes)
+            quants.append(self._slot(place.part, cluster) + place.quants + row * own_bytes)
             scales.append(self._slot(place.scales_part, cluster) + place.scales + row * self._scale_bytes)
             beside.append(self._slot(down.part, cluster) + down.quants + row * self._quant_bytes)
         fetch = ffi.new(
@@ -127,7 +134,8 @@ class Neurons:
                 "beside_bytes": self._quant_bytes,
             },
         )
-        return Rows(_pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, beside))
+        type_ = self.trigger_type if matrix == 0 else self.type
+        return Rows(type_, _pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, beside))
 
     def _slot(self, part: str, cluster: int) -> int:
         return self._start[part] + cluster * self._slot_bytes[part]

@@ -23,25 +23,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.busy import Busyness
+from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
-Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
+Measured = TypeVar("Measured", FlashCurve, DeviceProfile)
 
 MAX_BUSY = 0.15
 MAX_SPREAD = 0.15
 SAME = 0.2  # figures this far apart still say the same
 MAX_TRIES = 3  # in a row that came to nothing; then a day's rest
+QUIET_LOOK_S = 0.05
 RETRY_S = 60.0  # what kept the machine busy a moment ago still does
 DAY_S = 24 * 3600.0
 MAX_AGE_DAYS = 30
 
 
-def doubt(measured: FlashCurve | MemorySpeed | DeviceProfile) -> str | None:
+def doubt(measured: FlashCurve | DeviceProfile) -> str | None:
     """Why these figures may be wrong, in a few words; None: nothing speaks against them."""
     if measured.busy > MAX_BUSY:
         return f"other programs kept the machine {measured.busy:.0%} busy"
@@ -76,6 +79,14 @@ class Kept(Generic[Measured]):
             return "nothing had confirmed it"
         return None
 
+    def again(self, now: float) -> str:
+        """Say when this is measured again, in a few words."""
+        if self.due(now) is not None or (doubt(self.measured) is not None and self.tries < MAX_TRIES):
+            return f"at the next start after {RETRY_S:.0f} s"
+        if doubt(self.measured) is not None or self.agreed == 1:
+            return "at a start after a day"
+        return f"at a start after {MAX_AGE_DAYS} days"
+
     def followed_by(self, new: Measured, now: float) -> Kept[Measured]:
         """What to keep after another measurement."""
         ratio, doubtful = _ratio(new, self.measured), doubt(new) is not None
@@ -89,11 +100,18 @@ class Kept(Generic[Measured]):
         return dataclasses.replace(self, tries=self.tries + 1, tried_at=now)
 
 
-def _figures(measured: FlashCurve | MemorySpeed) -> dict[tuple[object, ...], float]:
+def is_quiet() -> bool:
+    """Look for a moment whether other programs leave the machine alone."""
+    busy = Busyness()
+    time.sleep(QUIET_LOOK_S)
+    return max(busy.processors(), busy.storage()) <= MAX_BUSY
+
+
+def _figures(measured: FlashCurve | DeviceProfile) -> dict[tuple[object, ...], float]:
+    """Every speed, by what it is of."""
     if isinstance(measured, FlashCurve):
         return {(point.request_bytes, point.depth): point.bytes_per_s for point in measured.points}
-    ends = {("one",): measured.one_thread_bytes_per_s, ("all",): measured.sequential_bytes_per_s}
-    return ends | {(point.piece_bytes,): point.bytes_per_s for point in measured.pieces}
+    return {key: figure.median for key, figure in measured.figures() if str(key[-1]).endswith("per_s")}
 
 
 def _ratio(new: Measured, kept: Measured) -> float:
@@ -108,12 +126,17 @@ def kept_or_measured(
     kind: type[Measured],
     measure: Callable[[], Measured | None],
     say: Callable[[str], None],
+    *,
+    only_quiet: bool = False,
 ) -> Measured | None:
-    """What is kept in the file `path`, measured when there is nothing and measured again when that is due. `say` gets a
-    line when it was; `what` names it there. Without a path nothing is kept."""
+    """Return what is kept in the file `path`, measured when there is nothing and measured again when that is due. `say`
+    gets a line when it was measured again; `what` names it there. Without a path nothing is kept. only_quiet: nothing
+    is measured while other programs keep the machine busy, as where there are other figures to start with."""
+    record, now = None if path is None else _read(path, kind), time.time()
+    if only_quiet and (path is None or record is None or record.due(now) is not None) and not is_quiet():
+        return None if record is None else record.measured
     if path is None:
         return measure()
-    record, now = _read(path, kind), time.time()
     if record is None:
         measured = measure()
         if measured is not None:
@@ -125,6 +148,31 @@ def kept_or_measured(
     _write(path, follower)
     say(f"measured {what} again, since {why} the last time: {_outcome(record.measured, measured, follower.measured)}")
     return follower.measured
+
+
+def measured_again(
+    path: Path | None,
+    what: str,
+    why: str,
+    kind: type[Measured],
+    measure: Callable[[], Measured | None],
+    say: Callable[[str], None],
+) -> None:
+    """Measure what is kept in the file `path` again, whether it is due or not, for the reason `why`. `say` gets a line
+    with what came of it."""
+    if path is None or (measured := measure()) is None:
+        return
+    record, now = _read(path, kind), time.time()
+    follower = Kept(measured=measured, taken_at=now) if record is None else record.followed_by(measured, now)
+    _write(path, follower)
+    before = measured if record is None else record.measured
+    outcome = shown(measured) if record is None else _outcome(before, measured, follower.measured)
+    say(f"measured {what} again, since {why}: {outcome}")
+
+
+def kept_record(path: Path | None, kind: type[Measured]) -> Kept[Measured] | None:
+    """Return what earlier starts measured and what became of it; None when there is none."""
+    return None if path is None else _read(path, kind)
 
 
 def keep(path: Path | None, measured: Measured) -> None:
@@ -159,11 +207,13 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
         place.write_text(profile.to_json(), encoding="utf-8")
 
 
-def kept_profile(path: Path, device_id: str, workers: int, say: Callable[[str], None]) -> DeviceProfile | None:
-    """Return the device profile in the file `path`, if it holds for so many decode workers. `say` gets a line when it
-    did, and is too old now, and when the file cannot be read."""
+def kept_profile(
+    path: Path, device_id: str, allowed: tuple[int, Kind], say: Callable[[str], None]
+) -> DeviceProfile | None:
+    """Return the device profile in the file `path`, if it holds for so many decode workers on cores of this kind. `say`
+    gets a line when it did, and is too old now, and when the file cannot be read."""
     profile = _read_profile(path, device_id, say)
-    if profile is None or (why := _why_not(profile, time.time(), workers)) is None:
+    if profile is None or (why := _why_not(profile, time.time()) or _measured_elsewhere(profile, *allowed)) is None:
         return profile
     if doubt(profile) is None:
         say(f"the device profile is not used, since {why}; `neuronpipe profile device` measures it again")
@@ -192,26 +242,35 @@ def _lacks(profile: DeviceProfile, before: DeviceProfile) -> str | None:
     return f"it lacks {' and '.join(missing)}, which the one measured before has" if missing else None
 
 
-def _why_not(profile: DeviceProfile, now: float, workers: int = 1) -> str | None:
+def _why_not(profile: DeviceProfile, now: float) -> str | None:
     age_s = now - profile.taken_at
     if age_s < 0:
         return "its date lies ahead"
-    if age_s > MAX_AGE_DAYS * DAY_S:
-        return f"it is {age_s / DAY_S:.0f} days old"
+    return f"it is {age_s / DAY_S:.0f} days old" if age_s > MAX_AGE_DAYS * DAY_S else doubt(profile)
+
+
+def _measured_elsewhere(profile: DeviceProfile, workers: int, kind: Kind) -> str | None:
+    """Why these figures are not those of so many workers on cores of this kind; None: they are, or are of more."""
     if profile.decode_workers < workers:
         return f"it was measured with {profile.decode_workers} decode workers, and {workers} may run here"
-    return doubt(profile)
+    fastest = max(profile.cores, key=lambda cores: cores.capacity).kind
+    return None if fastest == kind else f"it was measured on {fastest} cores, and {kind} ones are allowed here"
 
 
-def _outcome(before: FlashCurve | MemorySpeed, new: FlashCurve | MemorySpeed, after: FlashCurve | MemorySpeed) -> str:
+def _outcome(
+    before: FlashCurve | DeviceProfile, new: FlashCurve | DeviceProfile, after: FlashCurve | DeviceProfile
+) -> str:
     if after is before:
         return f"{shown(after)} stays" + (f" ({shown(new)} now, but {why})" if (why := doubt(new)) else "")
     return f"{shown(after)} instead of {shown(before)}"
 
 
-def shown(measured: FlashCurve | MemorySpeed) -> str:
-    """The best figure, with its unit."""
-    best = max(_figures(measured).values())
+def shown(measured: FlashCurve | DeviceProfile) -> str:
+    """The best figure of flash or of memory, with its unit."""
+    if isinstance(measured, FlashCurve):
+        best = max(point.bytes_per_s for point in measured.points)
+    else:
+        best = max(point.bytes_per_s.median for point in measured.dram)
     return f"{best / 1e9:.1f} GB/s" if best >= 1e9 else f"{best / 1e6:.0f} MB/s"
 
 

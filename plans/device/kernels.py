@@ -29,9 +29,13 @@ from neuronpipe.plans.device.crew import Member, Told, measured_together, nobody
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.frozen import frozen
 
-SHAPES: tuple[tuple[Quantization, int], ...] = (("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096))
+SHAPES: tuple[tuple[Quantization, int], ...] = (
+    *(("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096)),
+    *(("q3", 2048), ("q3", 4096)),  # of gates alone: Ups and Downs beside them are q4
+)
 SHARES = (0.1, 0.5)
 PANEL_TOKENS = (16, 64, 512)
 PANEL_ROWS = 128
@@ -73,7 +77,27 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
         ("reused", SHARES),
         ("panel", PANEL_TOKENS),
     )
-    return tuple(Case(kind, *shape, float(amount)) for shape in shapes for kind, some in amounts for amount in some)
+    return tuple(
+        Case(kind, *shape, float(amount))
+        for shape in shapes
+        for kind, some in amounts
+        for amount in some
+        if shape[0] != "q3" or kind in ("exact", "predicted", "panel")
+    )
+
+
+def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
+    """Return the kernels that runs of this package spend their time in."""
+    rows = manifest.quantization, manifest.model.width
+    gates = manifest.trigger_quantization, manifest.model.width
+    share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
+    cases = [Case("matrix", *rows, 1.0), Case("exact", *rows, share), Case("reused", *rows, share)]
+    cases += [Case("predicted", *rows, share)] if manifest.predictor is not None else []
+    cases += [Case("panel", *rows, float(tokens)) for tokens in PANEL_TOKENS[1:]]
+    if gates != rows:
+        cases += [Case("exact", *gates, share)] + [Case("predicted", *gates, share)] * (manifest.predictor is not None)
+        cases += [Case("panel", *gates, float(tokens)) for tokens in PANEL_TOKENS[1:]]
+    return (*cases, Case("reused", "f16", 4096, share))  # attention of prompts
 
 
 def measure_kernels(
@@ -95,13 +119,17 @@ def measure_kernels(
         for number, kind in enumerate(KINDS[case.kind]):
             found.setdefault((case, kind), []).append(sum(of_one[number] for of_one in speeds))
     figures = {key: Figure.of(repetitions) for key, repetitions in found.items()}
-    wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key)}
+    wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key, cases)}
     return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in wanted.items()]
 
 
-def _is_twin(case: Case, kind: str) -> bool:
-    """All triggers of a block are measured with each share of value rows: once is enough."""
-    return kind == "triggers" and case.amount != SHARES[0]
+def _is_twin(case: Case, kind: str, cases: Sequence[Case]) -> bool:
+    """Whether another case has this figure: all triggers of a block are measured with each share of value rows, and the
+    q4 values beside q3 gates by themselves."""
+    if case.quantization == "q3" and kind not in ("triggers", "predicted_triggers", "panel"):
+        return True
+    same = [one for one in cases if dataclasses.replace(one, amount=case.amount) == case]
+    return kind == "triggers" and case.amount != same[0].amount
 
 
 def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figure) -> Point:
@@ -187,7 +215,7 @@ class _Bench:
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             triggers, ups, downs = lists[block % len(lists)]
-            yield 0, triggers.count * neurons.row_bytes, dot(triggers, triggers.fetch)
+            yield 0, triggers.count * neurons.trigger_row_bytes, dot(triggers, triggers.fetch)
             yield 1, ups.count * neurons.row_bytes, dot(ups, ups.fetch)
             yield 2, downs.count * neurons.row_bytes, add(downs)
 
@@ -238,18 +266,18 @@ class _Bench:
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             rows = lists[block % len(lists)]
             began = clock()
-            dot(neurons.type, rows.quants, rows.scales, rows.count, n, panel, tokens, ffi.NULL, out, rows.count)
+            dot(rows.type, rows.quants, rows.scales, rows.count, n, panel, tokens, ffi.NULL, out, rows.count)
             yield 0, rows.count * n * tokens, clock() - began
 
         return calls
 
     def _dot(self, neurons: Neurons) -> Callable[[Rows, Any], int]:
         vector, out = _activations(neurons, 1)[0], ffi.new("float[]", neurons.block_neurons)
-        clock, dot, of, n = time.perf_counter_ns, lib.np_dot_scattered, neurons.type, neurons.row_weights
+        clock, dot, n = time.perf_counter_ns, lib.np_dot_scattered, neurons.row_weights
 
         def timed(rows: Rows, fetch: Any) -> int:
             began = clock()
-            dot(of, rows.quants, rows.scales, rows.count, n, fetch, vector, 0, 1, out, 0)
+            dot(rows.type, rows.quants, rows.scales, rows.count, n, fetch, vector, 0, 1, out, 0)
             return clock() - began
 
         return timed

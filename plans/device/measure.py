@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from neuronpipe.plans.device.arena import Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.device.brief import core_classes
 from neuronpipe.plans.device.busy import Busyness
-from neuronpipe.plans.device.cores import FULL_CAPACITY, Kind
-from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.flash import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
 from neuronpipe.plans.device.kernels import Case, Point, all_cases, measure_kernels
 from neuronpipe.plans.device.memory import PROFILE_PIECES, measure_dram
-from neuronpipe.plans.device.points import CoreClass, DecodePoint, PanelPoint, ReusedPoint, Sharing
+from neuronpipe.plans.device.points import DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.device.read_cost import COST_CASES, measure_costs, measure_sharing
@@ -22,7 +22,6 @@ from neuronpipe.plans.device.waits import measure_barriers, measure_messages
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-KINDS: tuple[Kind, ...] = ("big", "mid", "little")
 ROUNDS = 5
 FLASH_ROUNDS = 3
 DRAM_REPETITION_S = 0.02
@@ -39,20 +38,6 @@ class Effort:
     flash_rounds: int = FLASH_ROUNDS
     pace: float = 1.0
     kernels: tuple[Case, ...] = all_cases()
-
-
-def core_classes(device: Device) -> tuple[CoreClass, ...]:
-    """The kinds of cores that this process may use, fastest first."""
-    classes = []
-    for kind in KINDS:
-        cores = [core for core in device.cores if core.kind == kind and core.allowed]
-        if cores:
-            best = max(cores, key=lambda core: (core.capacity, -core.id))
-            ids = tuple(core.id for core in cores)
-            classes.append(
-                CoreClass(kind=kind, cores=ids, capacity=min(best.capacity, FULL_CAPACITY), measured=best.id)
-            )
-    return tuple(classes)
 
 
 def measure_profile(

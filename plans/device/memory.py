@@ -1,22 +1,15 @@
-"""Measuring memory: how fast it is read, end to end and in pieces, by one thread and by all decode cores.
-
-The reading itself is native and gives the Python lock away, so that threads of this process stand in for the workers.
-"""
+"""Measuring memory: how fast it is read, end to end and in pieces, by one decode worker and by several."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.crew import Member, Told, Work, measured_together, nobody_told
-from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DramPoint
 
@@ -24,43 +17,8 @@ STRETCH_BYTES = 8 << 20  # of memory, between two looks at the clock
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
 PROFILE_PIECES = (SEQUENTIAL_PIECE_BYTES, *PIECE_BYTES)
 EVERY = 8  # a piece of so many is read: about the share of a layer's neurons that fire
-ROUNDS, MAX_ROUNDS = 3, 6
-NOISE = 0.1  # between the best two rounds
 MIN_BYTES, MAX_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
-BRIEF_BUDGET_S, FULL_BUDGET_S = 0.25, 1.0
 HUGE_PAGE_BYTES = 2 << 20
-
-
-def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: bool) -> MemorySpeed | None:
-    """The speeds, with a thread on each of `cores` (None: anywhere), in BRIEF_BUDGET_S or FULL_BUDGET_S (up to twice
-    that while they are not steady), besides touching the memory once; None when a sixteenth of what is available is too
-    little to measure on.
-
-    Each figure is the best of a few rounds: what else runs here can only make it smaller.
-    """
-    memory = _touched(MAX_BYTES // 2 if brief else MAX_BYTES, available_bytes)
-    if memory is None:
-        return None
-    pointer, size = memory
-    budget_s = (BRIEF_BUDGET_S if brief else FULL_BUDGET_S) / (2 + len(PIECE_BYTES)) / ROUNDS
-
-    spreads: list[float] = []
-
-    def speed(places: Sequence[int | None], piece_bytes: int, every: int) -> float:
-        best, spread = best_of(lambda: _speed(pointer, size, places, piece_bytes, every, budget_s))
-        spreads.append(spread)
-        return best
-
-    return MemorySpeed(
-        threads=len(cores),
-        one_thread_bytes_per_s=speed(cores[:1], SEQUENTIAL_PIECE_BYTES, 1),
-        sequential_bytes_per_s=speed(cores, SEQUENTIAL_PIECE_BYTES, 1),
-        pieces=tuple(
-            PiecePoint(piece_bytes=piece_bytes, bytes_per_s=speed(cores, piece_bytes, EVERY))
-            for piece_bytes in PIECE_BYTES
-        ),
-        spread=round(max(spreads), 3),
-    )
 
 
 def measure_dram(
@@ -69,16 +27,20 @@ def measure_dram(
     *,
     rounds: int,
     budget_s: float,
+    max_bytes: int = MAX_BYTES,
+    counts: Sequence[int] = (),
     progress: Told = nobody_told,
 ) -> tuple[DramPoint, ...]:
-    """The same for the device profile: by number of workers, from one to one on each of `cores`. Workers are processes;
-    a speed is that of the typical stretch, so that one in which the system did something else does not count.
-    Nothing, where there is too little memory."""
-    memory = _touched(MAX_BYTES, available_bytes)
+    """Return how fast memory is read, by number of workers: of these counts, else from one to one on each of `cores`
+    (None: anywhere). Workers are processes; a speed is that of the typical stretch, so that one in which the system did
+    something else does not count. max_bytes: of memory to read. Nothing, where a sixteenth of what is available is too
+    little.
+    """
+    memory = _touched(max_bytes, available_bytes)
     if memory is None:
         return ()
     found: dict[tuple[int, int], list[float]] = {}
-    for workers in range(1, len(cores) + 1):
+    for workers in counts or range(1, len(cores) + 1):
         work = _stretches(*memory, rounds, budget_s)
         turns = (piece_bytes for _ in range(rounds) for piece_bytes in PROFILE_PIECES)
         for piece_bytes, speeds in zip(turns, measured_together(cores[:workers], work, progress), strict=True):
@@ -126,48 +88,3 @@ def _touched(most_bytes: int, available_bytes: int) -> tuple[Any, int] | None:
     lib.np_memory_advise_huge(pointer, size)
     memory[::4096] = b"\1" * (size // 4096)  # pages that nobody has written are all the same page of zeros
     return pointer, size
-
-
-def best_of(measure: Callable[[], float]) -> tuple[float, float]:
-    """The best of some rounds, and how far the second best is below it; of more rounds while that is far."""
-    speeds = sorted(measure() for _ in range(ROUNDS))
-    while len(speeds) < MAX_ROUNDS and speeds[-2] < (1 - NOISE) * speeds[-1]:
-        speeds = sorted([*speeds, measure()])
-    return speeds[-1], 1 - speeds[-2] / speeds[-1]
-
-
-def _speed(
-    memory: Any, memory_bytes: int, cores: Sequence[int | None], piece_bytes: int, every: int, budget_s: float
-) -> float:
-    """Bytes per second of all threads together, each over its own part of the memory, again and again. The threads look
-    at the clock: this one may come to its turn on a busy machine when they have read everything."""
-    share_bytes = memory_bytes // len(cores) // 64 * 64
-    read = [0] * len(cores)
-    began, ended = [0.0] * len(cores), [0.0] * len(cores)
-    gate = threading.Barrier(len(cores))
-
-    def reader(number: int) -> Callable[[], None]:
-        def run() -> None:
-            core = cores[number]
-            if core is not None:
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(0, {core})  # of this thread alone
-            seen = ffi.new("uint64_t *")
-            turn = 0
-            gate.wait()
-            began[number] = ended[number] = time.perf_counter()
-            while ended[number] < began[number] + budget_s:
-                read[number] += lib.np_probe_read(
-                    memory + number * share_bytes, share_bytes, piece_bytes, every, turn, seen
-                )
-                turn += 1
-                ended[number] = time.perf_counter()
-
-        return run
-
-    threads = [threading.Thread(target=reader(number)) for number in range(len(cores))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(read) / (max(ended) - min(began))

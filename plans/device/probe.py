@@ -8,24 +8,39 @@ import hashlib
 import mmap
 import os
 import resource
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.busy import Busyness
-from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
-from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+from neuronpipe.plans.device.confirm import faster_curve, with_better
+from neuronpipe.plans.device.cores import Kind, assign_cores, default_decode_workers
+from neuronpipe.plans.device.device import Device, FlashCurve
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
-from neuronpipe.plans.device.kept import keep, kept_or_measured, kept_profile, write_profile
+from neuronpipe.plans.device.kept import (
+    Kept,
+    doubt,
+    keep,
+    kept_or_measured,
+    kept_profile,
+    kept_record,
+    measured_again,
+    write_profile,
+)
+from neuronpipe.plans.device.kernels import Case, kernel_cases
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory, read_processor
-from neuronpipe.plans.device.memory import measure_memory
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
+from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.plans.package.parse import read_manifest
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 BUNDLES = "bundles.bin"
 CACHE_VERSION = 6
 FORMER_CACHE_VERSION = 5  # whose files have limits and rights in their names
 ENGINES = ("io_uring", "threads")
+CONFIRM_AFTER_S = 600.0  # after a device profile was measured: what kept the machine busy then may be over
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
@@ -34,20 +49,18 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
     brief: what `neuronpipe profile device` has measured, where there is such a profile and nothing speaks against it;
     else the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
-    flash, 0.3 s for memory, up to twice that on a busy machine). Otherwise they are measured anew and in more points (1
-    s each). Either is kept for later starts, as long as nothing speaks against it (kept.py) and this user has a home:
-    `say` gets a line when something was measured again. Without a package neither is measured.
+    flash; 1 s for memory and the package's kernels). Otherwise they are measured anew and longer (1 s for flash, 3 s
+    for the others). Either is kept for later starts, as long as nothing speaks against it (kept.py) and this user has a
+    home: `say` gets a line when something was measured again. Without a package neither is measured.
     Raises UserError when flash cannot be read.
     """
     device, bundles = this_device(), directory / BUNDLES
     if not bundles.is_file():
         return device
     profile = _kept_device_profile(device, directory, say) if brief else None
-    if profile is not None:
-        device = dataclasses.replace(device, profile=profile)
-    cores = decode_cores(device)
+    cores, cases = decode_cores(device), _kernel_cases(directory)
     flash_path = _kept_path("flash", device, file_system(directory), device.flash_engine)
-    memory_path = _kept_path("memory", device, f"{len(cores)} threads")
+    memory_path = _kept_path("memory", device, repr(_allowed(device)), repr(cases))
 
     def flash() -> FlashCurve | None:
         busy = Busyness()
@@ -55,23 +68,84 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
         busy_share = max(busy.processors(), busy.storage())
         return None if curve is None else dataclasses.replace(curve, busy=round(busy_share, 3))
 
-    def memory_speed() -> MemorySpeed | None:
-        busy = Busyness()
-        speed = measure_memory(cores, device.memory_available_bytes, brief=brief)
-        return None if speed is None else dataclasses.replace(speed, busy=round(busy.processors(), 3))
+    def memory() -> DeviceProfile | None:
+        return measure_memory(device, cores, cases, brief=brief)
 
-    if brief:
-        curve, speed = (profile.flash_curve(), profile.memory_speed()) if profile else (None, None)
-        return dataclasses.replace(
-            device,
-            flash=curve or kept_or_measured(flash_path, "flash", FlashCurve, flash, say),
-            memory_speed=speed or kept_or_measured(memory_path, "memory", MemorySpeed, memory_speed, say),
-        )
-    if (curve := flash()) is not None:
-        keep(flash_path, curve)
-    if (speed := memory_speed()) is not None:
-        keep(memory_path, speed)
-    return dataclasses.replace(device, flash=curve, memory_speed=speed)
+    if not brief:
+        if (curve := flash()) is not None:
+            keep(flash_path, curve)
+        if (measured := memory()) is not None:
+            keep(memory_path, measured)
+        speed = measured.memory_speed() if measured else None
+        return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=measured)
+    # A profile is no reason to measure nothing more: a quiet start later confirms it, or finds better figures.
+    checks = profile is not None and time.time() > profile.taken_at + CONFIRM_AFTER_S
+    curve = profile.flash_curve() if profile else None
+    if curve is None or checks:
+        curve = faster_curve(curve, kept_or_measured(flash_path, "flash", FlashCurve, flash, say, only_quiet=checks))
+    later = None
+    if profile is None or not profile.dram or checks:
+        later = kept_or_measured(memory_path, "memory", DeviceProfile, memory, say, only_quiet=checks)
+    profile = later if profile is None else with_better(profile, later)
+    speed = (profile.memory_speed() if profile else None) or (later.memory_speed() if later else None)
+    return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=profile)
+
+
+@frozen(kw_only=True)
+class KeptState:
+    """What is kept of a device for a package's starts; None: nothing. profile: also one that does not hold."""
+
+    profile: DeviceProfile | None
+    why_not: str | None  # the profile is not used
+    memory: Kept[DeviceProfile] | None
+    flash: Kept[FlashCurve] | None
+
+
+def kept_state(directory: Path) -> KeptState:
+    """Return what starts of the package in `directory` will go by."""
+    device, lines = this_device(), list[str]()
+    place, allowed, cases = file_system(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
+    path, why_not = _kept_path("profile", device, place, device.flash_engine), None
+    used = _kept_device_profile(device, directory, lines.append)
+    profile = used
+    if used is None and path is not None and path.exists():
+        with contextlib.suppress(UserError):
+            profile = read_profile(path)
+        why_not = (doubt(profile) if profile else None) or "; ".join(lines)
+    return KeptState(
+        profile=profile,
+        why_not=why_not,
+        memory=kept_record(_kept_path("memory", device, allowed, cases), DeviceProfile),
+        flash=kept_record(_kept_path("flash", device, place, device.flash_engine), FlashCurve),
+    )
+
+
+def measure_beaten(directory: Path, why: str, say: Callable[[str], None]) -> None:
+    """Measure memory and kernels of the package in `directory` again, since a run was faster than they allow."""
+    device, cases = this_device(), _kernel_cases(directory)
+    path = _kept_path("memory", device, repr(_allowed(device)), repr(cases))
+
+    def memory() -> DeviceProfile | None:
+        return measure_memory(device, decode_cores(device), cases, brief=False)
+
+    measured_again(path, "memory", why, DeviceProfile, memory, say)
+
+
+def measure_memory(
+    device: Device, cores: Sequence[int | None], cases: Sequence[Case], *, brief: bool
+) -> DeviceProfile | None:
+    """Measure memory and these kernels: see `measure_briefly`, which brings imports that most starts do not need."""
+    from neuronpipe.plans.device.brief import measure_briefly
+
+    return measure_briefly(device, cores, cases, brief=brief)
+
+
+def _kernel_cases(directory: Path) -> tuple[Case, ...]:
+    """The kernels of the package in `directory`; none where there is none that can be read."""
+    try:
+        return kernel_cases(read_manifest(directory / MANIFEST))
+    except (OSError, UserError):
+        return ()
 
 
 def this_device() -> Device:
@@ -110,6 +184,12 @@ def decode_cores(device: Device) -> list[int | None]:
     return [processes[f"decode.{number}"] for number in range(count)]
 
 
+def _allowed(device: Device) -> tuple[int, Kind]:
+    """How many decode workers there are unless somebody asks for another number, and the kind of the fastest core."""
+    fastest = max((core for core in device.cores if core.allowed), key=lambda core: core.capacity)
+    return default_decode_workers(device.cores, device.cpu_quota), fastest.kind
+
+
 def _instruction_set() -> str:
     name = lib.np_isa_name()
     if name == ffi.NULL:
@@ -130,7 +210,7 @@ def _kept_device_profile(device: Device, directory: Path, say: Callable[[str], N
     _adopt_former_profile(device, directory)
     for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
         path = _kept_path("profile", device, place, engine)
-        profile = None if path is None else kept_profile(path, device.id, len(decode_cores(device)), say)
+        profile = None if path is None else kept_profile(path, device.id, _allowed(device), say)
         if profile is not None:
             return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
     return None

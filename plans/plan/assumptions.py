@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.cost import ASSUMED_READ_US, ASSUMED_READ_US_PER_KIB, ASSUMED_TOKEN_WEIGHTS_PER_S
+from neuronpipe.plans.plan.cost import (
+    ASSUMED_READ_DELAY_US,
+    ASSUMED_READ_FACTOR,
+    ASSUMED_READ_US,
+    ASSUMED_READ_US_PER_KIB,
+    ASSUMED_STEP_FACTOR,
+    ASSUMED_TOKEN_WEIGHTS_PER_S,
+)
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED
 from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, Mode
 from neuronpipe.plans.plan.runtimes import runtime_of
@@ -30,7 +37,7 @@ def assumptions(
     return (
         *_of_package(manifest, mode, all_resident),
         *_of_device(curve, speed, profile),
-        *_of_kernels(manifest.quantization, profile),
+        *_of_kernels(manifest, profile),
         *_of_runtime(prompts_by),
     )
 
@@ -65,6 +72,13 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
             f"and {ASSUMED_READ_US_PER_KIB:g} us for each KiB of a processor, {_PROMPTS}, barriers and messages take "
             "nothing; `neuronpipe profile device` measures these"
         )
+    elif profile.decode and not profile.steps:  # as measured at a start
+        yield (
+            f"assumed, without a device profile: a step takes {ASSUMED_STEP_FACTOR:g} times as long as its kernels, a "
+            f"read {ASSUMED_READ_FACTOR * ASSUMED_READ_US:g} us and {ASSUMED_READ_FACTOR * ASSUMED_READ_US_PER_KIB:g} "
+            f"us for each KiB of a processor, and is {ASSUMED_READ_DELAY_US:g} us late; `neuronpipe profile device` "
+            "measures these"
+        )
     missing = [name for name, found in (("flash", curve), ("memory", speed)) if found is None]
     if missing:
         yield f"{' and '.join(missing)}: speed not measured, so what depends on it is not expected"
@@ -72,9 +86,10 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
         yield "flash was measured through the page cache, since its file system has no direct I/O: it may be slower"
 
 
-def _of_kernels(quantization: str, profile: DeviceProfile | None) -> Iterator[str]:
+def _of_kernels(manifest: Manifest, profile: DeviceProfile | None) -> Iterator[str]:
     if profile is None:
         return
+    quantization, gates = manifest.quantization, manifest.trigger_quantization
     tokens, panels, reused = (
         {point.quantization for point in points} for points in (profile.decode, profile.panels, profile.reused)
     )
@@ -85,4 +100,9 @@ def _of_kernels(quantization: str, profile: DeviceProfile | None) -> Iterator[st
         yield (
             f"assumed, since the device profile has no kernels of {quantization} for it: {', '.join(assumed)}; "
             "`neuronpipe profile device` measures them"
+        )
+    if tokens and gates not in tokens and quantization in tokens:
+        yield (
+            f"assumed, since the device profile has no kernels of {gates} gates: they compute as many bytes as "
+            f"{quantization} does; `neuronpipe profile device` measures them"
         )

@@ -25,6 +25,7 @@ from neuronpipe.plans.plan.lending import with_lent_slots
 from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend_of, reads_whole
+from neuronpipe.plans.plan.prompts import between_products_ms, products_ms
 from neuronpipe.plans.plan.ranking import holding
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.waiting import Named, Reads, Waiting
@@ -318,27 +319,15 @@ class _Run:
         moved_ms = self.cost.read_from_end_to_end_ms(
             self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
         )
-        computed_ms = self._prefill_compute_ms(tokens)
-        work_ms = None if moved_ms is None else max(moved_ms, computed_ms)
+        computed_ms = products_ms(self.manifest, rates, self.cost, tokens)
+        besides_ms = between_products_ms(self.manifest, rates, self.cost, tokens, before)
+        work_ms = None if moved_ms is None else max(moved_ms, computed_ms) + besides_ms
         return _Step(
             sequential_ms=work_ms,
             pieces_ms=0.0,
             reading_ms=self.cost.reading_ms(reads, read_bytes, reads),
             flash_ms=(flash_ms := self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)),
             exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
-        )
-
-    def _prefill_compute_ms(self, tokens: int) -> float:
-        """Of the kernels."""
-        model, rates = self.manifest.model, self.rates
-        attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
-        each = max(1, round(tokens * rates.chosen))  # tokens of an expert
-        gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
-        values = tokens * rates.chosen * rates.value_read * model.ffns * model.neurons * model.width
-        return (
-            self.cost.panel_ms(tokens, attention)
-            + self.cost.panel_ms(each, gates)
-            + self.cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
         )
 
     # ---- bytes -----------------------------------------------------------------------------------------------

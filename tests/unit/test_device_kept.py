@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -10,15 +11,21 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor.checks import checks
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device import flash, kept, memory, probe
+from neuronpipe.plans.device import flash, kept, probe
 from neuronpipe.plans.device.busy import Busyness
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
+from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.kept import DAY_S, MAX_AGE_DAYS, MAX_TRIES, RETRY_S, Kept, keep, kept_or_measured
+from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DramPoint
+from neuronpipe.plans.device.profile import DeviceProfile
+
+from tests.unit.test_device_profile import profile
 
 START = 1.8e9
 
@@ -30,11 +37,15 @@ def curve(
     return FlashCurve(engine="threads", direct=True, points=points, spread=spread, busy=busy)
 
 
-def memory_speed(speed: float, *, busy: float = 0.0) -> MemorySpeed:
-    pieces = (PiecePoint(piece_bytes=4096, bytes_per_s=speed / 2),)
-    return MemorySpeed(
-        threads=2, one_thread_bytes_per_s=speed / 2, sequential_bytes_per_s=speed, pieces=pieces, busy=busy
+def memory(speed: float, *, busy: float = 0.0) -> DeviceProfile:
+    """What a start measures of memory."""
+    points = [(size, workers) for size in (SEQUENTIAL_PIECE_BYTES, 4096) for workers in (1, 2)]
+    dram = tuple(
+        DramPoint(workers=n, piece_bytes=size, bytes_per_s=Figure(median=speed * n / 2, spread=0.01))
+        for size, n in points
     )
+    none: dict[str, Any] = dict.fromkeys(("decode", "panels", "reused", "steps", "read_delays", "read_factors"), ())
+    return dataclasses.replace(profile(), dram=dram, flash=None, busy=busy, **none)
 
 
 class Starts:
@@ -195,15 +206,15 @@ def test_a_record_with_one_wrong_field_is_measured_over(starts: Starts, path: st
 
 
 def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
-    found = memory_speed(4.7e9)
+    found = memory(4.7e9)
     keep(tmp_path / "memory.json", found)
-    assert kept_or_measured(tmp_path / "memory.json", "memory", MemorySpeed, lambda: None, lambda line: None) == found
+    assert kept_or_measured(tmp_path / "memory.json", "memory", DeviceProfile, lambda: None, lambda line: None) == found
 
 
 def test_memory_and_flash_are_compared_by_the_figures_that_both_have() -> None:
-    record = Kept(measured=memory_speed(4.7e9, busy=0.6), taken_at=START)
-    assert record.followed_by(memory_speed(14.4e9), START).measured == memory_speed(14.4e9)
-    assert kept.shown(memory_speed(14.4e9)) == "14.4 GB/s"
+    record = Kept(measured=memory(4.7e9, busy=0.6), taken_at=START)
+    assert record.followed_by(memory(14.4e9), START).measured == memory(14.4e9)
+    assert kept.shown(memory(14.4e9)) == "14.4 GB/s"
 
 
 # ---- how steady a measurement is ---------------------------------------------------------------------------------
@@ -243,19 +254,6 @@ def test_a_curve_that_falls_with_larger_or_more_reads_is_measured_again(slower: 
     windows = flash.repeated(tuple(turns), measure_point)
     assert statistics.median(windows[slower]) == 100.0 + sum(slower)
     assert turns[4, 32] > flash.ROUNDS  # either of the two may be the wrong one
-
-
-def test_memory_is_measured_until_two_windows_come_to_the_best() -> None:
-    drawn = iter([4.7, 4.6, 9.0, 14.0, 14.4, 2.0])
-    best, spread = memory.best_of(lambda: next(drawn))
-    assert best == 14.4
-    assert spread < memory.NOISE
-    assert list(drawn) == [2.0]
-
-
-def test_memory_whose_best_window_stays_alone_says_so() -> None:
-    drawn = iter([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-    assert memory.best_of(lambda: next(drawn)) == (32.0, 0.5)
 
 
 # ---- how busy the machine is -------------------------------------------------------------------------------------
@@ -298,15 +296,15 @@ class Machine:
     """What measuring this machine gives: a first start's figures, and those of later ones."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.speed, self.busy, hours = memory_speed(4.7e9), 0.8, itertools.count()
-        patch.setattr(probe, "measure_memory", lambda *_, **__: self.speed)
+        self.speed, self.busy, hours = memory(4.7e9), 0.8, itertools.count()
+        patch.setattr(probe, "measure_memory", lambda *_, **__: dataclasses.replace(self.speed, busy=self.busy))
         patch.setattr(probe, "measure", lambda *_, **__: GOOD)
         patch.setattr(Busyness, "processors", lambda _: self.busy)
         patch.setattr(Busyness, "storage", lambda _: 0.0)
         patch.setattr(kept, "time", SimpleNamespace(time=lambda: START + 3600 * next(hours)))
 
     def grows_quiet(self) -> None:
-        self.speed, self.busy = memory_speed(14.4e9), 0.0
+        self.speed, self.busy = memory(14.4e9), 0.0
 
 
 @pytest.fixture
@@ -316,10 +314,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_figures_of_a_busy_first_start_do_not_stick(machine: Machine) -> None:
-    assert sequential(probe.probe(DEMO)) == 4.7e9
+    assert sequential(probe.probe(DEMO)) == pytest.approx(4.7e9)
     machine.grows_quiet()
     said: list[str] = []
-    assert sequential(probe.probe(DEMO, say=said.append)) == 14.4e9
+    assert sequential(probe.probe(DEMO, say=said.append)) == pytest.approx(14.4e9)
     assert said[1] == (
         "measured memory again, since other programs kept the machine 80% busy the last time: "
         "14.4 GB/s instead of 4.7 GB/s"
@@ -342,7 +340,7 @@ def test_the_doctor_doubts_figures_that_it_finds_on_a_busy_machine(machine: Mach
         found = {check.name: check for check in checks(DEMO)}
         assert found["flash"].state == found["memory speed"].state == state
         machine.grows_quiet()
-    assert sequential(probe.probe(DEMO)) == 14.4e9
+    assert sequential(probe.probe(DEMO)) == pytest.approx(14.4e9)
 
 
 def sequential(device: Device) -> float:

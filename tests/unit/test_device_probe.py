@@ -7,19 +7,23 @@ import functools
 import json
 import operator
 import os
-import threading
 import time
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device import flash, memory
+from neuronpipe.plans.device.brief import measure_briefly
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.flash import measure
-from neuronpipe.plans.device.probe import file_system, probe, profile_path
+from neuronpipe.plans.device.kernels import kernel_cases
+from neuronpipe.plans.device.probe import file_system, probe, profile_path, this_device
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 
@@ -44,7 +48,7 @@ def test_a_second_probe_reads_the_curve_of_the_first(package: Path) -> None:
 
 def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
-    monkeypatch.setattr(memory, "FULL_BUDGET_S", 0.05)
+    monkeypatch.setattr("neuronpipe.plans.device.brief.FULL_REPETITION_S", 0.001)
     brief, full = probe(package).flash, probe(package, brief=False).flash
     assert brief is not None
     assert full is not None
@@ -120,38 +124,33 @@ def test_turns_of_the_memory_probe_share_no_piece_so_that_caches_do_not_answer()
 
 
 def test_memory_is_not_measured_where_there_is_little() -> None:
-    assert memory.measure_memory([None], 16 * memory.MIN_BYTES - 1, brief=True) is None
+    assert memory.measure_dram([None], 16 * memory.MIN_BYTES - 1, rounds=1, budget_s=0.001) == ()
+    little = dataclasses.replace(this_device(), memory_available_bytes=16 * memory.MIN_BYTES - 1)
+    assert measure_briefly(little, [None], (), brief=True) is None
 
 
-def test_memory_is_measured_by_one_thread_and_by_all_and_leaves_this_thread_where_it_may_run() -> None:
-    allowed = os.sched_getaffinity(0)
-    speed = memory.measure_memory([min(allowed), None], 16 * memory.MIN_BYTES, brief=True)
-    assert speed is not None
-    assert speed.threads == 2
-    assert min(speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s) > 0
-    assert [point.piece_bytes for point in speed.pieces] == list(memory.PIECE_BYTES)
-    assert os.sched_getaffinity(0) == allowed
-
-
-def test_a_thread_that_measures_memory_and_comes_late_does_not_make_it_look_fast(
+def test_a_start_measures_the_kernels_of_its_package_with_one_worker_and_with_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a busy machine the one who asks may come to its turn when all is read: 1,359 GB/s were shown once."""
-
-    class Late(threading.Barrier):
-        def wait(self, timeout: float | None = None) -> int:
-            place = super().wait(timeout)
-            if threading.current_thread() is threading.main_thread():
-                time.sleep(0.1)
-            return place
-
-    def read(*_: object) -> int:
-        time.sleep(0.001)
-        return 1000
-
-    monkeypatch.setattr(memory, "threading", SimpleNamespace(Barrier=Late, Thread=threading.Thread))
-    monkeypatch.setattr(memory, "lib", SimpleNamespace(np_probe_read=read))
-    assert memory._speed(0, 4096, [None, None], 64, 1, 0.01) <= 2 * 1000 / 0.001
+    """Reading memory in pieces was taken for computing rows, which is half as fast."""
+    monkeypatch.setattr("neuronpipe.plans.device.brief.BRIEF_REPETITION_S", 0.001)
+    allowed = os.sched_getaffinity(0)
+    little = dataclasses.replace(this_device(), memory_available_bytes=16 * memory.MIN_BYTES)
+    manifest = Package.open(DEMO).manifest
+    found = measure_briefly(little, [min(allowed), None], kernel_cases(manifest), brief=True)
+    assert found is not None
+    rows: dict[str, Any] = {"quantization": manifest.quantization, "row_weights": manifest.model.width}
+    for workers in (1, 2):
+        assert found.decode_bytes_per_s("matrix", workers, **rows) > 0
+        assert found.values_bytes_per_s(workers, 0.1, **rows) > 0
+        assert found.panel_token_weights_per_s(512, workers, **rows) > 0
+    assert {point.workers for point in found.decode} == {1, 2}
+    assert found.steps == ()
+    speed = found.memory_speed()
+    assert speed is not None
+    assert speed.threads == 2
+    assert [point.piece_bytes for point in speed.pieces] == list(memory.PIECE_BYTES)
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_a_brief_curve_tells_large_reads_from_small_ones_at_every_depth_a_plan_may_choose() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,13 +12,9 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import draw
-from neuronpipe.plans.device import probe
 from neuronpipe.plans.device.cores import Kind
-from neuronpipe.plans.device.device import FlashPoint
 from neuronpipe.plans.device.difference import difference
 from neuronpipe.plans.device.figures import Figure, between, between_all
-from neuronpipe.plans.device.kept import keep_profile, kept_profile
-from neuronpipe.plans.device.limits import Memory
 from neuronpipe.plans.device.points import (
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
@@ -38,7 +32,6 @@ from neuronpipe.plans.device.points import (
     Wait,
 )
 from neuronpipe.plans.device.profile import MAX_POINTS, VERSION, DeviceProfile, FlashProfile, parse_profile
-from neuronpipe.plans.plan.planner import device_facts
 from neuronpipe.protocol.errors import UserError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -305,165 +298,6 @@ def test_a_higher_speed_is_better_and_what_only_one_has_is_told() -> None:
     assert found.added == ()
 
 
-# ---- what starts make of it -----------------------------------------------------------------------------------------
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "package"
-    folder.mkdir()
-    (folder / "bundles.bin").write_bytes(os.urandom(2 << 20))
-    return folder
-
-
-def kept(package: Path, **changes: Any) -> Path:
-    """This device's profile, kept as of now."""
-    device = probe.this_device()
-    path = probe.profile_path(device, package)
-    path.unlink(missing_ok=True)
-    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes)) is None
-    return path
-
-
-def test_a_start_uses_the_profile_instead_of_its_brief_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept(package)
-    for name in ("measure", "measure_memory"):
-        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
-    device = probe.probe(package)
-    assert device.profile is not None
-    assert device.flash is not None
-    assert {(p.request_bytes, p.depth, p.bytes_per_s) for p in device.flash.points} == {
-        (4 * KIB, 1, 50e6),
-        (16 * KIB, 1, 200e6),
-        (4 * KIB, 32, 400e6),
-        (16 * KIB, 32, 800e6),
-    }
-    assert device.memory_speed is not None
-    assert device.memory_speed.sequential_bytes_per_s == pytest.approx(20e9)
-    assert device.memory_speed.piece_bytes_per_s(2304) == pytest.approx(9e9)
-    assert device_facts(device).profile == device.profile
-    assert device.id == probe.this_device().id
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"taken_at": time.time() - 31 * DAY_S}, "it is 31 days old"),
-        ({"taken_at": time.time() + DAY_S}, "its date lies ahead"),
-        ({"busy": 0.5}, None),  # was said when it was measured
-        ({"device_id": "another"}, "field 'device_id': 'another' is another device"),
-        ({"dram": ()}, None),
-    ],
-)
-def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
-    package: Path, changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept(package, **changes)
-    lines: list[str] = []
-    device = probe.probe(package, say=lines.append)
-    assert (device.profile is not None) == ("dram" in changes)  # that one lacks memory, and has all else
-    assert device.memory_speed is not None
-    assert device.memory_speed.sequential_bytes_per_s != pytest.approx(20e9)
-    assert [said in line for line in lines] == [True] if said else lines == []
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "not valid JSON"),
-        ('{"version": 9}', "field 'version': 9"),
-        (changed(busy=7).decode(), "busy 7.0 is outside"),
-    ],
-)
-def test_a_damaged_profile_is_passed_over_and_said_with_what_to_do(package: Path, text: str, said: str) -> None:
-    path = kept(package)
-    path.write_text(text)
-    lines: list[str] = []
-    assert probe.probe(package, say=lines.append).profile is None
-    (line,) = lines
-    assert str(path) in line
-    assert said in line
-    assert line.count("`neuronpipe profile device`") == 1
-
-
-def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:
-    path = kept(package)
-    busy = profile(device_id=probe.this_device().id, taken_at=time.time(), busy=0.6)
-    assert "60% busy" in str(keep_profile(path, busy))
-    assert kept_profile(path, busy.device_id, 2, print) is not None
-    assert keep_profile(path, dataclasses.replace(busy, busy=0.01)) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [({"decode_workers": 1}, "1 decode workers"), ({"decode": (), "dram": ()}, "kernels and memory")],
-)
-def test_a_profile_measured_within_limits_does_not_replace_a_fuller_one(
-    package: Path, changes: dict[str, Any], why: str
-) -> None:
-    path = kept(package)
-    limited = profile(device_id=probe.this_device().id, taken_at=time.time(), **changes)
-    assert why in str(keep_profile(path, limited))
-    assert keep_profile(path.with_name("another"), limited) is None
-
-
-def test_a_profile_of_fewer_cores_is_not_used_for_more(package: Path) -> None:
-    path, said = kept(package), list[str]()
-    assert kept_profile(path, probe.this_device().id, 3, said.append) is None
-    assert "with 2 decode workers, and 3 may run here" in said[0]
-
-
-def limited(patch: pytest.MonkeyPatch, **facts: Any) -> None:
-    """From now on this machine is seen from inside a container with these limits."""
-    patch.setattr(probe, "read_memory", lambda _: Memory(total_bytes=GIB, available_bytes=GIB // 2))
-    patch.setattr(probe, "read_cpu_quota", lambda _: 1.0)
-    patch.setattr(os, "sched_getaffinity", lambda _: {0})
-    patch.setattr(probe, "io_uring_allowed", lambda _: facts["io_uring"])
-
-
-def test_the_profile_is_found_inside_a_container_with_limits(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit was part of the device's id, so that whoever used one was planned by the rules."""
-    io_uring = probe.this_device().io_uring
-    kept(package)
-    limited(monkeypatch, io_uring=io_uring)
-    for name in ("measure", "measure_memory"):
-        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
-    device = probe.probe(package)
-    assert device.profile is not None
-    assert device.memory_total_bytes == GIB
-    assert device_facts(device).memory_bytes < GIB // 2  # the limit counts for the plan
-    assert len([one for one in device_facts(device).processes if one.role == "decode"]) == 1
-
-
-def test_a_profile_of_another_flash_engine_serves_without_its_flash(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Docker forbids io_uring unless told otherwise."""
-    device = probe.this_device()
-    kept(package)
-    limited(monkeypatch, io_uring=not device.io_uring)
-    measured = probe.FlashCurve(
-        engine="threads", direct=True, points=(FlashPoint(request_bytes=4096, depth=1, bytes_per_s=1e6),)
-    )
-    monkeypatch.setattr(probe, "measure", lambda *_, **__: measured)
-    found = probe.probe(package)
-    assert found.profile is not None
-    assert found.profile.flash is None
-    assert found.flash is not None
-    assert found.flash.points == measured.points
-
-
-def test_the_profile_of_an_earlier_version_is_still_found(package: Path) -> None:
-    device, path = probe.this_device(), kept(package)
-    former = probe._path_of("profile", f"5 {device.former_id} {probe._former_file_system(package)}")
-    assert former is not None
-    former.write_text(profile(device_id=device.former_id, taken_at=time.time() - 60).to_json())
-    path.unlink()
-    found = probe.probe(package).profile
-    assert found is not None
-    assert found.device_id == device.id
-    assert (path.exists(), former.exists()) == (True, False)
-
-
 # ---- what people see ------------------------------------------------------------------------------------------------
 def test_the_page_and_the_picture_show_every_group() -> None:
     page = render(profile())
@@ -528,13 +362,3 @@ def test_a_package_called_device_can_be_written_as_a_path(
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "./device"]) == 2
     assert "manifest" in capsys.readouterr().err  # opened as a package, which it is not
-
-
-def test_diff_without_anything_kept_says_what_to_do(
-    package: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "diff", str(files[0]), str(package)]) == 2
-    assert "none is kept of this device" in capsys.readouterr().err
-    kept(package)
-    assert main(["profile", "diff", str(files[0]), str(package), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["same_device"] is False

@@ -441,7 +441,9 @@ def test_the_expected_token_is_the_sum_of_its_terms() -> None:
 
 
 def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.plans.plan.cost.ASSUMED_TOKEN_WEIGHTS_PER_S", 1e15)  # so that memory is what counts
+    for name, value in (("ASSUMED_TOKEN_WEIGHTS_PER_S", 1e15), ("ASSUMED_ATTENDED_PER_S", 1e15), ("GATE_NS", 0.0)):
+        monkeypatch.setattr(f"neuronpipe.plans.plan.cost.{name}", value)  # so that memory is what counts
+    monkeypatch.setattr("neuronpipe.plans.plan.prompts.SUM_PASSES", 0)
     m = manifest(width=1024, neurons=4096)
     made = plan(m, device(memory_bytes=8 * GIB), Wanted())
     e, chunk = made.expected, made.compute.prefill_chunk_tokens

@@ -1,0 +1,269 @@
+"""What starts make of a device profile that is kept: when they use it, and what becomes of a new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.launch.bench.planned import beaten
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.doctor.checks import _kept_figures
+from neuronpipe.plans.device import probe
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint
+from neuronpipe.plans.device.kept import keep_profile, kept_profile
+from neuronpipe.plans.device.limits import Memory
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.plan.planner import device_facts
+
+from tests.unit.test_device_profile import DAY_S, GIB, KIB, changed, figure, profile
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "bundles.bin").write_bytes(os.urandom(2 << 20))
+    return folder
+
+
+def kept(package: Path, **changes: Any) -> Path:
+    """This device's profile, kept as of now."""
+    device = probe.this_device()
+    path = probe.profile_path(device, package)
+    path.unlink(missing_ok=True)
+    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes)) is None
+    return path
+
+
+def test_a_start_uses_the_profile_instead_of_its_brief_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(package)
+    for name in ("measure", "measure_memory"):
+        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
+    device = probe.probe(package)
+    assert device.profile is not None
+    assert device.flash is not None
+    assert {(p.request_bytes, p.depth, p.bytes_per_s) for p in device.flash.points} == {
+        (4 * KIB, 1, 50e6),
+        (16 * KIB, 1, 200e6),
+        (4 * KIB, 32, 400e6),
+        (16 * KIB, 32, 800e6),
+    }
+    assert device.memory_speed is not None
+    assert device.memory_speed.sequential_bytes_per_s == pytest.approx(20e9)
+    assert device.memory_speed.piece_bytes_per_s(2304) == pytest.approx(9e9)
+    assert device_facts(device).profile == device.profile
+    assert device.id == probe.this_device().id
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"taken_at": time.time() - 31 * DAY_S}, "it is 31 days old"),
+        ({"taken_at": time.time() + DAY_S}, "its date lies ahead"),
+        ({"busy": 0.5}, None),  # was said when it was measured
+        ({"device_id": "another"}, "field 'device_id': 'another' is another device"),
+        ({"dram": ()}, None),
+    ],
+)
+def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
+    package: Path, changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(package, **changes)
+    lines: list[str] = []
+    device = probe.probe(package, say=lines.append)
+    assert device.profile is not None
+    assert bool(device.profile.steps) == ("dram" in changes)  # that one lacks memory, and has all else
+    assert device.memory_speed is not None
+    assert device.memory_speed.sequential_bytes_per_s != pytest.approx(20e9)
+    assert [said in line for line in lines] == [True] if said else lines == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not valid JSON"),
+        ('{"version": 9}', "field 'version': 9"),
+        (changed(busy=7).decode(), "busy 7.0 is outside"),
+    ],
+)
+def test_a_damaged_profile_is_passed_over_and_said_with_what_to_do(package: Path, text: str, said: str) -> None:
+    path = kept(package)
+    path.write_text(text)
+    lines: list[str] = []
+    found = probe.probe(package, say=lines.append).profile
+    assert found is not None
+    assert found.steps == ()  # measured at this start
+    (line,) = lines
+    assert str(path) in line
+    assert said in line
+    assert line.count("`neuronpipe profile device`") == 1
+
+
+def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:
+    path = kept(package)
+    busy = profile(device_id=probe.this_device().id, taken_at=time.time(), busy=0.6)
+    assert "60% busy" in str(keep_profile(path, busy))
+    assert kept_profile(path, busy.device_id, (2, "big"), print) is not None
+    assert keep_profile(path, dataclasses.replace(busy, busy=0.01)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"decode_workers": 1}, "1 decode workers"), ({"decode": (), "dram": ()}, "kernels and memory")],
+)
+def test_a_profile_measured_within_limits_does_not_replace_a_fuller_one(
+    package: Path, changes: dict[str, Any], why: str
+) -> None:
+    path = kept(package)
+    limited = profile(device_id=probe.this_device().id, taken_at=time.time(), **changes)
+    assert why in str(keep_profile(path, limited))
+    assert keep_profile(path.with_name("another"), limited) is None
+
+
+def test_a_profile_of_fewer_cores_is_not_used_for_more(package: Path) -> None:
+    path, said = kept(package), list[str]()
+    assert kept_profile(path, probe.this_device().id, (3, "big"), said.append) is None
+    assert kept_profile(path, probe.this_device().id, (2, "little"), said.append) is None
+    assert "with 2 decode workers, and 3 may run here" in said[0]
+    assert "on big cores, and little ones are allowed here" in said[1]
+
+
+def limited(patch: pytest.MonkeyPatch, **facts: Any) -> None:
+    """From now on this machine is seen from inside a container with these limits."""
+    patch.setattr(probe, "read_memory", lambda _: Memory(total_bytes=GIB, available_bytes=GIB // 2))
+    patch.setattr(probe, "read_cpu_quota", lambda _: 1.0)
+    patch.setattr(os, "sched_getaffinity", lambda _: {0})
+    patch.setattr(probe, "io_uring_allowed", lambda _: facts["io_uring"])
+
+
+def test_the_profile_is_found_inside_a_container_with_limits(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit was part of the device's id, so that whoever used one was planned by the rules."""
+    io_uring = probe.this_device().io_uring
+    kept(package)
+    limited(monkeypatch, io_uring=io_uring)
+    for name in ("measure", "measure_memory"):
+        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
+    device = probe.probe(package)
+    assert device.profile is not None
+    assert device.memory_total_bytes == GIB
+    assert device_facts(device).memory_bytes < GIB // 2  # the limit counts for the plan
+    assert len([one for one in device_facts(device).processes if one.role == "decode"]) == 1
+
+
+def test_a_profile_of_another_flash_engine_serves_without_its_flash(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker forbids io_uring unless told otherwise."""
+    device = probe.this_device()
+    kept(package)
+    limited(monkeypatch, io_uring=not device.io_uring)
+    measured = FlashCurve(
+        engine="threads", direct=True, points=(FlashPoint(request_bytes=4096, depth=1, bytes_per_s=1e6),)
+    )
+    monkeypatch.setattr(probe, "measure", lambda *_, **__: measured)
+    found = probe.probe(package)
+    assert found.profile is not None
+    assert found.profile.flash is None
+    assert found.flash is not None
+    assert found.flash.points == measured.points
+
+
+def test_the_profile_of_an_earlier_version_is_still_found(package: Path) -> None:
+    device, path = probe.this_device(), kept(package)
+    former = probe._path_of("profile", f"5 {device.former_id} {probe._former_file_system(package)}")
+    assert former is not None
+    former.write_text(profile(device_id=device.former_id, taken_at=time.time() - 60).to_json())
+    path.unlink()
+    found = probe.probe(package).profile
+    assert found is not None
+    assert found.device_id == device.id
+    assert (path.exists(), former.exists()) == (True, False)
+
+
+def test_diff_without_anything_kept_says_what_to_do(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    before.write_text(profile().to_json())
+    assert main(["profile", "diff", str(before), str(package)]) == 2
+    assert "none is kept of this device" in capsys.readouterr().err
+    kept(package)
+    assert main(["profile", "diff", str(before), str(package), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_device"] is False
+
+
+# ---- what a profile is checked by -------------------------------------------------------------------------------
+def brief(speed: float, **changes: Any) -> DeviceProfile:
+    """What a start measures, where memory and kernels are so many times as fast as in the profile."""
+
+    def faster(points: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+        return tuple(
+            dataclasses.replace(point, **{name: figure(speed * getattr(point, name).median)}) for point in points
+        )
+
+    one = profile()
+    speeds = {"dram": faster(one.dram, "bytes_per_s"), "decode": faster(one.decode, "bytes_per_s")}
+    return profile(flash=None, steps=(), taken_at=time.time(), **speeds, **changes)
+
+
+def started(package: Path, patch: pytest.MonkeyPatch, found: DeviceProfile, *, quiet: bool = True) -> DeviceProfile:
+    """The profile that a start goes by, an hour after a device profile was kept."""
+    kept(package, taken_at=time.time() - 3600)
+    patch.setattr(probe, "measure_memory", lambda *_, **__: found)
+    patch.setattr(probe, "measure", lambda *_, **__: None)
+    patch.setattr("neuronpipe.plans.device.kept.is_quiet", lambda: quiet)
+    used = probe.probe(package).profile
+    assert used is not None
+    return used
+
+
+def test_figures_of_a_quiet_start_replace_slower_ones_of_a_profile(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile of a busy minute, which looked quiet, planned prompts at a third of their speed for good."""
+    used = started(package, monkeypatch, brief(2.0))
+    assert used.dram_bytes_per_s(2) == pytest.approx(2 * profile().dram_bytes_per_s(2))
+    assert used.steps == profile().steps  # which a start does not measure
+    monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: pytest.fail("measured twice"))
+    again = probe.probe(package).profile
+    assert again is not None
+    assert again.dram == used.dram
+
+
+@pytest.mark.parametrize(("speed", "quiet"), [(0.5, True), (1.1, True), (2.0, False)])
+def test_a_profile_stays_where_a_start_finds_nothing_better_or_is_no_time_to_look(
+    package: Path, monkeypatch: pytest.MonkeyPatch, speed: float, quiet: bool
+) -> None:
+    assert started(package, monkeypatch, brief(speed), quiet=quiet).dram == profile().dram
+
+
+def test_the_doctor_says_when_figures_were_measured_and_whether_they_are_again(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(package, monkeypatch, brief(2.0, busy=0.3))
+    found = _kept_figures(package)
+    assert found.state == "ok"
+    assert "device profile of " in found.found
+    assert "(others kept it 30% busy), measured again at the next start" in found.found
+    kept(package, busy=0.5)
+    assert "not used: other programs kept the machine 50% busy" in _kept_figures(package).found
+
+
+def test_a_run_that_beats_a_figure_has_it_measured_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"test": "tg128", "dram_limit_fraction": 1.58, "error": {}, "flash_bytes_per_token": 0.0}
+    why = beaten([row])
+    assert why == "tg128 read memory at 158% of the speed that was measured"
+    assert beaten([row | {"dram_limit_fraction": 0.9}]) is None
+    assert "1.5 times as fast" in str(beaten([row | {"dram_limit_fraction": None, "error": {"tokens_per_s": -1 / 3}}]))
+    monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(1.0))
+    lines: list[str] = []
+    probe.measure_beaten(package, why, lines.append)
+    monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(2.0))
+    probe.measure_beaten(package, why, lines.append)
+    assert "since tg128 read memory at 158% of the speed that was measured: 40.0 GB/s instead of 20.0 GB/s" in lines[1]
