@@ -1,5 +1,5 @@
-"""Predictors trained elsewhere: PowerInfer's two matrices per layer, score = fc2 · relu(fc1 · x), from safetensors or
-from its own GGUF.
+"""Predictors trained elsewhere: PowerInfer's two matrices per feed-forward (of a mixture, per expert), score =
+fc2 · relu(fc1 · x), from safetensors or from its own GGUF.
 
 PowerInfer gives them the residual stream before the norm, and so do engines here (`reads` is `residual`). Thresholds
 are not imported: they are calibrated here, on the quantized factors.
@@ -21,31 +21,33 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-NAME = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
+OF_EXPERT = re.compile(r"(?:.*\.)?(\d+)\.(?:[a-z_]+\.)*experts\.(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
+OF_LAYER = re.compile(r"(?:.*\.)?(\d+)(\.)(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
 
 
 @frozen
 class ImportedPredictor:
-    """Both matrices of every layer in one file; opened by `open_imported`."""
+    """Both matrices of every feed-forward in one file, by its number, layer * experts + expert; opened by
+    `open_imported`."""
 
     path: Path
     entries: dict[tuple[int, int], TensorEntry]
-    ranks: tuple[int, ...]  # of each layer, as a package has them
+    ranks: tuple[int, ...]  # of each feed-forward, as a package has them
 
-    def layer(self, number: int) -> tuple[Array, Array]:
-        """fc1 [rank, width] and fc2 [neurons, rank] of a layer, filled up with zeros to its rank in the package."""
+    def of_ffn(self, number: int) -> tuple[Array, Array]:
+        """fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, with zeros up to its rank in the package."""
         first, second = self._read(number, 1), self._read(number, 2)
         missing = self.ranks[number] - len(first)
         return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
 
-    def _read(self, layer: int, matrix: int) -> Array:
-        entry = self.entries[layer, matrix]
+    def _read(self, ffn: int, matrix: int) -> Array:
+        entry = self.entries[ffn, matrix]
         with self.path.open("rb") as file:
             file.seek(entry.start)
             stored = np.frombuffer(file.read(entry.stop - entry.start), dtype=np.uint8)
         values = decode_stored(entry.dtype, stored.reshape(entry.shape[0], -1)).reshape(entry.shape)
         if not np.isfinite(values).all():
-            raise UserError(f"{self.path}: fc{matrix} of layer {layer}: holds values that are not finite: damaged")
+            raise UserError(f"{self.path}: fc{matrix} of feed-forward {ffn}: holds values that are not finite: damaged")
         return values
 
 
@@ -64,24 +66,27 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
         )
     model = manifest.model
     entries: dict[tuple[int, int], TensorEntry] = {}
+    pattern, example = (OF_EXPERT, "N.experts.E.fc") if model.experts > 1 else (OF_LAYER, "N.fc")
     for name, entry in _header(path).items():
-        if match := NAME.fullmatch(name):
+        if match := pattern.fullmatch(name):
             if entry.dtype not in ENCODINGS or len(entry.shape) != 2:
                 raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(ENCODINGS)}")
-            entries[int(match[1]), int(match[2])] = entry
-    for layer in range(model.layers):
+            expert = int(match[2]) if model.experts > 1 else 0
+            if expert < model.experts:
+                entries[int(match[1]) * model.experts + expert, int(match[3])] = entry
+    for ffn in range(model.ffns):
+        layer, expert = divmod(ffn, model.experts)
+        where = f"layer {layer}, expert {expert}" if model.experts > 1 else f"layer {layer}"
         for matrix in (1, 2):
-            if (layer, matrix) not in entries:
-                raise UserError(f"{path}: fc{matrix} of layer {layer} is missing; names end in N.fc{matrix}.weight")
-        first, second = entries[layer, 1].shape, entries[layer, 2].shape
+            if (ffn, matrix) not in entries:
+                raise UserError(f"{path}: fc{matrix} of {where} is missing; names end in {example}{matrix}.weight")
+        first, second = entries[ffn, 1].shape, entries[ffn, 2].shape
         if first[1] != model.width or second != (model.neurons, first[0]):
             raise UserError(
-                f"{path}: layer {layer}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {model.width} "
+                f"{path}: {where}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {model.width} "
                 f"and {model.neurons} neurons"
             )
-    return ImportedPredictor(
-        path, entries, tuple(package_rank(entries[layer, 1].shape[0]) for layer in range(model.layers))
-    )
+    return ImportedPredictor(path, entries, tuple(package_rank(entries[ffn, 1].shape[0]) for ffn in range(model.ffns)))
 
 
 def _header(path: Path) -> dict[str, TensorEntry]:

@@ -97,10 +97,10 @@ class Trained:
     def of_file(
         cls, imported: ImportedPredictor, model: ModelSpec, quantization: Quantization, *, reads_normed: bool
     ) -> Trained:
-        """Imported ones of a dense model. reads_normed: trained on normed vectors, not on the residual stream."""
+        """Imported ones. reads_normed: trained on normed vectors, not on the residual stream."""
 
         def of_ffn(number: int) -> LayerFactors:
-            first, second = imported.layer(number)
+            first, second = imported.of_ffn(number)
             side = SideFactor(encode(quantization, second), np.zeros(model.neurons, np.float32))
             return LayerFactors(encode(quantization, first), {model.trigger: side})
 
@@ -150,11 +150,8 @@ def profile(
         )
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
-    if model.experts > 1 and (imported is not None or reads == "attention"):
-        raise UserError(
-            f"{package.path}: predictors of a mixture are fitted here or converted with it, and read the "
-            "feed-forward's input"
-        )
+    if model.experts > 1 and reads == "attention":
+        raise UserError(f"{package.path}: predictors of a mixture read the feed-forward's input; leave --reads out")
     trained = Trained.of_package(package) if calibrate else None
     if imported is not None:
         trained = Trained.of_file(imported, model, quantization, reads_normed=imported_reads_normed)

@@ -374,6 +374,31 @@ def test_an_imported_predictor_reads_what_enters_layer_norm(tmp_path: Path) -> N
         profile(package, texts, rank=32, imported=imported, reads="attention")
 
 
+def test_predictors_of_a_mixtures_experts_are_imported_each_for_its_expert(tmp_path: Path) -> None:
+    """--import was refused for mixtures. An expert's factors find its own gates, and no other's."""
+    recipe = replace(RECIPES["turbosparse"], layers=1)
+    package = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "p", quantization="q8")
+    weights, unit = PackageWeights(package), np.eye(recipe.width, dtype=np.float32)
+    stored = {}
+    for expert in range(recipe.experts):
+        gate = weights.neurons(0, expert)[0] * weights.vector("layers.0.ffn_norm")
+        place = f"model.layers.0.block_sparse_moe.experts.{expert}.predictor"
+        stored[f"{place}.fc1.weight"] = np.concatenate((unit, -unit))
+        stored[f"{place}.fc2.weight"] = np.concatenate((gate, -gate), axis=1)
+    save_file(stored, tmp_path / "fc.safetensors")
+    imported = open_imported(tmp_path / "fc.safetensors", package.manifest)
+    windows = np.random.default_rng(4).integers(0, recipe.vocabulary, (16, 64)).tolist()
+    texts = Texts(windows[:12], windows[12:])
+    predictor = profile(package, texts, rank=32, recall=0.97, imported=imported).package.manifest.predictor
+    assert predictor is not None
+    assert (predictor.reads, predictor.rank) == ("residual", 2 * recipe.width)
+    assert all(layer.recall > 0.9 and layer.predicted < 0.7 for layer in predictor.by_layer)
+    del stored["model.layers.0.block_sparse_moe.experts.2.predictor.fc2.weight"]
+    save_file(stored, tmp_path / "part.safetensors")
+    with pytest.raises(UserError, match=r"fc2 of layer 0, expert 2 is missing; names end in N\.experts\.E\.fc2"):
+        open_imported(tmp_path / "part.safetensors", package.manifest)
+
+
 def test_what_cannot_be_imported_is_refused_by_name(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
     manifest = tiny("relu").manifest
     with pytest.raises(UserError, match=r"model_0\.pt: predictors are read from one safetensors file or .*; pickled"):

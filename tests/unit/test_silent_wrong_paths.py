@@ -102,7 +102,7 @@ def test_predictors_of_more_than_ten_layers_are_each_their_layers(tmp_path: Path
     imported = open_imported(tmp_path / "fc.safetensors", manifest)
     assert imported.ranks == (32,) * 12  # in whole groups
     for layer in range(12):
-        first, second = imported.layer(layer)
+        first, second = imported.of_ffn(layer)
         np.testing.assert_array_equal(first[: 3 + layer], factors[f"{layer}.fc1.weight"])
         np.testing.assert_array_equal(second[:, : 3 + layer], factors[f"{layer}.fc2.weight"])
         assert not first[3 + layer :].any()
