@@ -7,9 +7,10 @@ logarithmic scales, and beyond it they stay flat. README.md says how each figure
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,10 @@ class DeviceProfile:
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
         """Of all workers together. Raises KeyError where there was too little memory to measure."""
-        measured = {(point.workers, point.piece_bytes): point.bytes_per_s.median for point in self.dram}
-        if not measured:
+        if not self.dram:
             raise KeyError("dram: not in this profile")
-        return between_all(measured.items(), (workers, piece_bytes))
+        measured = (((point.workers, point.piece_bytes), point.bytes_per_s.median) for point in self.dram)
+        return self._remembered(("dram",), measured, (workers, piece_bytes))
 
     def decode_bytes_per_s(
         self,
@@ -210,12 +211,12 @@ class DeviceProfile:
     ) -> float:
         """Of all workers together; `core`: of one worker on a core of that class. Raises KeyError for what was not
         measured at all."""
-        found = [point for point in self.decode if (point.kind, point.quantization) == (kind, quantization)]
-        chosen = self._placed(found, core)
-        measured = {(p.workers, p.row_weights, p.share): p.bytes_per_s.median for p in chosen}
-        if not measured:
-            raise KeyError(f"{kind}, {quantization}: not in this profile")
-        return between_all(measured.items(), (workers, row_weights, share))
+        measured = (
+            ((point.workers, point.row_weights, point.share), point.bytes_per_s.median)
+            for point in self._placed(self.decode, core)
+            if (point.kind, point.quantization) == (kind, quantization)
+        )
+        return self._remembered((kind, quantization, core), measured, (workers, row_weights, share))
 
     def panel_token_weights_per_s(
         self,
@@ -227,11 +228,12 @@ class DeviceProfile:
         core: Kind | None = None,
     ) -> float:
         """Tokens x weights a second of prefill's triggers. Raises KeyError for what was not measured at all."""
-        chosen = self._placed([point for point in self.panels if point.quantization == quantization], core)
-        measured = {(p.workers, p.row_weights, p.tokens): p.token_weights_per_s.median for p in chosen}
-        if not measured:
-            raise KeyError(f"panels of {quantization}: not in this profile")
-        return between_all(measured.items(), (workers, row_weights, tokens))
+        measured = (
+            ((point.workers, point.row_weights, point.tokens), point.token_weights_per_s.median)
+            for point in self._placed(self.panels, core)
+            if point.quantization == quantization
+        )
+        return self._remembered(("panel", quantization, core), measured, (workers, row_weights, tokens))
 
     def reused_token_weights_per_s(
         self,
@@ -244,13 +246,12 @@ class DeviceProfile:
         core: Kind | None = None,
     ) -> float:
         """Tokens x weights a second of prefill's value rows. Raises KeyError for what was not measured at all."""
-        found = [point for point in self.reused if (point.kind, point.quantization) == (kind, quantization)]
-        measured = {
-            (p.workers, p.row_weights, p.share): p.token_weights_per_s.median for p in self._placed(found, core)
-        }
-        if not measured:
-            raise KeyError(f"reused {kind}, {quantization}: not in this profile")
-        return between_all(measured.items(), (workers, row_weights, share))
+        measured = (
+            ((point.workers, point.row_weights, point.share), point.token_weights_per_s.median)
+            for point in self._placed(self.reused, core)
+            if (point.kind, point.quantization) == (kind, quantization)
+        )
+        return self._remembered(("reused", kind, quantization, core), measured, (workers, row_weights, share))
 
     def values_bytes_per_s(
         self,
@@ -316,12 +317,27 @@ class DeviceProfile:
             raise KeyError(f"steps in mode {found}: not in this profile")
         return points
 
-    def _placed(self, points: list[Any], core: Kind | None) -> list[Any]:
+    def _remembered(
+        self, what: tuple[object, ...], measured: Iterable[tuple[tuple[float, ...], float]], place: tuple[float, ...]
+    ) -> float:
+        """The figure between those measured, computed once: a search asks for the same ones thousands of times.
+        Raises KeyError where nothing was measured."""
+        if (what, place) not in self._known:
+            points = list(measured)
+            if not points:
+                raise KeyError(f"{', '.join(str(word) for word in what if word)}: not in this profile")
+            self._known[what, place] = between_all(points, place)
+        return self._known[what, place]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    def _placed(self, points: Sequence[Any], core: Kind | None) -> Iterator[Any]:
         """Of one worker on this class; or, for None, of any number: one on the fastest class, and all."""
         fastest = max(self.cores, key=lambda one: one.capacity).kind
-        if core is not None:
-            return [point for point in points if point.core == core]
-        return [point for point in points if point.core in (None, fastest)]
+        places = (None, fastest) if core is None else (core,)
+        return (point for point in points if point.core in places)
 
     def flash_curve(self) -> FlashCurve | None:
         """What a brief probe measures of flash: random reads in the whole file."""

@@ -298,6 +298,14 @@ def test_a_higher_speed_is_better_and_what_only_one_has_is_told() -> None:
     assert found.added == ()
 
 
+def test_a_figure_that_a_search_asks_for_again_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpolating took a third of the search, which took a third of `up` at small limits."""
+    measured = profile()
+    first = measured.decode_bytes_per_s("triggers", 2), measured.dram_bytes_per_s(2, 2304)
+    monkeypatch.setattr("neuronpipe.plans.device.profile.between_all", lambda *_: pytest.fail("computed again"))
+    assert first == (measured.decode_bytes_per_s("triggers", 2), measured.dram_bytes_per_s(2, 2304))
+
+
 # ---- what people see ------------------------------------------------------------------------------------------------
 def test_the_page_and_the_picture_show_every_group() -> None:
     page = render(profile())
