@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
     memory_speed = profile.memory_speed()
     if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
         return profile
-    device = dataclasses.replace(device, profile=profile, flash=profile.flash_curve(), memory_speed=memory_speed)
     cases = _cases(profile.decode_workers)
+    alone = kernels_alone(profile, cases)
+    device = dataclasses.replace(device, profile=alone, flash=profile.flash_curve(), memory_speed=memory_speed)
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
         with passing():
             package = _make_package(Path(folder) / "package")
@@ -75,6 +76,16 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
         if device.flash is None:
             return profile
         return _with_reads(profile, package, dataclasses.replace(device, profile=profile), progress)
+
+
+def kernels_alone(profile: DeviceProfile, cases: Sequence[tuple[StepMode, int]]) -> DeviceProfile:
+    """Return the profile as if a step took no longer than its kernels, whose time is wanted by itself: nothing is to be
+    assumed of what is being measured."""
+    same = Figure(median=1.0, spread=0.0)
+    steps = (
+        StepPoint(mode=mode, workers=workers, kernels_us=same, step_us=same, between_us=same) for mode, workers in cases
+    )
+    return dataclasses.replace(profile, steps=tuple(steps))
 
 
 def steps_count(device: Device, *, accelerator: bool = False) -> int:

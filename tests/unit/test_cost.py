@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from neuronpipe.launch.profile.steps import kernels_alone
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import compute_layout
@@ -31,6 +32,7 @@ def test_a_step_is_longer_than_its_kernels_also_where_no_run_was_measured() -> N
     assert cost(brief, workers=1).step_factor() == ASSUMED_STEP_FACTOR_OF_ONE
     assert cost(brief).read_delay_ms(together=True) > 0
     assert cost(profile()).step_factor() != ASSUMED_STEP_FACTOR
+    assert cost(kernels_alone(brief, [("exact", 2)])).step_factor() == 1.0  # while steps are measured
     device_file = dataclasses.replace(brief, decode=())  # says what cores compute
     assert cost(device_file).step_factor() == 1.0
     assert cost(device_file).read_delay_ms(together=True) == 0.0
