@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from neuronpipe.plans.device.arena import Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.device.arena import MIN_BYTES, WORKER_BYTES, Arena, largest_cache_bytes, make_arena
 from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.cores import FULL_CAPACITY, Kind
 from neuronpipe.plans.device.device import Device
@@ -58,7 +58,8 @@ def measure_briefly(
     )
     if not dram:
         return None
-    arena = make_arena(available_bytes, 0, len(cores), usual_bytes=ARENA_BYTES) if cases else None
+    usual_bytes = max(ARENA_BYTES, -(-len(cores) * WORKER_BYTES // MIN_BYTES) * MIN_BYTES)
+    arena = make_arena(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
     classes = core_classes(device)
     points = tuple(_kernels(arena, cores, classes[0], cases, rounds, repetition_s)) if arena else ()
     return DeviceProfile(

@@ -39,6 +39,7 @@ SHAPES: tuple[tuple[Quantization, int], ...] = (
 SHARES = (0.1, 0.5)
 PANEL_TOKENS = (16, 64, 512)
 PANEL_ROWS = 128
+MAX_ROW_WEIGHTS = 4096  # wider rows take as long a byte, and their blocks would not fit a worker's part of the arena
 MATRIX_ROWS = 512  # of one call
 MIN_CALLS = 2
 EMPTY_CALLS = 200
@@ -88,8 +89,8 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
 
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the kernels that runs of this package spend their time in."""
-    rows = manifest.quantization, manifest.model.width
-    gates = manifest.trigger_quantization, manifest.model.width
+    width = min(manifest.model.width, MAX_ROW_WEIGHTS)
+    rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
     share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
     cases = [Case("matrix", *rows, 1.0), Case("exact", *rows, share), Case("reused", *rows, share)]
     cases += [Case("predicted", *rows, share)] if manifest.predictor is not None else []

@@ -40,6 +40,7 @@ BUNDLES = "bundles.bin"
 CACHE_VERSION = 6
 FORMER_CACHE_VERSION = 5  # whose files have limits and rights in their names
 ENGINES = ("io_uring", "threads")
+CACHED_BYTES = 32 << 20
 CONFIRM_AFTER_S = 600.0  # after a device profile was measured: what kept the machine busy then may be over
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 
@@ -141,8 +142,11 @@ def measure_memory(
 
 
 def _kernel_cases(directory: Path) -> tuple[Case, ...]:
-    """The kernels of the package in `directory`; none where there is none that can be read."""
+    """The kernels of the package in `directory`; none where there is none that can be read, or where a processor's
+    cache holds it: kernels are measured on memory."""
     try:
+        if (directory / BUNDLES).stat().st_size < CACHED_BYTES:
+            return ()
         return kernel_cases(read_manifest(directory / MANIFEST))
     except (OSError, UserError):
         return ()

@@ -34,6 +34,8 @@ def assumptions(
     prompts_by: str = DEFAULT_BACKEND,
 ) -> tuple[str, ...]:
     """Of the package, then of the device. all_resident: nothing is missed; prompts_by: the backend of prompts."""
+    if profile is not None and not profile.decode and not profile.panels:
+        profile = None  # of memory alone, as a start measures it for a small package
     return (
         *_of_package(manifest, mode, all_resident),
         *_of_device(curve, speed, profile),
