@@ -22,7 +22,7 @@ from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.flash import measure
 from neuronpipe.plans.device.kernels import kernel_cases
-from neuronpipe.plans.device.probe import file_system, probe, profile_path, this_device
+from neuronpipe.plans.device.probe import _kernel_cases, file_system, probe, profile_path, this_device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -261,3 +261,7 @@ def test_the_curve_is_read_between_and_beyond_its_points() -> None:
     assert curve.bytes_per_s(1 << 20, 1) == pytest.approx(400.0)
     assert curve.bytes_per_s(4096, 32**0.5) == pytest.approx(100.0 * 10**0.5)  # halfway to 1000, on logarithmic scales
     assert curve.bytes_per_s(512, 64) == pytest.approx(1000.0)
+
+
+def test_no_kernels_are_measured_for_a_package_that_a_cache_holds() -> None:
+    assert _kernel_cases(DEMO) == ()
