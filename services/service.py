@@ -55,6 +55,7 @@ class Service:
         self._welcomed = False
         self._available = available
         self._draining = False
+        self._pulse = job.pulse
         self._beat_due = 0.0
         self._hello_due = 0.0
         self.step = 0
@@ -92,10 +93,12 @@ class Service:
             self._live()
             limit_ms = idle()
             wait_ms = BEAT_MS if limit_ms is None else min(limit_ms, BEAT_MS)
+            self._pulse.waits()
             readable = self._poller.wait(0 if sleep else wait_ms)
             if sleep and not readable:
                 sleep(self._poller.descriptors, wait_ms)
                 readable = self._poller.wait(0)
+            self._pulse.works()
             for source, react in self._sources:
                 if source in readable:
                     react()

@@ -6,6 +6,7 @@ not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
+    it does not answer        it is killed (watchdog.py), and dies so
     it dies too often         the run ends with a message, and with status OVERCOME; without an accelerator it goes on
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
@@ -36,10 +37,11 @@ from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
+from neuronpipe.launch.supervisor.watchdog import HANG_S, STEP_HANG_S, Watchdog, sight_of
 from neuronpipe.native import lib
 from neuronpipe.plans.device.limits import read_memory, read_oom_kills, read_stalled_share
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
@@ -53,6 +55,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.pinning import pin
+from neuronpipe.services.pulse import Pulse, shared_words
 from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
 
@@ -115,6 +118,8 @@ class Supervisor:
         self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
         self._withheld[0] = self._pressure.withheld_bytes
         self._memory_usage = MemoryUsage([one.fd for one in self._segments.values()], plan.memory.limit_bytes)
+        self._spans = self._memory.view("trace", "next")[:: LINE_WORDS // 2]
+        self._watchdog, self._pulses = Watchdog(), shared_words(len(self._lines))
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -137,14 +142,17 @@ class Supervisor:
                 if not self._stopping:
                     self._start(spec)
             while not self._stopping and self.failure is None:
-                patience_s = max(0.0, min(IDLE_S, self._memory_usage.due_at - time.monotonic()))
+                patience_s = max(
+                    0.0, min(IDLE_S, min(self._memory_usage.due_at, self._watchdog.due_at) - time.monotonic())
+                )
                 if self._replacement is not None:
                     patience_s = min(patience_s, REPLACEMENT_POLL_S)
                 readable = select.select([wake_read, *self._control.descriptors()], [], [], patience_s)[0]
-                if wake_read in readable:
+                if woken := wake_read in readable:
                     os.read(wake_read, 4096)
                     readable.remove(wake_read)
                 self._reap()
+                self._watch(at_once=woken)
                 if readable:
                     self._answer_requests()
                 self._watch_replacement()
@@ -234,6 +242,24 @@ class Supervisor:
         self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
         answer(replacement.client, {"error": why})
 
+    def _watch(self, *, at_once: bool) -> None:
+        """End processes that do not answer: they are then replaced as dead ones are. at_once: a signal has come, which
+        may mean that a process was stopped."""
+        now = time.monotonic()
+        if now < self._watchdog.due_at and not at_once:
+            return
+        spans = sum(self._spans)
+        sights = {}
+        for pid, spec in self._processes.items():
+            word = self._pulses[self._lines[spec.role, spec.index]]
+            computes = spec.role in BACKEND_ROLES
+            progress = (spans,) if computes else ()
+            sights[pid] = sight_of(pid, word, progress, STEP_HANG_S if computes else HANG_S)
+        for overdue in self._watchdog.look(sights, now):
+            self._logs.note(self._processes[overdue.pid], f"ended by the watchdog: {overdue.why}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
+
     def _kill(self, keys: set[ProcessKey]) -> None:
         for pid, spec in self._processes.items():
             if (spec.role, spec.index) in keys:
@@ -247,6 +273,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
         self._board[line + BOARD_WORDS.index("gone")] = 0
+        self._pulses[self._lines[key]] = 0
         pid = os.fork()
         if pid == 0:
             self._become(spec, parent)
@@ -275,6 +302,7 @@ class Supervisor:
                 directory=self._directory,
                 segments=self._segments,
                 listener=listener,
+                pulse=Pulse(self._pulses, self._lines[(spec.role, spec.index)]),
             )
             self._implementations[(spec.role, spec.index)].serve(job)
             code = 0

@@ -121,7 +121,10 @@ class CoordinatorService:
         poller.add(self._wake)
         poller.add(self._relay.wake)
         while not self._draining:
-            readable = poller.wait(self._patience_ms())
+            patience_ms = self._patience_ms()
+            self._job.pulse.waits()
+            readable = poller.wait(patience_ms)
+            self._job.pulse.works()
             if self._relay.wake in readable:
                 self._relay.clear_wake()
                 self._take_answers()
@@ -161,6 +164,7 @@ class CoordinatorService:
             left = any(
                 self._processes.on_board(*process.name).pid for process in self._processes
             )  # first: then all their words are there
+            self._job.pulse.waits()
             poller.wait(ENDING_MS)
             while (received := self._control.receive()) is not None:
                 self._take(*received)
