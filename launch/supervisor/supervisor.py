@@ -6,7 +6,8 @@ not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
-    it does not answer        it is killed (watchdog.py), and dies so
+    it does not answer        it is killed (watchdog.py), and dies so; the same where the coordinator says that it keeps
+                              the run waiting. The third time, or where it never was ready, the run ends
     it dies too often         the run ends with a message, and with status OVERCOME; without an accelerator it goes on
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
@@ -60,6 +61,7 @@ from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
 
 RESTARTS, WITHIN_S = 5, 30.0
+OVERDUE_TIMES, OVERDUE_WITHIN_S = 3, 120.0  # so often a process may keep the run waiting, the last time included
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
@@ -102,6 +104,8 @@ class Supervisor:
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
         self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
+        self._delays: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
+        self._verdicts: dict[ProcessKey, str] = {}  # why processes that were killed are not started again
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
@@ -110,6 +114,7 @@ class Supervisor:
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
         self._board_memory[2] = plan.memory.limit_bytes
+        self._overdue = self._memory.view("board", "overdue")
         self._withheld = self._memory.view("board", "withheld")
         self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
         self._oom_kills = read_oom_kills(Path("/"))
@@ -153,6 +158,7 @@ class Supervisor:
                     readable.remove(wake_read)
                 self._reap()
                 self._watch(at_once=woken)
+                self._replace_overdue()
                 if readable:
                     self._answer_requests()
                 self._watch_replacement()
@@ -260,6 +266,38 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
 
+    def _replace_overdue(self) -> None:
+        """Kill processes that keep the run waiting, as the coordinator says. Where several do, those that are not ours
+        are suspected first. Whoever was never ready, or does it again and again, is not started again."""
+        named = {key for key, line in self._lines.items() if self._overdue[line] == self._incarnations[key] + 1}
+        named -= self._replacement.phases.keys() if self._replacement is not None else set()
+        if not named:
+            return
+        ours = Implementations()
+        suspects = {key for key in named if self._implementations[key] != ours.of(*key)} or named
+        reasons, now = self._logs.overdue_reasons(), time.monotonic()
+        for spec in self._specs:
+            key = (spec.role, spec.index)
+            self._overdue[self._lines[key]] = 0
+            if key not in suspects:
+                continue
+            delays = self._delays[key]
+            delays.append(now)
+            while delays[0] < now - OVERDUE_WITHIN_S:
+                delays.popleft()
+            reason = reasons.get(f"{spec.role}.{spec.index}", "keeps the run waiting")
+            self._logs.note(spec, f"ended by the supervisor: it {reason}")
+            if len(delays) >= OVERDUE_TIMES or not self._ready[self._lines[key]]:
+                self._verdicts[key] = self._verdict(spec, reason)
+        self._kill(suspects)
+
+    def _verdict(self, spec: ProcessSpec, reason: str) -> str:
+        """Which process is given up and why: its name, its command, what it has not done, and where its log is kept."""
+        implementation = self._implementations[spec.role, spec.index]
+        log = self._logs.keep(spec)
+        where = f"; its log is {log}" if log is not None else ""
+        return f"{spec.role}.{spec.index} ({implementation.text}) {reason}{where}"
+
     def _kill(self, keys: set[ProcessKey]) -> None:
         for pid, spec in self._processes.items():
             if (spec.role, spec.index) in keys:
@@ -346,7 +384,7 @@ class Supervisor:
             self._implementations[key] = replacement.old_process_ended(key, time.monotonic())
             self._start(spec)
             return
-        said = self._logs.failure() if code == 2 else None
+        said = self._verdicts.pop(key, None) or (self._logs.failure() if code == 2 else None)
         if replacement is not None and key in replacement.phases:
             self._give_up(f"ended before it was ready: {said or self._logs.last_words(spec)}")
             self._start(spec)

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping
 
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.services.pulse import processor_time_s
 
 STOPPED_S, HANG_S, STEP_HANG_S = 5.0, 10.0, 60.0
 LOOK_S, IDLE_LOOK_S = 1.0, 5.0
 MAX_GAP_S = 2.0
 STOPPED, SLEEPING = "T", "S"
-_CLOCK_OF_PROCESS = 2  # CPUCLOCK_SCHED, of all threads
 
 
 @frozen
@@ -119,7 +118,7 @@ def sight_of(pid: int, word: int, progress: tuple[int, ...] = (), patience_s: fl
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b") ")[2][:1].decode()
-        cpu_s = time.clock_gettime(~pid << 3 | _CLOCK_OF_PROCESS)
+        cpu_s = processor_time_s(pid)
     except OSError:  # it has just ended, or /proc is hidden: then nobody knows whether it hangs
         return Sight("", 0.0, works=False, progress=())
     return Sight(state, cpu_s, works=word % 2 == 1, progress=(word, *progress), patience_s=patience_s)

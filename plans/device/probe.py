@@ -120,8 +120,8 @@ def _file_system(directory: Path) -> str:
     return f"{os.stat(directory).st_dev} {system.f_fsid} {system.f_blocks * system.f_frsize}"
 
 
-def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
-    """One file per device and place, in the user's cache folder; None where this user has no home: nothing is kept. A
+def cache_folder() -> Path | None:
+    """The folder for what this program keeps for its user; None where this user has no home: nothing is kept. A
     relative XDG_CACHE_HOME counts as none, as its specification says."""
     cache = os.environ.get(CACHE_VARIABLE, "")
     if not os.path.isabs(cache):
@@ -129,5 +129,13 @@ def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
             cache = str(Path.home() / ".cache")
         except RuntimeError:  # no HOME, and nobody knows this user
             return None
+    return Path(cache) / "neuronpipe"
+
+
+def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
+    """One file per device and place, in the user's cache folder; None where there is none."""
+    folder = cache_folder()
+    if folder is None:
+        return None
     key = f"{CACHE_VERSION} {device.id} {place}"
-    return Path(cache) / "neuronpipe" / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

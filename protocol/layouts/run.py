@@ -139,6 +139,15 @@ def board(*, processes: int, sequences: int) -> Layout:
         ordering="word 0 counts requests that were refused because they ended processes; the supervisor looks when a "
         "process has died",
     )
+    fields.add(
+        "overdue",
+        "u32",
+        "processes",
+        by="coordinator",
+        to="supervisor",
+        ordering="incarnation + 1 of the last process here that kept the run waiting for too long, stored after the "
+        "reason is in the run directory's `overdue`; single words, no order among them",
+    )
     return fields.layout()
 
 

@@ -209,6 +209,7 @@ class ProcessStatus(Message):
     numerics: as in `Hello`
     backend: who computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it computes nothing
     work: what of decode steps it computes now, in words, where processes compute different things
+    note: what the run waits for in vain that this process has not done, in words; empty: nothing
     """
 
     role: str
@@ -222,6 +223,7 @@ class ProcessStatus(Message):
     numerics: str = ""
     backend: str = ""
     work: str = ""
+    note: str = ""
 
 
 @message
@@ -301,3 +303,7 @@ class Status(Message):
     throttle_share: float = 0.0
     cached_tokens: int = 0
     warm_up: WarmUp | None = None
+
+    def notes(self) -> str:
+        """What keeps the run waiting, for a person: `cache.0 has not sent Hello for 6 s`; empty while all is well."""
+        return "; ".join(f"{one.role}.{one.index} {one.note}" for one in self.processes if one.note)

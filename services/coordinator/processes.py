@@ -40,6 +40,7 @@ class WorkerProcess:
     state: State = "starting"
     step: int = 0
     heard_at: float = 0.0
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)  # of its last beat
 
     @property
     def name(self) -> ProcessKey:
@@ -97,6 +98,7 @@ class WorkerProcesses:
         self._board = memory.view("board", "processes")
         self._ready = memory.view("board", "ready")
         self._leaving = memory.view("board", "leaving")
+        self._overdue = memory.view("board", "overdue")
         self._leaving_seen = b""
         self.credits = Credits()
 
@@ -130,7 +132,7 @@ class WorkerProcesses:
 
     def leave(self, process: WorkerProcess) -> None:
         """It is gone."""
-        process.pid, process.incarnation, process.state = 0, -1, "starting"
+        process.pid, process.incarnation, process.state, process.counters = 0, -1, "starting", {}
         self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------
@@ -156,6 +158,11 @@ class WorkerProcesses:
     def is_leaving(self, role: str, index: int) -> bool:
         """Whether this process is to go, for a successor or with the run."""
         return bool(self._leaving[self._lines[role, index]])
+
+    def accuse(self, names: Iterable[ProcessKey]) -> None:
+        """Have the supervisor replace these: they keep the run waiting."""
+        for name in names:
+            self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
 
     def new_leaving(self) -> frozenset[ProcessKey] | None:
         """All processes that are to go; None while it is what it was when this was last asked."""

@@ -55,6 +55,7 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
+from neuronpipe.services.coordinator.overdue import Delays, Phase, Seen, with_dropped, write_reasons
 from neuronpipe.services.coordinator.processes import (
     WorkerProcess,
     WorkerProcesses,
@@ -66,6 +67,7 @@ from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, S
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
+from neuronpipe.services.pulse import processor_time_s
 from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
@@ -113,6 +115,7 @@ class CoordinatorService:
         self._later: list[Event] = []  # what was noticed while something else was carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
+        self._delays = Delays()
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -141,6 +144,7 @@ class CoordinatorService:
                 self._handle(Tick())
             self._arm()
             self._step_events.publish(trace.now())
+            self._look_for_delays(time.monotonic())
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
@@ -176,6 +180,35 @@ class CoordinatorService:
         pause_ms = 1000 * (self._scheduler.throttle.resume_at - time.monotonic())
         limit_ms = EVERY_MS if self._step_events.waiting else IDLE_MS
         return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
+
+    def _look_for_delays(self, now: float) -> None:
+        """While the run waits for its processes: find those that keep it waiting, say so, and have them replaced."""
+        awaits = self._scheduler.busy or not self._scheduler.workers.all_ready(self._processes.gone())
+        if now < self._delays.due_at or not (awaits or self._delays.delay.reasons):
+            return
+        gone = self._processes.gone()
+        seen = {process.name: self._seen(process) for process in self._processes if process.name not in gone}
+        delay = self._delays.look(seen, self._meter.flash_now()[1], now)
+        dropped = self._dropped()
+        self._report.notes = {name: with_dropped(note, dropped.get(name)) for name, note in delay.notes().items()}
+        if overdue := delay.overdue():
+            write_reasons(self._job.directory.path, overdue, dropped)
+            self._processes.accuse(overdue)
+
+    def _seen(self, process: WorkerProcess) -> Seen:
+        outstanding = self._processes.credits.outstanding(process.peer)
+        owes = f"step {self._scheduler.steps}" if outstanding else self._scheduler.awaited.get(process.name, "")
+        phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
+        pid = self._processes.on_board(*process.name).pid
+        try:
+            cpu_s = processor_time_s(pid) if pid else 0.0
+        except OSError:  # it has just ended
+            cpu_s = 0.0
+        return Seen(phase, owes, pid, cpu_s, process.counters)
+
+    def _dropped(self) -> dict[ProcessKey, str]:
+        dropped = self._control.last_dropped
+        return {process.name: dropped[process.peer] for process in self._processes if process.peer in dropped}
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -261,6 +294,7 @@ class CoordinatorService:
             process.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
             self._welcome(process.peer)
         process.step = max(process.step, beat.step)
+        process.counters = beat.counters
         self._events.send(beat)
 
     def _welcome(self, peer: str) -> None:
