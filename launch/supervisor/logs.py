@@ -9,7 +9,6 @@ from pathlib import Path
 
 from neuronpipe.plans.device.probe import cache_folder
 from neuronpipe.plans.plan.plan import ProcessSpec
-from neuronpipe.protocol.run_directory import OVERDUE_FILE
 
 FAILURE = "failure"
 FAILURE_BYTES = 1 << 12
@@ -71,27 +70,19 @@ class ProcessLogs:
         with contextlib.suppress(OSError), self._log(spec).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def keep(self, spec: ProcessSpec) -> Path | None:
+    def kept(self, spec: ProcessSpec) -> str:
         """Copy the end of a process's log to the user's cache folder, over the one of an earlier run: the run directory
-        goes with the run. Returns where it is; None if it could not be written."""
+        goes with the run. Returns where it is as the end of a line for a person; empty if it could not be written."""
         folder = cache_folder()
         if folder is None:
-            return None
+            return ""
         copy = folder / "logs" / self._log(spec).name
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(self._log(spec).read_bytes()[-KEPT_LOG_BYTES:])
         except OSError:
-            return None
-        return copy
-
-    def overdue_reasons(self) -> dict[str, str]:
-        """What the coordinator has written of processes that are overdue, by their names."""
-        try:
-            lines = (self._directory / OVERDUE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return {}
-        return {name: reason for name, tab, reason in (line.partition("\t") for line in lines) if tab}
+            return ""
+        return f"; its log is {copy}"
 
     def last_words(self, spec: ProcessSpec) -> str:
         """The last line that the present process wrote."""

@@ -21,7 +21,6 @@ not survive a fork.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
 import os
@@ -37,8 +36,9 @@ from pathlib import Path
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
+from neuronpipe.launch.supervisor.overdue import Overdue
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
-from neuronpipe.launch.supervisor.watchdog import HANG_S, STEP_HANG_S, Watchdog, sight_of
+from neuronpipe.launch.supervisor.watchdog import Watchdog, sights_of
 from neuronpipe.native import lib
 from neuronpipe.plans.device.limits import read_memory, read_oom_kills, read_stalled_share
 from neuronpipe.plans.package.reader import Package
@@ -61,7 +61,6 @@ from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
 
 RESTARTS, WITHIN_S = 5, 30.0
-OVERDUE_TIMES, OVERDUE_WITHIN_S = 3, 120.0  # so often a process may keep the run waiting, the last time included
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
@@ -104,7 +103,6 @@ class Supervisor:
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
         self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
-        self._delays: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
         self._verdicts: dict[ProcessKey, str] = {}  # why processes that were killed are not started again
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
@@ -114,7 +112,7 @@ class Supervisor:
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
         self._board_memory[2] = plan.memory.limit_bytes
-        self._overdue = self._memory.view("board", "overdue")
+        self._overdue = Overdue(self._lines, self._memory, directory.path)
         self._withheld = self._memory.view("board", "withheld")
         self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
         self._oom_kills = read_oom_kills(Path("/"))
@@ -254,54 +252,32 @@ class Supervisor:
         now = time.monotonic()
         if now < self._watchdog.due_at and not at_once:
             return
-        spans = sum(self._spans)
-        sights = {}
-        for pid, spec in self._processes.items():
-            word = self._pulses[self._lines[spec.role, spec.index]]
-            computes = spec.role in BACKEND_ROLES
-            progress = (spans,) if computes else ()
-            sights[pid] = sight_of(pid, word, progress, STEP_HANG_S if computes else HANG_S)
-        for overdue in self._watchdog.look(sights, now):
+        words = {
+            pid: (spec.role in BACKEND_ROLES, self._pulses[self._lines[spec.role, spec.index]])
+            for pid, spec in self._processes.items()
+        }
+        for overdue in self._watchdog.look(sights_of(words, sum(self._spans)), now):
             self._logs.note(self._processes[overdue.pid], f"ended by the watchdog: {overdue.why}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
 
     def _replace_overdue(self) -> None:
-        """Kill processes that keep the run waiting, as the coordinator says. Where several do, those that are not ours
-        are suspected first. Whoever was never ready, or does it again and again, is not started again."""
-        named = {key for key, line in self._lines.items() if self._overdue[line] == self._incarnations[key] + 1}
-        named -= self._replacement.phases.keys() if self._replacement is not None else set()
-        if not named:
-            return
-        ours = Implementations()
-        suspects = {key for key in named if self._implementations[key] != ours.of(*key)} or named
-        reasons, now = self._logs.overdue_reasons(), time.monotonic()
-        for spec in self._specs:
-            key = (spec.role, spec.index)
-            self._overdue[self._lines[key]] = 0
-            if key not in suspects:
-                continue
-            delays = self._delays[key]
-            delays.append(now)
-            while delays[0] < now - OVERDUE_WITHIN_S:
-                delays.popleft()
-            reason = reasons.get(f"{spec.role}.{spec.index}", "keeps the run waiting")
+        """Kill processes that keep the run waiting, as the coordinator says."""
+        self._pardon()
+        replaced = self._replacement.phases.keys() if self._replacement is not None else set()
+        for key, reason in self._overdue.take(self._incarnations, self._implementations, replaced).items():
+            spec = next(spec for spec in self._specs if (spec.role, spec.index) == key)
             self._logs.note(spec, f"ended by the supervisor: it {reason}")
-            if len(delays) >= OVERDUE_TIMES or not self._ready[self._lines[key]]:
-                self._verdicts[key] = self._verdict(spec, reason)
-        self._kill(suspects)
+            if self._overdue.is_hopeless(key, time.monotonic()):
+                command = self._implementations[key].text
+                self._verdicts[key] = f"{spec.role}.{spec.index} ({command}) {reason}{self._logs.kept(spec)}"
+            # What a worker computes may be the cause: that is a crash, and counts against the request.
+            self._kill({key}, signal.SIGABRT if key[0] in BACKEND_ROLES else signal.SIGKILL)
 
-    def _verdict(self, spec: ProcessSpec, reason: str) -> str:
-        """Which process is given up and why: its name, its command, what it has not done, and where its log is kept."""
-        implementation = self._implementations[spec.role, spec.index]
-        log = self._logs.keep(spec)
-        where = f"; its log is {log}" if log is not None else ""
-        return f"{spec.role}.{spec.index} ({implementation.text}) {reason}{where}"
-
-    def _kill(self, keys: set[ProcessKey]) -> None:
+    def _kill(self, keys: set[ProcessKey], number: signal.Signals = signal.SIGKILL) -> None:
         for pid, spec in self._processes.items():
             if (spec.role, spec.index) in keys:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
     # ---- processes -------------------------------------------------------------------------------------------
     def _start(self, spec: ProcessSpec) -> None:
@@ -415,6 +391,7 @@ class Supervisor:
         by `swap` do: the one before it is better."""
         if self._quarantined[0] != self._pardoned:
             self._pardoned = self._quarantined[0]
+            self._overdue.pardon(self._implementations)
             for key, deaths in self._deaths.items():
                 if key not in self._earlier:
                     deaths.clear()
@@ -471,38 +448,3 @@ class Supervisor:
     def _awaited(self, told: list[int]) -> bool:
         """Whether anybody is left who is to go now: of the gateway nothing is expected before it is told."""
         return any(spec.role != GATEWAY or pid in told for pid, spec in self._processes.items())
-
-
-def supervise(
-    directory: RunDirectory,
-    package: Package,
-    plan: Plan,
-    report: int,
-    watched: tuple[int, ...],
-    uses: Implementations,
-    listener: Listener | None = None,
-    fixed: Segment | None = None,
-) -> None:
-    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
-    could not go on; its end means that the run is over. Never returns."""
-    message, status = "", 1
-    try:
-        lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed)
-        supervisor.run()
-        message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
-    except UserError as error:
-        message = str(error)
-        directory.remove()
-    except OSError as error:
-        message = f"{error.filename or directory.path}: {error.strerror}; the run was ended"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message += ": make room, or set TMPDIR to another folder"
-        directory.remove()
-    except BaseException:
-        message = f"the supervisor failed: {traceback.format_exc()}"
-        directory.remove()
-    finally:
-        with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
-            os.write(report, message.encode())
-        os._exit(status if message else 0)

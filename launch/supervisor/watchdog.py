@@ -122,3 +122,12 @@ def sight_of(pid: int, word: int, progress: tuple[int, ...] = (), patience_s: fl
     except OSError:  # it has just ended, or /proc is hidden: then nobody knows whether it hangs
         return Sight("", 0.0, works=False, progress=())
     return Sight(state, cpu_s, works=word % 2 == 1, progress=(word, *progress), patience_s=patience_s)
+
+
+def sights_of(words: Mapping[int, tuple[bool, int]], spans: int) -> dict[int, Sight]:
+    """What is seen of the processes of a run. words: by process id, whether it computes steps, and its pulse. spans:
+    how many the run's processes have written."""
+    return {
+        pid: sight_of(pid, word, (spans,), STEP_HANG_S) if computes else sight_of(pid, word)
+        for pid, (computes, word) in words.items()
+    }

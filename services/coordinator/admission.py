@@ -9,6 +9,7 @@ from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Toke
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
 from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
+from neuronpipe.services.job import Job
 
 QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 
@@ -28,6 +29,24 @@ class Limits:
     blocks: int = 1  # of neurons in a layer
     held_blocks: tuple[int, ...] = ()  # of them, those of an accelerator: see Compute
     held_matrices: tuple[str, ...] = ()  # of an accelerator, too
+
+    @classmethod
+    def of(cls, job: Job) -> Limits:
+        """The limits of a run."""
+        manifest, compute = job.package.manifest, job.plan.compute
+        return cls(
+            mode=compute.mode,
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            logit_rows=compute.logit_rows,
+            vocabulary=manifest.model.vocabulary,
+            end_tokens=frozenset(manifest.end_tokens),
+            plan_id=job.plan.id,
+            blocks=manifest.layout.blocks,
+            held_blocks=compute.held_blocks,
+            held_matrices=compute.held_matrices,
+        )
 
     def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
         """The fields of `Step` that say which blocks each participant computes, and which matrices are held. holds: who

@@ -3,9 +3,10 @@ part in steps."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
@@ -17,6 +18,8 @@ from neuronpipe.protocol.messages.lifecycle import Hello, State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.overdue import Phase, Seen
+from neuronpipe.services.pulse import processor_time_s
 
 SILENT_AFTER_S = 5.0
 PREFILL: ProcessKey = ("prefill", 0)
@@ -163,6 +166,23 @@ class WorkerProcesses:
         """Have the supervisor replace these: they keep the run waiting."""
         for name in names:
             self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
+
+    def seen(self, awaited: Mapping[ProcessKey, str], step: int, gone: frozenset[ProcessKey]) -> dict[ProcessKey, Seen]:
+        """What is seen of all that are not gone. awaited: what else than the step with this number they owe."""
+        return {one.name: self._seen(one, awaited, step) for one in self if one.name not in gone}
+
+    def _seen(self, process: WorkerProcess, awaited: Mapping[ProcessKey, str], step: int) -> Seen:
+        owes = f"step {step}" if self.credits.outstanding(process.peer) else awaited.get(process.name, "")
+        phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
+        pid, cpu_s = self.on_board(*process.name).pid, 0.0
+        if pid:
+            with contextlib.suppress(OSError):  # it has just ended
+                cpu_s = processor_time_s(pid)
+        return Seen(phase, owes, pid, cpu_s, process.counters)
+
+    def by_name(self, by_peer: Mapping[str, str]) -> dict[ProcessKey, str]:
+        """The same by the names of processes; of other peers nothing."""
+        return {process.name: by_peer[process.peer] for process in self if process.peer in by_peer}
 
     def new_leaving(self) -> frozenset[ProcessKey] | None:
         """All processes that are to go; None while it is what it was when this was last asked."""

@@ -55,7 +55,6 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.overdue import Delays, Phase, Seen, with_dropped, write_reasons
 from neuronpipe.services.coordinator.processes import (
     WorkerProcess,
     WorkerProcesses,
@@ -67,7 +66,7 @@ from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, S
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.pulse import processor_time_s
+from neuronpipe.services.overdue import Delays, with_dropped, write_reasons
 from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
@@ -87,7 +86,7 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         self._processes = WorkerProcesses(job.plan.compute, self._memory)
-        model, limits = job.package.manifest.model, _limits(job)
+        model, limits = job.package.manifest.model, Limits.of(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
@@ -183,32 +182,17 @@ class CoordinatorService:
 
     def _look_for_delays(self, now: float) -> None:
         """While the run waits for its processes: find those that keep it waiting, say so, and have them replaced."""
-        awaits = self._scheduler.busy or not self._scheduler.workers.all_ready(self._processes.gone())
+        gone = self._processes.gone()
+        awaits = self._scheduler.busy or not self._scheduler.workers.all_ready(gone)
         if now < self._delays.due_at or not (awaits or self._delays.delay.reasons):
             return
-        gone = self._processes.gone()
-        seen = {process.name: self._seen(process) for process in self._processes if process.name not in gone}
+        seen = self._processes.seen(self._scheduler.awaited, self._scheduler.steps, gone)
         delay = self._delays.look(seen, self._meter.flash_now()[1], now)
-        dropped = self._dropped()
+        dropped = self._processes.by_name(self._control.last_dropped)
         self._report.notes = {name: with_dropped(note, dropped.get(name)) for name, note in delay.notes().items()}
         if overdue := delay.overdue():
             write_reasons(self._job.directory.path, overdue, dropped)
             self._processes.accuse(overdue)
-
-    def _seen(self, process: WorkerProcess) -> Seen:
-        outstanding = self._processes.credits.outstanding(process.peer)
-        owes = f"step {self._scheduler.steps}" if outstanding else self._scheduler.awaited.get(process.name, "")
-        phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
-        pid = self._processes.on_board(*process.name).pid
-        try:
-            cpu_s = processor_time_s(pid) if pid else 0.0
-        except OSError:  # it has just ended
-            cpu_s = 0.0
-        return Seen(phase, owes, pid, cpu_s, process.counters)
-
-    def _dropped(self) -> dict[ProcessKey, str]:
-        dropped = self._control.last_dropped
-        return {process.name: dropped[process.peer] for process in self._processes if process.peer in dropped}
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -464,20 +448,3 @@ class CoordinatorService:
             self._control.send(peer, message)
         except (Lost, Full) as error:
             log.warning("%s", error)
-
-
-def _limits(job: Job) -> Limits:
-    manifest, compute = job.package.manifest, job.plan.compute
-    return Limits(
-        mode=compute.mode,
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        prefill_chunk_tokens=compute.prefill_chunk_tokens,
-        logit_rows=compute.logit_rows,
-        vocabulary=manifest.model.vocabulary,
-        end_tokens=frozenset(manifest.end_tokens),
-        plan_id=job.plan.id,
-        blocks=manifest.layout.blocks,
-        held_blocks=compute.held_blocks,
-        held_matrices=compute.held_matrices,
-    )

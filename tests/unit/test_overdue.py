@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
-from neuronpipe.launch.supervisor.logs import ProcessLogs
+from neuronpipe.launch.supervisor.overdue import OVERDUE_TIMES, OVERDUE_WITHIN_S, Overdue
 from neuronpipe.services.coordinator.events import ProcessKey
-from neuronpipe.services.coordinator.overdue import (
+from neuronpipe.services.implementations import Implementation, Implementations
+from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.overdue import (
     GIVE_UP_S,
     LOOK_S,
     REPLACE_S,
@@ -20,6 +23,7 @@ from neuronpipe.services.coordinator.overdue import (
 )
 
 LOADER, CACHE, DECODE, PREFILL = ("loader", 0), ("cache", 0), ("decode", 0), ("prefill", 0)
+FOREIGN = Implementation("argv:./theirs", "/")
 Processes = dict[ProcessKey, Seen]
 
 
@@ -100,12 +104,61 @@ def test_signs_of_life_alone_are_no_work() -> None:
     assert seen.notes() == {CACHE: "has sent Hello and is not ready for 6 s"}
 
 
-def test_the_supervisor_reads_the_reasons_with_what_was_dropped(tmp_path: Path) -> None:
-    logs = ProcessLogs(tmp_path)
-    assert logs.overdue_reasons() == {}
-    write_reasons(tmp_path, {LOADER: "has not sent Hello for 30 s", CACHE: "late"}, {LOADER: "4 frames, expected 2"})
-    assert logs.overdue_reasons() == {
-        "loader.0": "has not sent Hello for 30 s; its last message was dropped: 4 frames, expected 2",
-        "cache.0": "late",
-    }
+class PlayedMemory:
+    """The two fields of the board."""
+
+    def __init__(self) -> None:
+        self.fields = {name: memoryview(bytearray(16)).cast("I") for name in ("overdue", "ready")}
+
+    def view(self, segment: str, field: str) -> memoryview:
+        return self.fields[field]
+
+
+KEYS: list[ProcessKey] = [LOADER, CACHE, DECODE, PREFILL]
+OURS = {key: Implementations().of(*key) for key in KEYS}
+INCARNATIONS = dict.fromkeys(KEYS, 2)
+
+
+def supervised(folder: Path) -> tuple[Overdue, PlayedMemory]:
+    memory = PlayedMemory()
+    return Overdue({key: line for line, key in enumerate(KEYS)}, cast(RunMemory, memory), folder), memory
+
+
+def test_the_supervisor_suspects_what_is_not_ours_and_reads_the_reasons(tmp_path: Path) -> None:
+    overdue, memory = supervised(tmp_path)
+    write_reasons(tmp_path, {LOADER: "has not sent Hello for 30 s"}, {LOADER: "4 frames, expected 2"})
+    reason = "has not sent Hello for 30 s; its last message was dropped: 4 frames, expected 2"
+    words = memory.fields["overdue"]
+    assert overdue.take(INCARNATIONS, OURS, ()) == {}
+    words[0] = words[1] = 3
+    assert overdue.take(INCARNATIONS, OURS, ()).keys() == {LOADER, CACHE}
+    assert overdue.take(INCARNATIONS, OURS, ()) == {}, "it is taken once"
+    words[0] = words[1] = 3
+    assert overdue.take(INCARNATIONS, OURS | {LOADER: FOREIGN}, ()) == {LOADER: reason}
+    words[0] = 2
+    assert overdue.take(INCARNATIONS, OURS, ()) == {}, "the word is of an earlier incarnation"
+    words[0] = 3
+    assert overdue.take(INCARNATIONS, OURS, {LOADER: "starting"}) == {}, "it is being replaced"
     assert with_dropped("late", None) == "late"
+
+
+def test_whoever_keeps_the_run_waiting_again_and_again_or_was_never_ready_is_given_up(tmp_path: Path) -> None:
+    overdue, memory = supervised(tmp_path)
+    assert overdue.is_hopeless(LOADER, 0.0)
+    memory.fields["ready"][:] = memoryview(bytes(16)).cast("I")
+    for line in range(4):
+        memory.fields["ready"][line] = 1
+    assert [overdue.is_hopeless(CACHE, float(second)) for second in range(OVERDUE_TIMES)] == [False, False, True]
+    rarely = [overdue.is_hopeless(DECODE, second * OVERDUE_WITHIN_S) for second in range(10)]
+    assert rarely == [False] * 10
+
+
+def test_a_refused_request_was_the_cause_and_not_our_process(tmp_path: Path) -> None:
+    overdue, memory = supervised(tmp_path)
+    for line in range(4):
+        memory.fields["ready"][line] = 1
+    for key in (DECODE, PREFILL):
+        assert [overdue.is_hopeless(key, 1.0), overdue.is_hopeless(key, 2.0)] == [False, False]
+    overdue.pardon(OURS | {PREFILL: FOREIGN})
+    assert not overdue.is_hopeless(DECODE, 3.0)
+    assert overdue.is_hopeless(PREFILL, 3.0)
