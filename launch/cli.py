@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
+from neuronpipe.launch.arguments.spellings import FOREIGN_VERBS, FORMER_VERBS, in_present_words, take_former_word
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
@@ -50,11 +51,12 @@ VERBS = {
     "bench": "measure how fast a package runs here, and where the time goes",
     "trace": "record what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
+    "help": "show what there is, or what a verb takes",
     "completion": "print what bash, zsh or fish completes neuronpipe with",
     "man": "print the manual page",
 }
 
-ALIASES = {"stop": "down"}
+ALIASES = {"stop": "down", "ls": "list", "show": "inspect"}
 """Other names of verbs; help shows them."""
 
 OF_TWO_WORDS = {
@@ -68,6 +70,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 MAX_QUOTED_CHARACTERS = 80
 _LONG_QUOTE = re.compile(rf"""(?s)(['"])((?:(?!\1).){{{MAX_QUOTED_CHARACTERS}}})(?:(?!\1).)+\1""")
+
+NUMBERS = {"int": "whole number", "float": "number"}
+_INVALID = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
 
 
 class _Told(KeyboardInterrupt):
@@ -104,8 +109,23 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError."""
+        if message.startswith("the following arguments are required"):
+            message = self._missing(message)
+        message = _INVALID.sub(lambda match: f"{match[2]} is no {NUMBERS[match[1]]}", message)
         message = _LONG_QUOTE.sub(r"\1\2...\1", message)
-        raise UserError(f"{message}; see `{self.prog} --help`")
+        raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
+
+    def _missing(self, message: str) -> str:
+        """The same, and what each of the words or options is that are missing."""
+        names = message.partition(": ")[2].split(", ")
+        meanings = {
+            name: f"one of {', '.join(map(str, action.choices))}" if action.choices else help_of(action)
+            for action in self._actions
+            if (name := "/".join(action.option_strings) or str(action.metavar or action.dest)) in names
+        }
+        if len(names) > 1:
+            meanings = {name: f"{name}: {meaning}" for name, meaning in meanings.items()}
+        return f"{message} ({'; '.join(meanings.values())})" if all(meanings.values()) else message
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """argparse takes the two dashes of `--option=--` for the end of options, and gives the option an empty list."""
@@ -150,7 +170,7 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
 
 def _joined(words: list[str]) -> list[str]:
     """The words, with a verb of two words as one, and under its own name."""
-    words = [ALIASES.get(word, word) for word in words[:1]] + words[1:]
+    words = [ALIASES.get(word, FORMER_VERBS.get(word, word)) for word in words[:1]] + words[1:]
     return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in OF_TWO_WORDS else words
 
 
@@ -164,7 +184,7 @@ def _check_first(words: list[str], parser: _Parser) -> None:
     if first in VERBS or first in OF_TWO_WORDS or first in parser.options:
         return
     if not first.startswith("-"):
-        near = _nearest(_cut(first), (*VERBS, *ALIASES))
+        near = FOREIGN_VERBS.get(first) or _nearest(_cut(first), (*VERBS, *ALIASES))
         meant = f"did you mean `{near}`?" if near else f"the verbs are {', '.join(VERBS)}."
         raise UserError(f"{_cut(first)!r} is no verb; {meant} See `neuronpipe --help`")
     if (verb := _verb_in(words)) is not None:
@@ -201,6 +221,21 @@ def verb_parser(verb: str) -> _Parser:
     return parsers(verb)[1][verb]
 
 
+def help_page(words: Sequence[str]) -> str:
+    """What `--help` shows of a verb, or of the whole program where there are no words. Raises UserError where the words
+    are no verb."""
+    parser, _ = parsers(None)
+    if not words:
+        return parser.format_help()
+    verb, *more = _joined(list(words))
+    _check_first([verb], parser)
+    of_verb = verb_parser(verb)
+    if more:
+        of_verb.refuse(more[0])
+    of_verb.note = settings().note(verb)
+    return of_verb.format_help()
+
+
 def help_of(action: argparse.Action) -> str:
     """What the help says of an argument, on one line."""
     if action.help in (None, argparse.SUPPRESS):
@@ -218,7 +253,10 @@ def _module(verb: str) -> Any:
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
-    """The verb and its arguments. Raises UserError for words that mean nothing."""
+    """The verb and its arguments; stderr names the present spelling of what was written otherwise. Raises UserError for
+    words that mean nothing."""
+    former = [word for word in words[:1] if word in FORMER_VERBS]
+    lines = [f"`{word}` is written `{FORMER_VERBS[word]}` now; the former spelling will go" for word in former]
     words = _joined(words)
     verb = _verb_in(words)
     parser, by_name = parsers(verb)
@@ -227,9 +265,17 @@ def _parsed(words: list[str]) -> argparse.Namespace:
         made = settings()
         made.apply(verb, by_name[verb])
         by_name[verb].note = made.note(verb)
+        if verb == words[0]:
+            words, written_otherwise = in_present_words(words, by_name[verb])
+            lines += written_otherwise
     asked, unknown = parser.parse_known_args(words)
     if unknown:
-        by_name[asked.verb].refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
+        line = take_former_word(asked.verb, unknown, asked, by_name[asked.verb])
+        if line is None:
+            by_name[asked.verb].refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
+        lines.append(line)
+    for line in lines:
+        print(f"neuronpipe: {line}", file=sys.stderr)
     return settled(asked)
 
 

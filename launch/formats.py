@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Iterable
 
 MAX_BYTES = 1 << 60
+MIN_PLAUSIBLE_BYTES = 1 << 20  # every size that a person types is of memory: less is a forgotten unit
+LIKELY_MIB = 64  # from here on a number without its unit is more likely of MiB than of GiB
 UNITS = {
     "": 1,
     "B": 1,
@@ -19,9 +21,12 @@ UNITS = {
     "MIB": 1 << 20,
     "G": 1 << 30,
     "GIB": 1 << 30,
+    "T": 1 << 40,
+    "TIB": 1 << 40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
+    "TB": 10**12,
 }
 ONLY_UTF8 = "not UTF-8, which texts have to be; `iconv -f latin1 -t utf-8` makes Latin-1 so"
 
@@ -31,24 +36,31 @@ AUTO = -1
 
 
 def parse_bytes(text: str) -> int:
-    """`1500000`, `512MiB`, `1.5GiB`, `2G` (binary), `800MB` (decimal). For argparse: raises ArgumentTypeError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match.group(2).upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with MiB or GiB")
-    size = float(match.group(1)) * UNITS[match.group(2).upper()]
-    if not 1 <= size <= MAX_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB")
-    return int(size)
+    """`1500000`, `512MiB`, `1.5GiB`, `2G` (binary), `800MB` (decimal). For argparse: raises ArgumentTypeError, also for
+    a size that is too small to be meant."""
+    return _parse_size(text, "")
 
 
 def parse_limit(text: str) -> int:
     """A size, or `auto`: AUTO. For argparse: raises ArgumentTypeError."""
-    if text.strip() == "auto":
-        return AUTO
-    try:
-        return parse_bytes(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+    return AUTO if text.strip() == "auto" else _parse_size(text, ", or auto")
+
+
+def _parse_size(text: str, or_else: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match.group(2).upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with MiB or GiB{or_else}")
+    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if not 1 <= size <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB{or_else}")
+    if size < MIN_PLAUSIBLE_BYTES:
+        unit = "GiB" if float(match.group(1)) < LIKELY_MIB else "MiB"
+        raise argparse.ArgumentTypeError(f"{text!r} is {_plain_bytes(int(size))}; did you mean {match.group(1)}{unit}?")
+    return int(size)
+
+
+def _plain_bytes(size: int) -> str:
+    return f"{size:,} byte{'' if size == 1 else 's'}"
 
 
 def parse_share(text: str) -> float:

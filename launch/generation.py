@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +16,10 @@ from typing import Any, Self
 
 from neuronpipe.launch.arguments.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
+from neuronpipe.launch.chat.wrapping import SoftWrap
 from neuronpipe.launch.client import Client, show_warm_up, starting
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
-from neuronpipe.launch.progress import SILENT_S, Elapsed, heard
+from neuronpipe.launch.progress import CANNOT_WIPE, SILENT_S, Elapsed, heard
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
@@ -96,7 +99,9 @@ def sampled_as_asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UserError("no prompt: give -p TEXT, or pipe a text into standard input")
+        raise UserError(
+            "no prompt: give -p TEXT, or pipe a text into standard input; `neuronpipe chat` holds a conversation"
+        )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
@@ -199,7 +204,7 @@ class _Answer:
 
     def __init__(self, prompt: str, as_json: bool, beside: Mapping[str, Any]) -> None:
         self._prompt, self._as_json, self._beside = prompt, as_json, beside
-        self._filter = for_terminal if sys.stdout.isatty() else str
+        self._screen = Screen()
         self._tokens: list[Token] = []
         self._open = False  # a line is begun and not ended
 
@@ -207,7 +212,7 @@ class _Answer:
         """One more token."""
         self._tokens.append(token)
         if not self._as_json:
-            self._show(self._filter(token.text))
+            self._show(token.text)
 
     def finish(self, finished: Finished) -> None:
         if self._as_json:
@@ -218,8 +223,9 @@ class _Answer:
         print(_summary(finished), file=sys.stderr)
 
     def _show(self, text: str) -> None:
-        sys.stdout.write(text if self._open else self._prompt + text)
-        sys.stdout.flush()
+        if not self._open:
+            self._screen.write_own(self._prompt)
+        self._screen.write(text)
         self._open = True
 
     def _end_line(self) -> None:
@@ -236,6 +242,25 @@ class _Answer:
     ) -> None:
         if isinstance(error, UserError | KeyboardInterrupt):
             self._end_line()
+
+
+class Screen:
+    """Where one answer is streamed to: a terminal, whose lines are broken at blanks, or a pipe, which gets it all."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._wrap: Callable[[str], str] = str
+        if self._is_terminal and os.environ.get("TERM", "") not in CANNOT_WIPE:
+            self._wrap = SoftWrap(lambda: shutil.get_terminal_size().columns).feed
+
+    def write(self, text: str) -> None:
+        """Show what a model wrote, at once."""
+        self.write_own(for_terminal(text) if self._is_terminal else text)
+
+    def write_own(self, text: str) -> None:
+        """Show what a person wrote, control characters included."""
+        sys.stdout.write(self._wrap(text))
+        sys.stdout.flush()
 
 
 def for_terminal(text: str) -> str:

@@ -4,6 +4,7 @@ that start a run or plan one."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +41,7 @@ from neuronpipe.plans.plan.quality import Quality, show_quality
 from neuronpipe.plans.plan.search import Found, Search
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.plan.validate import validate
-from neuronpipe.plans.pull.packages import package_path, refuse_unknown
+from neuronpipe.plans.pull.packages import FIRST_MODEL, package_path, refuse_unknown
 from neuronpipe.plans.pull.sources import is_source
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -52,20 +53,26 @@ PLANNING = "planning"
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
 
-FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What to pull first: small, and it answers; 270 MB, under the Apache licence. The page names it too."""
 
-
-def add_package_argument(parser: argparse.ArgumentParser, *, shapes: str = "") -> None:
-    """PACKAGE, the demo by default. shapes: what is said of names of shapes, where these are taken as well."""
+def add_package_argument(
+    parser: argparse.ArgumentParser,
+    *,
+    shapes: str = "",
+    more: str = "",
+    type: Callable[[str], Path | str] = package_path,
+    action: type[argparse.Action] | str = "store",
+) -> None:
+    """PACKAGE, the demo by default. shapes: what is said of names of shapes, where these are taken as well. more: what
+    else the help says. type, action: as argparse has them."""
     parser.add_argument(
         "package",
         nargs="?",
-        type=package_path,
+        type=type,
+        action=action,
         default=DEMO,
         metavar="PACKAGE|SHAPE" if shapes else "PACKAGE",
         help="package directory, a name that `neuronpipe list` shows, a GGUF file or a Hugging Face folder (a package "
-        f"is made of it once; default: the demo model){shapes}",
+        f"is made of it once; default: the demo model){shapes}{more}",
     )
 
 
@@ -85,8 +92,18 @@ def add_packages_argument(parser: argparse.ArgumentParser) -> None:
 def open_package(path: Path, *, plain: bool = False) -> Package:
     """The package that was named, or is made now of the model that was; plain: say so in lines. Raises UserError: where
     there is none it says which there are."""
-    refuse_unknown(path)
+    refuse_missing(path)
     return Package.open(package_of(path, plain=plain) if is_source(path) else path)
+
+
+def refuse_missing(path: Path) -> None:
+    """Raises UserError for what is no path, no name of a package, or that of a shape; a word with blanks passes."""
+    if os.path.exists(path):
+        return
+    from neuronpipe.plans.simulate.models import refuse_shape  # only a mistake pays for it
+
+    refuse_shape(str(path))
+    refuse_unknown(path)
 
 
 def what_the_demo_is() -> str:
@@ -246,12 +263,16 @@ class Planned:
 
 
 def package_and_plan(
-    arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False
+    arguments: argparse.Namespace,
+    *,
+    several: bool = False,
+    gateway: bool = False,
+    measured: Callable[[str], None] | None = None,
 ) -> tuple[Package, Plan]:
-    """The package and its plan, as `planned` makes it."""
+    """The package and its plan, as `planned_here` makes it."""
     refuse_contradictions(arguments)
     package = open_package(arguments.package, plain=_plain(arguments))
-    return package, planned_here(arguments, package, several=several, gateway=gateway).plan
+    return package, planned_here(arguments, package, several=several, gateway=gateway, measured=measured).plan
 
 
 def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False) -> Planned:
@@ -270,12 +291,20 @@ def _plain(arguments: argparse.Namespace) -> bool:
     return bool(getattr(arguments, "json", False))
 
 
-def planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:
-    """The same of a package that is open, after `refuse_contradictions`."""
+def planned_here(
+    arguments: argparse.Namespace,
+    package: Package,
+    *,
+    several: bool,
+    gateway: bool,
+    measured: Callable[[str], None] | None = None,
+) -> Planned:
+    """The same of a package that is open, after `refuse_contradictions`. measured: gets the lines on what was measured
+    again, for a command that has something to show first; None: they are printed."""
     said: list[str] = []
     with Elapsed(plain=_plain(arguments)) as elapsed:
         elapsed.say(PLANNING)  # on a busy machine to get here has taken seconds
-        device = probe(package.path, say=said.append)
+        device = probe(package.path, say=measured or said.append)
         elapsed.say(PLANNING)
         prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)
         subject = Subject(

@@ -15,6 +15,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.plan.firing import ranks, unmeasured_predictor
+from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.reading import units
 
 BAR_WIDTH = 64
@@ -99,6 +100,20 @@ def dense_reading(model: ModelSpec) -> str | None:
         return None
     share = model.experts_per_token / model.experts
     return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
+
+
+def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
+    """What a run with this plan reads for every token because every neuron fires, in few words; None where everything
+    is resident, where neurons are left out, or where not every neuron fires."""
+    memory = plan.memory
+    absent = 1 - (memory.slots_bytes + memory.accelerator_bytes) / memory.ffn_bytes
+    if model.activation != "silu" or plan.compute.mode == "thresholded" or absent <= 0:
+        return None
+    whose = "" if model.experts == 1 else " of a chosen expert"
+    return (
+        f"with silu every neuron{whose} fires, and {absent:.0%} of the feed-forward weights do not fit memory: "
+        "they are read again and again; `neuronpipe inspect` says more"
+    )
 
 
 def low_recall(predictor: Predictor, wanted: float) -> str | None:

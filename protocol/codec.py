@@ -36,6 +36,8 @@ MOVED_MINOR = 2
 """From this minor version on who fills or reads slots knows that value slots may hold the scales of their rows."""
 RATING_MINOR = 3
 """From this minor version on a prefill worker rates the tokens that `Prefill` names as targets."""
+BEAT_MINOR = 5
+"""From this minor version on a service answers `AskBeat`, and need not beat by itself."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20

@@ -66,6 +66,7 @@ _FROM_CLIENTS = (
 _TO_SERVICES = (
     lifecycle.Welcome,
     lifecycle.Reject,
+    lifecycle.AskBeat,
     lifecycle.Drain,
     worker.Step,
     worker.Prefill,

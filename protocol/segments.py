@@ -60,6 +60,9 @@ class Closing(ABC):
         self.close()
 
 
+BLOCK_BYTES = 512  # of st_blocks
+
+
 @frozen(slots=True)
 class Segment(Closing):
     """A descriptor of a segment whose header was checked against a layout. Not mapped yet: see `map`."""
@@ -87,6 +90,11 @@ class Segment(Closing):
                 "plan with a smaller memory limit"
             ) from error
         return cls(layout, fd, generation)
+
+    @property
+    def held_bytes(self) -> int:
+        """How much of it is in memory: a page is taken when it is first written."""
+        return BLOCK_BYTES * os.fstat(self.fd).st_blocks
 
     @classmethod
     def attach(cls, layout: Layout, fd: int, generation: int | None = None) -> Segment:

@@ -81,8 +81,9 @@ def _links() -> str:
         ):
             if direction.carries.classes:
                 names = _names(direction.carries)
-                rows.append((f"`{link.name}`", arrow, names, direction.limit_messages, direction.when_full))
-    return _table(("link", "from → to", "messages", "limit", "when full"), rows)
+                row = (f"`{link.name}`", link.bound_by, arrow, names, direction.limit_messages, direction.when_full)
+                rows.append(row)
+    return _table(("link", "bound by", "from → to", "messages", "limit", "when full"), rows)
 
 
 def _messages() -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.gateway.listener import KEY_VARIABLE
 from neuronpipe.services.job import Job
@@ -64,11 +64,11 @@ class Implementation:
             try:
                 words = shlex.split(text[len(PROGRAM) :])
             except ValueError as error:
-                raise UserError(f"--use {text!r}: {error}") from None
+                raise UserError(f"--use {quoted(text)}: {error}") from None
             if not words:
-                raise UserError(f"--use {text!r}: names no program; write argv:'./my-worker --run {{run}}'")
+                raise UserError(f"--use {quoted(text)}: names no program; write argv:'./my-worker --run {{run}}'")
         elif not _CLASS.fullmatch(text):
-            raise UserError(f"--use {text!r}: neither package.module:Class nor argv:COMMAND")
+            raise UserError(f"--use {quoted(text)}: neither package.module:Class nor argv:COMMAND")
         return cls(text, str(Path(folder).resolve()))
 
     def serve(self, job: Job) -> None:
@@ -118,7 +118,7 @@ class Use:
         """`ROLE=IMPLEMENTATION` or `ROLE.INDEX=IMPLEMENTATION`. Raises UserError."""
         process, equals, rest = text.partition("=")
         if not equals:
-            raise UserError(f"--use {text!r}: write ROLE=package.module:Class or ROLE=argv:COMMAND")
+            raise UserError(f"--use {quoted(text)}: write ROLE=package.module:Class or ROLE=argv:COMMAND")
         role, index = parse_process(process)
         return cls(role, index, Implementation.parse(rest, folder))
 
@@ -127,7 +127,7 @@ def parse_process(text: str) -> tuple[str, int | None]:
     """`decode` or `decode.1`. Raises UserError naming the roles there are."""
     found = _PROCESS.fullmatch(text)
     if not found or found[1] not in OURS:
-        raise UserError(f"{text!r} is no role; the roles are {', '.join(OURS)}, one process of them ROLE.INDEX")
+        raise UserError(f"{quoted(text)} is no role; the roles are {', '.join(OURS)}, one process of them ROLE.INDEX")
     return found[1], None if found[2] is None else int(found[2])
 
 

@@ -1,7 +1,7 @@
 """What every service does besides its work: greet the coordinator, beat, drain, and notice that a peer was restarted.
 
-One thread per process: it waits for messages, does the work they ask for, and answers. While it computes the
-coordinator knows that it owes an answer; a beat goes out between two pieces of work, and every BEAT_MS when idle.
+One thread per process: it waits for messages, does the work they ask for, and answers. It beats when the coordinator
+asks for that, which it does while the run is used: a service without work has no timer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from neuronpipe.protocol.codec import VERSION, Message
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import (
+    AskBeat,
     Beat,
     Drain,
     Drained,
@@ -26,7 +27,8 @@ from neuronpipe.protocol.messages.lifecycle import (
 )
 from neuronpipe.services.job import Job
 
-BEAT_MS = 250
+HELLO_AGAIN_MS = 1000
+FOREVER_MS = 3_600_000  # what waits natively has no other word for it
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +58,6 @@ class Service:
         self._available = available
         self._draining = False
         self._pulse = job.pulse
-        self._beat_due = 0.0
         self._hello_due = 0.0
         self.step = 0
         self.counters: Callable[[], dict[str, float]] = dict  # what beats tell monitors; set by the service
@@ -90,9 +91,10 @@ class Service:
         and may shorten it (milliseconds). `sleep`, where a service has work of its own, waits in the poller's place:
         for one of these descriptors, for so many milliseconds at most."""
         while not self._draining:
-            self._live()
+            self._greet()
             limit_ms = idle()
-            wait_ms = BEAT_MS if limit_ms is None else min(limit_ms, BEAT_MS)
+            longest_ms = FOREVER_MS if self._welcomed else HELLO_AGAIN_MS
+            wait_ms = longest_ms if limit_ms is None else min(limit_ms, longest_ms)
             self._pulse.waits()
             readable = self._poller.wait(0 if sleep else wait_ms)
             if sleep and not readable:
@@ -106,16 +108,15 @@ class Service:
                 self._take(message, handle)
         self.answer(Drained(role=self.role, index=self.index))
 
-    def _live(self) -> None:
-        """Hello until welcomed, then a beat now and then."""
+    def _greet(self) -> None:
+        """Say Hello now and then until welcomed."""
         now = time.monotonic()
-        if not self._welcomed:
-            if now >= self._hello_due:
-                self.answer(self._hello)
-                self._hello_due = now + 1.0
-        elif now >= self._beat_due:
-            self.answer(Beat(role=self.role, index=self.index, state="ready", step=self.step, counters=self.counters()))
-            self._beat_due = now + BEAT_MS / 1000
+        if not self._welcomed and now >= self._hello_due:
+            self.answer(self._hello)
+            self._hello_due = now + HELLO_AGAIN_MS / 1000
+
+    def _beat(self) -> None:
+        self.answer(Beat(role=self.role, index=self.index, state="ready", step=self.step, counters=self.counters()))
 
     def _take(self, message: Message, handle: Callable[[Message], None]) -> None:
         match message:
@@ -126,6 +127,9 @@ class Service:
                 self._welcomed, self._coordinator_pid = True, pid
                 if self._available:
                     self.answer(Ready(role=self.role, index=self.index))
+            case AskBeat():
+                if self._welcomed:
+                    self._beat()
             case Reject(reason=reason):
                 log.error("%s.%d was rejected: %s", self.role, self.index, reason)
                 self._draining = True

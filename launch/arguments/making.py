@@ -19,10 +19,11 @@ from neuronpipe.native import lib
 from neuronpipe.plans.pull.packages import VARIABLE
 from neuronpipe.plans.pull.sources import Asked, Work, made_of, make, make_as_asked
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.template_once import examine_template
 
 if TYPE_CHECKING:
+    from neuronpipe.plans.convert.conversion import Encoded, Report
     from neuronpipe.plans.convert.conversion import Progress as Told
-    from neuronpipe.plans.convert.conversion import Report
     from neuronpipe.plans.package.reader import Package
 
 _OPTION = re.compile(
@@ -93,12 +94,21 @@ def _told(source: Path, making: _Making, why_anew: str, *, plain: bool) -> Packa
 
 
 def _make(source: Path, *, plain: bool) -> None:
+    from neuronpipe.plans.convert.checkpoint import Options  # numpy: only for this
+
+    options = Options(examine_template=examine_template)
+    making = partial(make, source, options=options, report=_print_notes)
     try:
-        _told(source, partial(make, source), "the model has changed: ", plain=plain)
+        _told(source, making, "the model has changed: ", plain=plain)
     except UserError as error:
         if _OPTION.search(str(error)) is None:
             raise
         raise UserError(f"{error}; options are of `{line_to_paste('convert', source)}`, then try again") from None
+
+
+def _print_notes(encoded: Encoded) -> None:
+    for note in encoded.notes:
+        print(f"neuronpipe: note: {note}", file=sys.stderr, flush=True)
 
 
 def _in_a_process_of_its_own(source: Path, work: Callable[[], None]) -> None:

@@ -1,8 +1,7 @@
 """A conversation, and the text by which a package's model is asked to go on with it.
 
-A package with a chat template has it written by that; the template is a stranger's program, so it is held in the
-sandbox of services/gateway/templates.py, and in bounded memory besides. A package without one holds a base
-model, which knows no roles: its answers continue what is there.
+A package with a chat template has it written by that; the template is a stranger's program, so it runs in a helper
+process with limits. A package without one holds a base model, which knows no roles: its answers continue what is there.
 """
 
 from __future__ import annotations
@@ -36,6 +35,11 @@ class Conversation:
         self.turns: list[tuple[str, str]] = []  # ("user" or "assistant", text)
         if system is not None:
             self.instruct(system)
+
+    @property
+    def model(self) -> str:
+        """The name of the model in the package."""
+        return self._package.manifest.name
 
     @property
     def has_roles(self) -> bool:
@@ -75,13 +79,13 @@ class Conversation:
 
     def _written(self) -> str:
         # Only packages with a template pay for the import.
-        from neuronpipe.services.gateway.templates import Refused, Template, TemplateError, bounded_growth
+        from neuronpipe.services.gateway.template_jobs import Refused, TemplateError, TemplateSource
+        from neuronpipe.services.gateway.template_once import write_prompt
 
         chat, text = self._package.manifest.chat, self._package.chat_template()
         assert chat is not None
         try:
-            with bounded_growth():
-                return Template(text, chat.begin, chat.end).render(self.messages)
+            return write_prompt(TemplateSource(text, chat.begin, chat.end), self.messages)
         except Refused as refused:
             raise UserError(f"the model's chat template refuses this: {refused}") from None
         except TemplateError as error:

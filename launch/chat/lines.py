@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.launch.formats import ONLY_UTF8
@@ -20,13 +20,14 @@ PROMPT, GOES_ON = "> ", ". "
 
 
 class Lines:
-    """Standard input. words: what Tab completes at the beginning of a line."""
+    """Standard input. words: what Tab completes at the beginning of a line. following: what it completes behind such a
+    word."""
 
-    def __init__(self, words: Iterable[str] = ()) -> None:
+    def __init__(self, words: Iterable[str] = (), following: Mapping[str, Iterable[str]] | None = None) -> None:
         self.asks = sys.stdin.isatty()
         self._edits = self.asks and sys.stdout.isatty()
         if self._edits:
-            _prepare_editing(tuple(words))
+            _prepare_editing(tuple(words), following or {})
         elif isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
 
@@ -74,7 +75,7 @@ def _checked(text: str) -> str:
     return text
 
 
-def _prepare_editing(words: tuple[str, ...]) -> None:
+def _prepare_editing(words: tuple[str, ...], following: Mapping[str, Iterable[str]]) -> None:
     """Arrow keys, earlier lines, Tab. What was typed is not kept beyond the chat."""
     try:
         import readline
@@ -82,7 +83,9 @@ def _prepare_editing(words: tuple[str, ...]) -> None:
         return
 
     def completed(begun: str, number: int) -> str | None:
-        found = [f"{word} " for word in words if begun.startswith("/") and word.startswith(begun)]
+        before = readline.get_line_buffer()[: readline.get_begidx()].split()
+        known = words if not before and begun.startswith("/") else following.get(" ".join(before), ())
+        found = [f"{word} " for word in known if word.startswith(begun)]
         return found[number] if number < len(found) else None
 
     readline.set_completer_delims(" \t\n")

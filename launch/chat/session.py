@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.chat.conversation import Conversation
 from neuronpipe.launch.chat.lines import FENCE, Lines
+from neuronpipe.launch.chat.options import OPTIONS, list_options, shown, with_option, without_option
 from neuronpipe.launch.client import Client, Declined
-from neuronpipe.launch.generation import followed, for_terminal
+from neuronpipe.launch.generation import Screen, followed
 from neuronpipe.launch.progress import heard
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished
@@ -21,6 +21,9 @@ from neuronpipe.protocol.messages.request import Cancel, Generate
 HELP = {
     "/help": "show this",
     "/system [TEXT]": "what the model is told before the conversation: show or set it; /system - takes it back",
+    "/set [OPTION VALUE]": "how answers are sampled, e.g. /set temperature 0.7; /set alone lists the options",
+    "/unset [OPTION]": "set an option, or all of them, back to what it was",
+    "/show": "the model, what it is told before, and the options that hold",
     "/clear": "begin a new conversation",
     "/again": "take the last answer back, and answer anew",
     "/save FILE": "write the conversation: as messages (FILE.json), or to be read",
@@ -30,7 +33,7 @@ HELP = {
     "Ctrl-C": "stops the answer, or drops what is typed",
 }
 WORDS = tuple(entry.split()[0] for entry in HELP if entry.startswith("/"))
-INDENT, NARROW_COLUMNS = 18, 60
+INDENT, NARROW_COLUMNS = 21, 60
 
 
 class Chat:
@@ -39,10 +42,10 @@ class Chat:
 
     def __init__(self, client: Client, conversation: Conversation, ask: Generate, say: Callable[[str], None]) -> None:
         self._client, self._conversation, self._ask, self._say = client, conversation, ask, say
-        self._filter = for_terminal if sys.stdout.isatty() else str
+        self._begun = ask
         self._texts = 0
         self._saved: set[Path] = set()
-        self._lines = Lines(WORDS)
+        self._lines = Lines(WORDS, {"/set": OPTIONS, "/unset": OPTIONS})
 
     def hold(self) -> None:
         """Until the input ends. Raises UserError when the run does."""
@@ -92,6 +95,12 @@ class Chat:
                 self._say("a new conversation")
             case "/system":
                 self._instruct(rest)
+            case "/set":
+                self._set(rest)
+            case "/unset":
+                self._change(lambda: without_option(self._ask, self._begun, rest))
+            case "/show":
+                self._show()
             case "/again":
                 self._answer_again()
             case "/save":
@@ -109,6 +118,35 @@ class Chat:
                 return
         system = self._conversation.system
         self._say("the model is told nothing before" if system is None else f"the model is told before: {system}")
+
+    def _set(self, text: str) -> None:
+        first, _, rest = text.partition(" ")
+        if first == "system":  # as other programs have it
+            self._instruct(rest.strip())
+        elif first in ("", "parameter") and not rest.strip():
+            print(list_options(self._ask, shutil.get_terminal_size().columns))
+        else:
+            self._change(lambda: with_option(self._ask, rest.strip() if first == "parameter" else text))
+
+    def _change(self, change: Callable[[], tuple[Generate, str]]) -> None:
+        try:
+            self._ask, options = change()
+        except UserError as error:
+            self._say(f"{error}{'' if str(error).endswith('?') else ';'} /set lists the options")
+        else:
+            self._say(options)
+
+    def _show(self) -> None:
+        system = self._conversation.system
+        facts = {
+            "model": self._conversation.model,
+            "system": "nothing" if system is None else system,
+            "messages": str(len(self._conversation.turns)),
+            "options": ", ".join(shown(self._ask, name) for name in OPTIONS),
+        }
+        columns = max(20, shutil.get_terminal_size().columns - 1)
+        for name, fact in facts.items():
+            print(textwrap.fill(fact, columns, initial_indent=f"{name:<10}", subsequent_indent=" " * 10))
 
     def _answer_again(self) -> None:
         turns = self._conversation.turns
@@ -159,15 +197,14 @@ class Chat:
         """The answer, so far as it came."""
         self._texts += 1
         ask = dataclasses.replace(self._ask, request=str(self._texts), prompt=prompt, frame=frame)
-        answer, finished = "", None
+        answer, finished, screen = "", None, Screen()
         try:
             for one in followed(self._client, ask):
                 if isinstance(one, Finished):
                     finished = one
                 else:
                     answer += one.text
-                    sys.stdout.write(self._filter(one.text))
-                    sys.stdout.flush()
+                    screen.write(one.text)
         except KeyboardInterrupt as interrupt:
             self._client.send(Cancel(request=ask.request))  # it may have come while a token was shown
             if type(interrupt) is not KeyboardInterrupt:
@@ -180,7 +217,7 @@ class Chat:
         elif finished.reason == "context":
             self._say("the context is full; /clear begins a new conversation")
         elif finished.reason == "length" and self._conversation.has_roles:
-            self._say(f"ended after {finished.tokens} tokens, as -n says")
+            self._say(f"ended after {finished.tokens} tokens, as -n says; /set max_tokens N changes that")
         elif not answer:
             self._say("the model has nothing to say to that: what you said is taken back")
         return answer

@@ -161,6 +161,11 @@ class Witness(CoordinatorService):
             self._write({"peer": peer, "told": type(message).__name__, "at": time.monotonic()})
         super()._send(peer, message)
 
+    def _look_around(self, now: float) -> None:
+        """Beats are asked for all the time, as in a run that is used."""
+        self._wakefulness.used(now)
+        super()._look_around(now)
+
     def _write(self, content: dict[str, Any]) -> None:
         self._record.write(json.dumps(content) + "\n")
         self._record.flush()

@@ -34,7 +34,7 @@ TEXT_TOKENS = 24
 TEXTS = 3
 SOURCE, COPY = 1000, 2000  # prompts that no other question has, nor their beginnings
 COPIED = "a text that begins with another's keys and values"
-IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four come in each second
+IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four are asked for in each second
 STOPPED_S = 0.5
 DAMAGE_STRIDE_BYTES = 4096
 
@@ -312,7 +312,7 @@ class Suite:
             heard = [line for line in self._heard(record) if line["peer"] == peer and line["at"] > began]
             count = sum(line.get("said") == "Beat" for line in heard)
             if count < BEATS:
-                raise Failed(f"{peer}: {count} beats in {IDLE_S} s, while idle; four a second are expected")
+                raise Failed(f"{peer}: {count} beats in {IDLE_S} s, without work; it is asked four times a second")
 
     def _drained(self, record: Path) -> None:
         lines = self._heard(record)

@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
+from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S
+from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
-from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
+from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.launch.supervisor.watchdog import Watchdog, sight_of
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import GATEWAY_BYTES
+from neuronpipe.plans.plan.budget import gateway_bytes
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
@@ -67,17 +69,22 @@ class Offer:
     why: str = ""
 
 
-def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Offer]:
+def offered(
+    arguments: argparse.Namespace, paths: Sequence[Path], measured: Callable[[str], None] | None = None
+) -> dict[str, Offer]:
     """These packages by their models' names, each with the plan that it has whenever it runs: as the arguments ask,
-    within what the gateway leaves of the limit. Raises UserError, naming the package where there are several."""
+    within what the gateway leaves of the limit. measured: as `planned_here` has it. Raises UserError, naming the
+    package where there are several."""
     refuse_contradictions(arguments)
     offers: dict[str, Offer] = {}
-    for name, (path, package) in _by_name(arguments, paths).items():
+    packages = _by_name(arguments, paths)
+    gateway = _gateway_bytes(package for _, package in packages.values())
+    for name, (path, package) in packages.items():
         asked = argparse.Namespace(**{**vars(arguments), "package": path})
         if asked.memory not in (None, AUTO):
-            asked.memory = max(1, asked.memory - GATEWAY_BYTES)
-        with _naming(path, arguments):
-            plan = planned_here(asked, package, several=True, gateway=False).plan
+            asked.memory = max(1, asked.memory - gateway)
+        with _naming(path, arguments, gateway):
+            plan = planned_here(asked, package, several=True, gateway=False, measured=measured).plan
             offers[name] = Offer(package, plan, implementations(arguments.use, plan))
     return offers
 
@@ -95,32 +102,38 @@ def _by_name(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, 
     return found
 
 
+def _gateway_bytes(packages: Iterable[Package]) -> int:
+    """What a gateway of these packages takes."""
+    return gateway_bytes(sum(package.manifest.chat is not None for package in packages))
+
+
 @contextlib.contextmanager
-def _naming(path: Path, arguments: argparse.Namespace) -> Iterator[None]:
-    """An error says which package it is of."""
+def _naming(path: Path, arguments: argparse.Namespace, gateway: int = 0) -> Iterator[None]:
+    """An error says which package it is of. gateway: the bytes that the gateway takes."""
     try:
         yield
     except UserError as error:
-        raise UserError(_of_package(str(error), path, arguments)) from None
+        raise UserError(_of_package(str(error), path, arguments, gateway)) from None
 
 
-def _of_package(said: str, path: Path, arguments: argparse.Namespace) -> str:
+def _of_package(said: str, path: Path, arguments: argparse.Namespace, gateway: int) -> str:
     """What is wrong with one of several packages: which, and what it cannot have."""
     if not said.startswith(str(path)):
         said = f"{path.name}: {said}"
     if arguments.memory in (None, AUTO) or "--memory" not in said:
         return said
-    return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(GATEWAY_BYTES)}"
+    return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(gateway)}"
 
 
-def shared_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:
+def shared_limit_bytes(arguments: argparse.Namespace, path: Path, offers: Iterable[Offer]) -> int:
     """What all runs together may take: --memory without the gateway's, else what is available now."""
+    gateway = _gateway_bytes(offer.package for offer in offers)
     if arguments.memory not in (None, AUTO):
-        return max(1, int(arguments.memory) - GATEWAY_BYTES)
+        return max(1, int(arguments.memory) - gateway)
     device = probe(path)
     if arguments.memory == AUTO:
         return int(FOLLOWED_LIMIT * device.memory_total_bytes)
-    return max(1, device.memory_available_bytes - GATEWAY_BYTES)
+    return max(1, device.memory_available_bytes - gateway)
 
 
 class Host:
@@ -218,8 +231,8 @@ class Host:
             signal.set_wakeup_fd(-1)
             for number in (*STOPPING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
-            assert self._link is not None
-            self._link.close()
+            kept = {0, 1, 2, link.fileno(), self._listener.descriptor}
+            close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
             serve_hosted(self._hosted, self._listener, link, Pulse(self._pulses, 0))
             code = 0
         except BaseException:

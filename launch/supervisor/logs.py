@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.plans.device.probe import cache_folder
@@ -42,13 +43,7 @@ class ProcessLogs:
             descriptor = null
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
             os.dup2(source, target)
-        for name in os.listdir("/proc/self/fd"):
-            number = int(name)
-            try:
-                if number not in {0, 1, 2, *kept} and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
-                    os.close(number)
-            except OSError:
-                continue  # the descriptor that listed the directory
+        close_descriptors(lambda number, target: number not in {0, 1, 2, *kept} and not target.startswith("/memfd:"))
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, force=True)
 
     def fail(self, why: str) -> None:
@@ -90,6 +85,15 @@ class ProcessLogs:
 
     def _log(self, spec: ProcessSpec) -> Path:
         return self._directory / f"{spec.role}.{spec.index}.log"
+
+
+def close_descriptors(unwanted: Callable[[int, str], bool]) -> None:
+    """Close the descriptors of this process that are unwanted. A forked child has those of its parent, also the ones
+    that close on exec. unwanted: called with each number and what it refers to, as /proc says."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor that listed the directory
+            if unwanted(int(name), os.readlink(f"/proc/self/fd/{name}")):
+                os.close(int(name))
 
 
 def last_line(log: Path, start: int = 0) -> str:

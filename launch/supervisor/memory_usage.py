@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
+from neuronpipe.protocol.segments import BLOCK_BYTES
 from neuronpipe.services.monitor.processes import ProcessMemory, process_memory
 
-BLOCK_BYTES = 512  # of st_blocks
 INTERVAL_S = 0.25
 COST_FACTOR = 50  # a scan that takes 10 ms is made every 500 ms at most
 EARLY_S, EARLY_INTERVAL_S, EARLY_FACTOR = 1.0, 0.05, 10  # while a run fills up, and for runs that are over soon
@@ -44,10 +44,16 @@ class MemoryUsage:
         self._scan_at = 0.0
         self._began = time.monotonic()
 
-    def sample(self, pids: Sequence[int]) -> None:
+    @property
+    def is_early(self) -> bool:
+        """True while the run fills up."""
+        return time.monotonic() - self._began < EARLY_S
+
+    def sample(self, pids: Sequence[int], *, scans: bool = True) -> None:
+        """Measure. scans: also what processes have to themselves, which cannot grow while they sleep."""
         before = time.monotonic()
-        early = before - self._began < EARLY_S
-        if before >= self._scan_at:
+        early = self.is_early
+        if scans and before >= self._scan_at:
             self._scan(pids, EARLY_FACTOR if early else COST_FACTOR)
         current_bytes = self._others_bytes + self._held_bytes()
         if current_bytes > max(self._limit_bytes, self.peak_bytes):

@@ -28,6 +28,7 @@ class Overdue:
         self._lines, self._directory = lines, directory
         self._words, self._ready = memory.view("board", "overdue"), memory.view("board", "ready")
         self._times: dict[ProcessKey, deque[float]] = {key: deque() for key in lines}
+        self._refused_requests = 0
 
     def take(
         self,
@@ -55,11 +56,14 @@ class Overdue:
             times.popleft()
         return len(times) >= OVERDUE_TIMES or not self._ready[self._lines[key]]
 
-    def pardon(self, implementations: Mapping[ProcessKey, Implementation]) -> None:
-        """Forget how often our own processes were suspected."""
-        for key, times in self._times.items():
-            if _is_ours(key, implementations):
-                times.clear()
+    def pardon(self, refused_requests: int, implementations: Mapping[ProcessKey, Implementation]) -> None:
+        """Forget how often our own processes were suspected, once a request is refused that may have been the cause.
+        refused_requests: how many there were so far."""
+        if refused_requests != self._refused_requests:
+            self._refused_requests = refused_requests
+            for key, times in self._times.items():
+                if _is_ours(key, implementations):
+                    times.clear()
 
     def _reasons(self) -> dict[str, str]:
         """What the coordinator has written, by the names of processes."""

@@ -13,6 +13,7 @@ import dataclasses
 import socket
 from typing import Any, Literal
 
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.services.implementations import SWAPPABLE, Implementation
 
 ProcessKey = tuple[str, int]
@@ -42,9 +43,9 @@ class Replacement:
         patience_s = request.get("patience_s")
         known = {f"{role}.{index}": (role, index) for role, index in present if role in SWAPPABLE}
         if not isinstance(names, list) or not names or not all(name in known for name in names):
-            raise ValueError(f"processes: {names!r} are not some of {', '.join(known)}")
+            raise ValueError(f"processes: {quoted(names)} are not some of {', '.join(known)}")
         if not isinstance(patience_s, int | float) or not 0 < patience_s <= MAX_PATIENCE_S:
-            raise ValueError(f"patience_s: {patience_s!r} is no time between 0 and {MAX_PATIENCE_S:.0f} s")
+            raise ValueError(f"patience_s: {quoted(patience_s)} is no time between 0 and {MAX_PATIENCE_S:.0f} s")
         if not (use is None or isinstance(use, str)) or not isinstance(folder, str):
             raise ValueError("use, folder: no text")
         keys = [known[name] for name in names]

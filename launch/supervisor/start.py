@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, Supervisor, preload
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
@@ -37,12 +38,13 @@ class LiveRun:
     pid: int
     report: int
     overcome: bool = False
+    _reason: str | None = None
 
-    def failed(self, timeout_s: float = 0.0) -> str | None:
-        """The reason when the run is over; None while it lives."""
-        if not select.select([self.report], [], [], timeout_s)[0]:
-            return None
-        return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
+    def failed(self, timeout_s: float | None = 0.0) -> str | None:
+        """The reason when the run is over; None while it lives. timeout_s: how long to wait for it; None: for ever."""
+        if self._reason is None and select.select([self.report], [], [], timeout_s)[0]:
+            self._reason = os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
+        return self._reason
 
     def begin_to_stop(self) -> None:
         """Tell the run to end. When nothing of it is left, `report` can be read; `stop` is then done at once."""
@@ -55,6 +57,10 @@ class LiveRun:
             self.begin_to_stop()
             _, status = os.waitpid(self.pid, 0)
             self.overcome = os.waitstatus_to_exitcode(status) == OVERCOME
+        if self.report >= 0:
+            self._reason = self.failed() or "the run has ended"
+            os.close(self.report)
+            self.report = -1
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -140,10 +146,11 @@ def _fork(
         directory.remove()
         raise UserError(f"the run's supervisor cannot be started: {error.strerror}; see `ulimit -a`") from None
     if pid == 0:
-        os.close(read_end)
         os.setsid()
         if stays:
             _detach()
+        kept = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
+        close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
         supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
     os.close(write_end)
     directory.release()
@@ -165,7 +172,7 @@ def supervise(
     message, status = "", 1
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed)
+        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
         supervisor.run()
         message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
     except UserError as error:

@@ -14,6 +14,8 @@ not survive a fork.
                               again later, the one before it comes back
     SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; processes that are left get SIGTERM,
     an "end" request          then SIGKILL. The gateway ends last: it answers clients until then
+    SIGURG                    the run is used: memory is measured, for a while; without use, and while memory is not
+                              short, it sleeps but for a look every IDLE_LOOK_S
     SIGQUIT                   the same without waiting. A second SIGTERM does not mean that: a service manager sends
                               SIGTERM to the command and to the supervisor at once
 """
@@ -29,18 +31,16 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Container
-from pathlib import Path
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
+from neuronpipe.launch.supervisor.deaths import WITHIN_S, Causes, RestartBudget
 from neuronpipe.launch.supervisor.logs import ProcessLogs
-from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
+from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.overdue import Overdue
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.launch.supervisor.watchdog import Watchdog, sights_of
 from neuronpipe.native import lib
-from neuronpipe.plans.device.limits import read_memory, read_oom_kills, read_stalled_share
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
@@ -53,18 +53,17 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
-from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.pinning import pin
 from neuronpipe.services.pulse import Pulse, shared_words
 from neuronpipe.services.run_summary import run_summary
+from neuronpipe.services.wakefulness import BOARD_CHANGED
 from neuronpipe.services.worker.backend import BACKENDS
 
-RESTARTS, WITHIN_S = 5, 30.0
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
-IDLE_S, REPLACEMENT_POLL_S = 0.25, 0.002
+REPLACEMENT_POLL_S = 0.002
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
@@ -78,8 +77,8 @@ def preload(roles: Container[str] = OURS) -> None:
 
 class Supervisor:
     """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run. uses: what does the roles' work. listener: the gateway's, if the plan has one. fixed: the fixed tensors, where
-    another run has loaded them."""
+    run. report: a pipe whose reader is that client. uses: what does the roles' work. listener: the gateway's, if the
+    plan has one. fixed: the fixed tensors, where another run has loaded them."""
 
     def __init__(
         self,
@@ -90,9 +89,10 @@ class Supervisor:
         uses: Implementations,
         listener: Listener | None = None,
         fixed: Segment | None = None,
+        report: int | None = None,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
-        self._watched, self._listener = watched, listener
+        self._watched, self._listener, self._report = watched, listener, report
         self._specs = sorted(plan.compute.processes, key=lambda spec: (START_ORDER.index(spec.role), spec.index))
         self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.processes)}
         self._processes: dict[int, ProcessSpec] = {}
@@ -102,25 +102,17 @@ class Supervisor:
         self._control = ControlSocket(directory.path)
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
-        self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
         self._verdicts: dict[ProcessKey, str] = {}  # why processes that were killed are not started again
+        self._budget, self._causes = RestartBudget(self._incarnations), Causes()
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
         self._board = self._memory.view("board", "processes")
-        self._board_memory = self._memory.view("board", "memory")
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
-        self._board_memory[2] = plan.memory.limit_bytes
+        self._quarantined = self._memory.view("board", "quarantined")
+        self._memory_watch = MemoryWatch(plan, self._segments, self._memory)
         self._overdue = Overdue(self._lines, self._memory, directory.path)
-        self._withheld = self._memory.view("board", "withheld")
-        self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
-        self._oom_kills = read_oom_kills(Path("/"))
-        self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
-        memory = read_memory(Path("/"))
-        self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
-        self._withheld[0] = self._pressure.withheld_bytes
-        self._memory_usage = MemoryUsage([one.fd for one in self._segments.values()], plan.memory.limit_bytes)
         self._spans = self._memory.view("trace", "next")[:: LINE_WORDS // 2]
         self._watchdog, self._pulses = Watchdog(), shared_words(len(self._lines))
         self._run = os.urandom(6).hex()
@@ -132,7 +124,8 @@ class Supervisor:
         """Start everything, serve until told to stop, end everything."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, BOARD_CHANGED):
+            signal.signal(number, lambda *_: None)  # the wake-up is all
         for number in (*STOPPING, HASTEN):
             signal.signal(number, self._told_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # they waited since the fork
@@ -145,26 +138,43 @@ class Supervisor:
                 if not self._stopping:
                     self._start(spec)
             while not self._stopping and self.failure is None:
-                patience_s = max(
-                    0.0, min(IDLE_S, min(self._memory_usage.due_at, self._watchdog.due_at) - time.monotonic())
-                )
-                if self._replacement is not None:
-                    patience_s = min(patience_s, REPLACEMENT_POLL_S)
-                readable = select.select([wake_read, *self._control.descriptors()], [], [], patience_s)[0]
-                if woken := wake_read in readable:
-                    os.read(wake_read, 4096)
-                    readable.remove(wake_read)
+                ready = self._sleep(wake_read)
+                if wake_read in ready and BOARD_CHANGED in os.read(wake_read, 4096):
+                    self._memory_watch.used()
+                if self._memory_watch.stall_trigger in ready:
+                    self._memory_watch.stalled()
                 self._reap()
-                self._watch(at_once=woken)
+                self._watch(at_once=wake_read in ready)
                 self._replace_overdue()
-                if readable:
+                if not ready.isdisjoint(self._control.descriptors()):
                     self._answer_requests()
                 self._watch_replacement()
                 self._measure()
-                if self._watched and os.getppid() not in self._watched:
+                if self._report in ready or (self._watched and os.getppid() not in self._watched):
                     self._stopping = True  # the command that started this run is gone
         finally:
             self._shut_down()
+
+    def _sleep(self, wake: int) -> set[int]:
+        """Wait for something to happen, or for the next look. Returns the descriptors on which it happened."""
+        poller = select.poll()
+        for descriptor in (wake, *self._control.descriptors()):
+            poller.register(descriptor, select.POLLIN)
+        if self._memory_watch.stall_trigger is not None:
+            poller.register(self._memory_watch.stall_trigger, select.POLLPRI)
+        if self._watched and self._report is not None:
+            poller.register(self._report, 0)  # it fails when the client that reads it is gone
+        patience_s = min(self._memory_watch.due_at, self._watchdog.due_at) - time.monotonic()
+        if self._replacement is not None:
+            patience_s = min(patience_s, REPLACEMENT_POLL_S)
+        return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * patience_s))}
+
+    def _nudge_coordinator(self) -> None:
+        """The board has changed: a coordinator that sleeps looks at it."""
+        for pid, spec in self._processes.items():
+            if spec.role == "coordinator":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, BOARD_CHANGED)
 
     def _told_to_stop(self, number: int, _: object) -> None:
         self._stopping = True
@@ -214,6 +224,7 @@ class Supervisor:
                     self._replacement = Replacement.parse(request, self._implementations, client, time.monotonic())
                     for key in self._replacement.phases:
                         self._leaving[self._lines[key]] = 1
+                    self._nudge_coordinator()
             except (ValueError, UserError) as error:
                 answer(client, {"error": str(error)})
 
@@ -243,6 +254,7 @@ class Supervisor:
         self._implementations |= replacement.before
         for key in replacement.phases:
             self._leaving[self._lines[key]] = 0
+        self._nudge_coordinator()
         self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
         answer(replacement.client, {"error": why})
 
@@ -299,7 +311,7 @@ class Supervisor:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD):
+            for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD, BOARD_CHANGED):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
             lib.np_process_die_with(parent)
@@ -344,7 +356,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         replacement = self._replacement
         self._incarnations[key] += 1
-        self._board[line + BOARD_WORDS.index("signal")] = self._signal_from_outside(code)
+        self._board[line + BOARD_WORDS.index("signal")] = self._causes.signal_from_outside(code)
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = (
@@ -353,6 +365,7 @@ class Supervisor:
         )  # before the epoch: readers then see which
         if spec.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
+        self._nudge_coordinator()
         if self._stopping:
             return
         if replacement is not None and replacement.phases.get(key) == "draining":
@@ -369,32 +382,17 @@ class Supervisor:
             self._hopeless(spec, said)
             return
         self._pardon()
-        deaths = self._deaths[key]
-        deaths.append(time.monotonic())
-        while deaths and deaths[0] < deaths[-1] - WITHIN_S:
-            deaths.popleft()
-        if len(deaths) > RESTARTS:
-            often = f"{spec.role}.{spec.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
+        if (deaths := self._budget.count(key, time.monotonic())) is not None:
+            often = f"{spec.role}.{spec.index} died {deaths} times within {WITHIN_S:.0f} s"
             self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
             self.overcome = self.failure is not None
             return
         self._start(spec)
 
-    def _signal_from_outside(self, code: int) -> int:
-        """The signal that ended a process, if somebody may have sent it; 0 where the process ended by its own doing,
-        which taking too much memory is."""
-        before, self._oom_kills = self._oom_kills, read_oom_kills(Path("/"))
-        return max(0, -code) if self._oom_kills == before else 0
-
     def _pardon(self) -> None:
-        """Deaths whose cause was a request, which is refused now, do not count. Those of an implementation that came
-        by `swap` do: the one before it is better."""
-        if self._quarantined[0] != self._pardoned:
-            self._pardoned = self._quarantined[0]
-            self._overdue.pardon(self._implementations)
-            for key, deaths in self._deaths.items():
-                if key not in self._earlier:
-                    deaths.clear()
+        refused_requests = self._quarantined[0]
+        self._budget.pardon(refused_requests, self._earlier.keys())
+        self._overdue.pardon(refused_requests, self._implementations)
 
     def _hopeless(self, spec: ProcessSpec, why: str) -> None:
         """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that
@@ -405,22 +403,16 @@ class Supervisor:
                 self.failure = why
             else:  # what an accelerator did at first, the decode workers do from now on
                 self._board[self._lines[key] * LINE_WORDS + BOARD_WORDS.index("gone")] = 1
+                self._nudge_coordinator()
             return
         self._implementations[key] = self._earlier.pop(key)
-        self._deaths[key].clear()
+        self._budget.clear(key)
         self._start(spec)
 
     def _measure(self) -> None:
-        if time.monotonic() < self._memory_usage.due_at:
-            return
-        self._memory_usage.sample([os.getpid(), *self._processes, *self._watched])
-        self._board_memory[0] = self._memory_usage.current_bytes
-        self._board_memory[1] = self._memory_usage.peak_bytes
-        memory, stalled_share = read_memory(Path("/")), read_stalled_share(Path("/"))
-        self._pressure.swapped(self._memory_usage.swapped_bytes)
-        self._withheld[0] = self._pressure.look(
-            memory.total_bytes, memory.available_bytes, stalled_share, time.monotonic()
-        )
+        foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
+        if self._memory_watch.look([*self._processes, *self._watched], always_used=foreign):
+            self._nudge_coordinator()
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:

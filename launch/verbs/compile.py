@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.formats import as_typed, show_bytes
-from neuronpipe.launch.planning import add_package_argument, open_package
+from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
@@ -43,6 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
     from neuronpipe.services.worker.npu.chips import Chip, chip_of, find_chip
     from neuronpipe.services.worker.npu.providers import Provider, require_modules
     from neuronpipe.services.worker.npu.sessions import Runtime
+
+    if arguments.package is DEMO and arguments.output is None:
+        raise UserError("compile: name the package to which the graphs belong, or a folder for them with -o DIR")
 
     def chip_asked() -> Chip | None:
         if arguments.soc != "here":

@@ -6,6 +6,7 @@ The script is made from the parsers, and holds all words: completing starts no P
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ def verbs() -> Iterator[Verb]:
         verb = said[first]
         options = {option.names: option for option in (*verb.options, *_verb(two_words, "").options)}
         said[first] = Verb(verb.name, verb.meaning, tuple(options.values()), (*verb.words, second))
+    said["help"] = dataclasses.replace(said["help"], words=tuple(cli.VERBS))
     yield from said.values()
     for alias, meant in cli.ALIASES.items():
         yield Verb(alias, said[meant].meaning, said[meant].options, said[meant].words)

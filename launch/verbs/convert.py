@@ -20,11 +20,13 @@ from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Report
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
+from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.packages import checked_name
 from neuronpipe.plans.pull.sources import Asked
+from neuronpipe.services.gateway.template_once import examine_template
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +96,7 @@ def conversion_options(arguments: argparse.Namespace) -> Options:
         arguments.context,
         arguments.chat_template,
         predictor=arguments.predictor,
+        examine_template=examine_template,
     )
 
 
@@ -154,6 +157,7 @@ def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
             chat_template=arguments.chat_template,
             name=arguments.name,
             predictor=arguments.predictor,
+            examine_template=examine_template,
             overwrite=arguments.overwrite,
             progress=progress,
             report=report,
@@ -174,7 +178,8 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
         "source_weights": dict(encoded.source_weights),
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
-        "warnings": warnings(manifest),
+        "end_tokens": [end._asdict() for end in encoded.ends],
+        "warnings": [*encoded.notes, *warnings(manifest)],
     }
 
 
@@ -197,7 +202,9 @@ def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None 
     lines += [f"{'worst':<12}{encoded.worst_error:>22.4%}  {encoded.worst_tensor}"]
     if encoded.source_was_quantized:
         lines += ["", _lost_before(encoded, manifest.quantization)]
-    for warning in warnings(manifest):
+    if encoded.ends:
+        lines += ["", "texts end with", *(f"  {one_line(end.text) or end.token}  ({end.why})" for end in encoded.ends)]
+    for warning in (*encoded.notes, *warnings(manifest)):
         lines += ["", f"note: {warning}"]
     lines += ["", f"run it: {line_to_paste('run', called or path, '-p', 'TEXT')}"]
     return "\n".join(lines)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import shlex
 from pathlib import Path
 
+from neuronpipe.launch.arguments.shapes import no_activity, no_model_named, shape_here
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.planning import (
+    DEMO,
     Planned,
     Subject,
     add_package_argument,
@@ -20,20 +23,19 @@ from neuronpipe.launch.planning import (
     planned_for,
     refuse_contradictions,
 )
-from neuronpipe.plans.package.activity import Activity
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan import tradeoffs
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.simulate.described import caveats, described
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
-from neuronpipe.plans.simulate.models import known_models, model_named
+from neuronpipe.plans.simulate.models import known_models, model_named, shape_named
 from neuronpipe.plans.simulate.unmade import assumed_of, unmade_manifest
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, quoted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_package_argument(parser, shapes="; with --device also the name of a shape that `neuronpipe simulate` knows")
+    add_package_argument(parser, shapes=f"; or a shape, of which there need be no package: {', '.join(known_models())}")
     add_plan_arguments(parser)
     parser.add_argument("--gateway", action="store_true", help="a plan for `serve`: with a gateway")
     parser.add_argument(
@@ -50,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     elsewhere = None if arguments.device == THIS_MACHINE else arguments.device
-    if elsewhere is None:
-        _refuse_shape(arguments.package)
+    if elsewhere is None and _is_shape(arguments.package):
+        found = _planned_shape(arguments)
+    elif elsewhere is None:
         found = planned(arguments, several=arguments.gateway, gateway=arguments.gateway)
     else:
         found = _planned_elsewhere(arguments, elsewhere, gateway=arguments.gateway)
@@ -77,6 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _planned_elsewhere(arguments: argparse.Namespace, device: str, *, gateway: bool) -> Planned:
     """As `planned`, for a known device or one from a file."""
     refuse_contradictions(arguments)
+    if arguments.package is DEMO:
+        raise UserError(f"--device {device}: {no_model_named()}")
     if ACCELERATOR in dict(arguments.backend):
         raise UserError(
             f"--backend {ACCELERATOR}=... and --device {device}: a device file describes no accelerator, and this "
@@ -91,13 +96,23 @@ def _planned_elsewhere(arguments: argparse.Namespace, device: str, *, gateway: b
     return made
 
 
-def _refuse_shape(path: Path) -> None:
-    """Raises UserError for a shape where a package is needed: here flash is measured on its file."""
-    if not path.exists() and (name := str(path)) in known_models():
-        raise UserError(
-            f"{name}: is a shape, and flash of this machine is measured on a package's file; plan it for another "
-            f"device, e.g. `neuronpipe plan {name} --device oneplus-12`, or name a package"
-        )
+def _is_shape(path: Path) -> bool:
+    """Raises UserError for what is nearly the name of a shape, and nothing else."""
+    if path.exists():
+        return False
+    name = str(path)
+    if shape_named(name) is None and (near := difflib.get_close_matches(name, known_models(), n=1, cutoff=0.8)):
+        raise UserError(f"{quoted(name)}: no such package or shape; did you mean {near[0]}?")
+    return shape_named(name) is not None
+
+
+def _planned_shape(arguments: argparse.Namespace) -> Planned:
+    """As `planned`, for a shape that has no package."""
+    refuse_contradictions(arguments)
+    shape = model_named(str(arguments.package))
+    made = shape_here(arguments, unmade_manifest(shape), several=arguments.gateway, gateway=arguments.gateway)
+    reasons = (*assumed_of(shape), *made.plan.reasons)
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, reasons=reasons))
 
 
 def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
@@ -112,12 +127,8 @@ def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
         return subject, caveats(model)
     shape = model_named(str(path))
     manifest = unmade_manifest(shape)
-    subject = Subject(manifest=manifest, read_activity=_no_activity, device=described(model, manifest))
+    subject = Subject(manifest=manifest, read_activity=no_activity, device=described(model, manifest))
     return subject, (*caveats(model), *assumed_of(shape))
-
-
-def _no_activity() -> Activity:
-    raise ValueError("a shape has no activity profile")
 
 
 def _refuse_larger(plan: Plan, usable_bytes: int, device: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from neuronpipe.launch.formats import as_typed, parse_share
-from neuronpipe.launch.planning import add_package_argument, open_package
+from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.profile import activity, npu
 from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
 from neuronpipe.launch.progress import Progress
@@ -100,6 +100,10 @@ def _parse_silent(text: str) -> float | Literal["off"]:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.package is DEMO:
+        raise UserError(
+            "profile: name the package that is to be changed; `neuronpipe list` shows those that have names"
+        )
     if arguments.silent is not None:
         return _silent(arguments)
     if arguments.npu or arguments.scaling != npu.AUTO:

@@ -102,13 +102,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     if (found := _live(arguments.run)) is not None:
         _attach(arguments, *found, key)
         return
-    package, plan = package_and_plan(arguments, several=True, gateway=True)
+    measured: list[str] = []
+    package, plan = package_and_plan(arguments, several=True, gateway=True, measured=measured.append)
     uses = implementations(arguments.use, plan)
     listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
     backoff = Backoff()
     while True:
         began = time.monotonic()
-        reason = _serve_run(arguments, package, plan, uses, listener, again=backoff.runs_ended > 0)
+        reason = _serve_run(arguments, package, plan, uses, listener, measured, again=backoff.runs_ended > 0)
         wait_s = backoff.after(time.monotonic() - began)
         _warn(f"the run has ended: {reason}; another one is started in {wait_s:.0f} s")
         refuse_for(listener, wait_s, reason)
@@ -127,14 +128,21 @@ def _serve_several(arguments: argparse.Namespace, paths: list[Path], key: str | 
         if given is not None:
             raise UserError(f"{option} {given}: is of one run, and runs come and go here; leave it out")
     keep_alive_s = KEEP_ALIVE_S if arguments.keep_alive is None else arguments.keep_alive
-    offers = offered(arguments, paths)
+    measured: list[str] = []
+    offers = offered(arguments, paths, measured.append)
     hosted = Hosted(
         packages=[(one.package, one.plan) for one in offers.values()],
-        limit_bytes=shared_limit_bytes(arguments, paths[0]),
+        limit_bytes=shared_limit_bytes(arguments, paths[0], offers.values()),
         keep_alive_s=keep_alive_s,
     )
     listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
-    Host(offers, hosted, listener, _warn).serve(lambda: _say_several(arguments, listener, hosted))
+
+    def tell() -> None:
+        _say_several(arguments, listener, hosted)
+        for line in measured:
+            _warn(line)
+
+    Host(offers, hosted, listener, _warn).serve(tell)
 
 
 def _serve_run(
@@ -143,11 +151,13 @@ def _serve_run(
     plan: Plan,
     uses: Implementations,
     listener: Listener,
+    measured: Sequence[str],
     *,
     again: bool,
 ) -> str:
-    """Serve with one run. again: others were served before. Returns why it ended where the next one may fare better.
-    Raises UserError where it would not, and when the first one never served anything."""
+    """Serve with one run. measured: lines for a person, below the address. again: others were served before. Returns
+    why it ended where the next one may fare better. Raises UserError where it would not, and when the first one never
+    served anything."""
     with (
         contextlib.ExitStack() as after,
         started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live,
@@ -159,12 +169,14 @@ def _serve_run(
                 _warn(f"serving again, by the run {live.directory.path}")
             elif served:
                 _say(arguments, listener, live.directory, live.directory.read(), joined=False)
+                for line in measured:
+                    _warn(line)
             if served:
                 # Closed when the run has ended: a request without an answer must not delay the end.
                 client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
                 reason = _warm_up(client, plain=arguments.json)
             while reason is None:
-                reason = live.failed(WATCH_S)
+                reason = live.failed(None)
         except KeyboardInterrupt:
             os.close(listener.descriptor)  # the gateway's alone: no client must wait at a socket that nobody serves
             raise

@@ -10,8 +10,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place, no_model_named
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
-from neuronpipe.launch.planning import Subject, add_package_argument, add_plan_arguments, open_package, planned_for
+from neuronpipe.launch.planning import (
+    DEMO,
+    Subject,
+    add_package_argument,
+    add_plan_arguments,
+    open_package,
+    planned_for,
+)
 from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
@@ -67,14 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None and arguments.picture.suffix != ".svg":
         raise UserError(f"{arguments.picture}: pictures are SVG; give a name that ends in .svg")
+    if arguments.package is DEMO:
+        raise UserError(f"simulate {arguments.device}: {no_model_named()}")
     model, package = _model(arguments.package, plain=arguments.json)
     with Elapsed(plain=arguments.json) as elapsed:
         elapsed.say("simulating")  # on a busy machine the imports have taken seconds
     system = system_named(arguments.policy)
+    if arguments.mode is not None and (arguments.device != THIS_MACHINE or package is None or system.name != "ours"):
+        raise UserError(f"--mode {arguments.mode}: of a package and our own system on {THIS_MACHINE}, which has a plan")
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
-    if arguments.mode is not None and (machine is None or system.name != "ours"):
-        raise UserError(f"--mode {arguments.mode}: of our own system on {THIS_MACHINE}, which has a plan")
     wishes = Wishes(
         memory_bytes=arguments.memory,
         resident=arguments.ffn_resident,
@@ -123,9 +133,14 @@ def _model(path: Path, *, plain: bool) -> tuple[SimulatedModel, Package | None]:
 
 
 def _this_machine(package: Package | None) -> Device:
-    if package is None:
-        raise UserError(f"{THIS_MACHINE}: flash is measured on a package's file; name a package instead of a shape")
-    return probe(package.path, say=lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
+    def say(line: str) -> None:
+        print(f"neuronpipe: {line}", file=sys.stderr)
+
+    if package is not None:
+        return probe(package.path, say=say)
+    measured, device = measured_place(say)
+    say(flash_of_a_shape(measured, device))
+    return device
 
 
 def _under_plan(package: Package, machine: Device, device: DeviceModel, arguments: argparse.Namespace) -> PlannedRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 from neuronpipe.launch.client import attach, described, show_warm_up
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.progress import Elapsed
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Status
-from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile
+
+SEGMENTS = ("fixed", "kv", "slots")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +26,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     directory, run_file = RunDirectory.find(arguments.run)
-    facts = described(directory, run_file)
+    facts = described(directory, run_file) | {"segments": segment_memory(run_file)}
     with attach(directory.path) as client, Elapsed(plain=arguments.json) as elapsed:
         status = client.status(lambda: elapsed.say("waiting for the run to answer"))
     print(json.dumps({**dataclasses.asdict(status), **facts}) if arguments.json else render(facts, status))
     return 0
 
 
+def segment_memory(run_file: RunFile) -> dict[str, dict[str, int]]:
+    """Of the segments that most of a run's memory is in: what is in memory, and what is reserved. Nothing where the
+    run's supervisor cannot be seen from here."""
+    sizes = {}
+    with contextlib.suppress(UserError):
+        for name in SEGMENTS:
+            with run_file.open_segment(name) as segment:
+                sizes[name] = {"used_bytes": segment.held_bytes, "reserved_bytes": segment.layout.total_bytes}
+    return sizes
+
+
+def _used(name: str, size: dict[str, int]) -> str:
+    used, reserved = show_bytes(size["used_bytes"]), show_bytes(size["reserved_bytes"])
+    return f"{name} {used}" if size["used_bytes"] >= size["reserved_bytes"] else f"{name} {used} of {reserved}"
+
+
 def render(facts: dict[str, Any], status: Status) -> str:
     """A table for a person."""
+    segments = facts.get("segments", {})
     lines = [
         f"{facts['run']}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s",
         f"model {facts['model']}, {facts['package']}, {status.mode} mode, plan {status.plan}",
         f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, "
         f"limit {show_bytes(status.memory_limit_bytes)}",
+        *([f"in it: {', '.join(_used(name, size) for name, size in segments.items())}"] if segments else []),
         f"sequences {status.sequences_active} of {status.max_sequences}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),

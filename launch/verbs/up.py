@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, await_ready, described, follow_warm_up, show_warm_up
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    package, plan = package_and_plan(arguments, several=True)
+    measured: list[str] = []
+    package, plan = package_and_plan(arguments, several=True, measured=measured.append)
     uses = implementations(arguments.use, plan)
     with (
         started_run(package, plan, arguments.run, stays=True, uses=uses) as live,
@@ -53,5 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"  {as_typed(what_the_demo_is())}")
         for purpose, verb in (("ask it", "ask"), ("talk to it", "chat"), ("watch it", "watch"), ("end it", "down")):
             prompt = ("TEXT",) if verb == "ask" else ()
-            print(f"  {purpose + ':':<12}{line_to_paste(verb, '--run', place, *prompt)}")
+            print(f"  {purpose + ':':<12}{line_to_paste(verb, '--run', place, *prompt)}", flush=True)
+    for line in measured:
+        print(f"neuronpipe: {line}", file=sys.stderr)
     return 0

@@ -22,7 +22,7 @@ from neuronpipe.launch.watch.charts import (
 )
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.plan.plan import BACKEND_ROLES
-from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
+from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot
 from neuronpipe.services.monitor.groups import GROUPS
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -63,7 +63,7 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     rows.add_row("memory", bar([*used, (OTHERS, others)], max(10, room - 2)))
     total = f"{show_bytes(shot.memory_bytes)} of {show_bytes(limit)}"
     rows.add_row("", listed([total, f"peak {show_bytes(shot.memory_peak_bytes)}"], room, ", "))
-    regions = [key(REGIONS.get(one.name, ""), one.name, show_bytes(one.used_bytes)) for one in shot.regions]
+    regions = [key(REGIONS.get(one.name, ""), one.name, _used(one)) for one in shot.regions]
     rows.add_row("", listed([*regions, key(OTHERS, "processes")], room))
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
@@ -79,6 +79,12 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     rows.add_row("", listed([reads, *queue], room, ", "))
     rows.add_row("memory reads", _traffic(shot.dram_bytes_per_s, shot.dram_bytes_per_token, room))
     return rows
+
+
+def _used(region: Region) -> str:
+    """What is in memory of a region, beside what is reserved for it where that is more."""
+    used = show_bytes(region.used_bytes)
+    return used if region.used_bytes == region.total_bytes else f"{used} of {show_bytes(region.total_bytes)}"
 
 
 def layers(shot: Snapshot, columns: int) -> RenderableType:

@@ -25,6 +25,8 @@ def refuse_no_source(path: Path) -> None:
                 f"`neuronpipe convert {shlex.quote(str(path.parent))}`"
             )
         return
+    if path.suffix == ".gguf":
+        raise UserError(f"{path}: no such file")
     if match := REPOSITORY.fullmatch(str(path)):
         raise UserError(
             f"{path}: no such file or directory; a repository on Hugging Face is downloaded and converted with "

@@ -2,33 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from neuronpipe.plans.convert.end_tokens import ids_at
 from neuronpipe.plans.package.fields import Record, read_file, read_json
 from neuronpipe.plans.package.manifest import MAX_TEMPLATE_BYTES
-from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.errors import UserError, quoted
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and what it calls `bos_token` and `eos_token`; "" where there is none."""
+    """A Jinja template, and what it calls `bos_token` and `eos_token`; "" where there is none. where: the file or field
+    that holds it."""
 
     text: str
     begin: str
     end: str
+    where: str
+
+
+class TemplateFacts(NamedTuple):
+    """What a chat template does, found by trying.
+
+    closing: what it writes after an answer that is over
+    error: why it writes no conversation, with the line; None: it does
+    tools_error: why it fails where functions are offered or called; None: it does not
+    """
+
+    closing: str = ""
+    error: str | None = None
+    tools_error: str | None = None
+
+    def notes(self, template: ChatTemplate | None) -> tuple[str, ...]:
+        """Return what a person should know of a template that a package gets."""
+        if template is None:
+            return ()
+        if self.error is not None:
+            instead = "correct it and convert again, or give another one with --chat-template FILE"
+            return (f"{template.where}: {self.error}; conversations will fail with it: {instead}",)
+        if self.tools_error is not None:
+            return (f"{template.where}: {self.tools_error}; functions will be told and called in a stated format",)
+        return ()
+
+
+ExamineTemplate = Callable[[ChatTemplate], TemplateFacts]
+"""Tries a template. It is a stranger's program: whoever runs it bounds its time and memory."""
+
+
+def examined(template: ChatTemplate | None, examine: ExamineTemplate | None, chosen: Path | None) -> TemplateFacts:
+    """Try a template, where there is one and somebody can. Raises UserError for a chosen one that does not work."""
+    if template is None or examine is None:
+        return TemplateFacts()
+    facts = examine(template)
+    if chosen is not None and facts.error is not None:
+        raise UserError(f"{chosen}: {facts.error}")
+    return facts
 
 
 def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None:
     """That of a Hugging Face directory: the chosen file, or one of its own, or a field of tokenizer_config.json. None:
     a base model. Raises UserError where there are several and none is meant for everything."""
-    config = read_json(path / CONFIG) if (path / CONFIG).exists() else Record({}, str(path / CONFIG))
-    if chosen is not None or (path / TEMPLATE).exists():
-        text: str | None = _decoded(chosen or path / TEMPLATE)
+    config = _tokenizer_config(path)
+    where = chosen or path / TEMPLATE
+    if chosen is not None or where.exists():
+        text: str | None = _decoded(where)
     else:
-        text = _named_default(config) if config.has("chat_template") else None
-    return None if text is None else ChatTemplate(text, _token(config, "bos_token"), _token(config, "eos_token"))
+        text, where = _named_default(config) if config.has("chat_template") else None, path / CONFIG
+    if text is None:
+        return None
+    return ChatTemplate(text, _token(config, "bos_token"), _token(config, "eos_token"), where.name)
+
+
+def huggingface_end(path: Path) -> str:
+    """The text of `eos_token` in tokenizer_config.json; "" where it names none."""
+    return _token(_tokenizer_config(path), "eos_token")
+
+
+def _tokenizer_config(path: Path) -> Record:
+    return read_json(path / CONFIG) if (path / CONFIG).exists() else Record({}, str(path / CONFIG))
 
 
 def gguf_template(metadata: Record, chosen: Path | None) -> ChatTemplate | None:
@@ -39,12 +93,13 @@ def gguf_template(metadata: Record, chosen: Path | None) -> ChatTemplate | None:
 
     def piece(name: str) -> str:
         field = f"tokenizer.ggml.{name}_token_id"
-        return str(pieces[metadata.integer(field, 0, len(pieces) - 1)]) if pieces and metadata.has(field) else ""
+        return str(pieces[ids_at(metadata, field, len(pieces))[0]]) if pieces and metadata.has(field) else ""
 
     text = metadata.text("tokenizer.chat_template") if chosen is None else _decoded(chosen)
     if len(text.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
         metadata.fail("tokenizer.chat_template", f"longer than {MAX_TEMPLATE_BYTES} bytes")
-    return ChatTemplate(text, piece("bos"), piece("eos"))
+    where = "tokenizer.chat_template" if chosen is None else chosen.name
+    return ChatTemplate(text, piece("bos"), piece("eos"), where)
 
 
 def _decoded(path: Path) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from neuronpipe.plans.convert.chat_template import ChatTemplate
+from neuronpipe.plans.convert.chat_template import ChatTemplate, ExamineTemplate
 from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
+from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import open_file
@@ -212,14 +213,15 @@ class Inventory:
 
 
 class Options(NamedTuple):
-    """What the person who converts may say besides the source; None: as the source says. predictor: take the predictors
-    that lie in the source."""
+    """What the person who converts may say besides the source; None: as the source says. predictor: take the source's
+    predictors. examine_template: tries the chat template, within limits; None: nobody does."""
 
     activation: Activation | None = None
     tokenizer: Path | None = None
     context_tokens: int | None = None
     chat_template: Path | None = None
     predictor: bool = True
+    examine_template: ExamineTemplate | None = None
 
 
 @frozen
@@ -251,14 +253,14 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
     (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
-    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions.
-    """
+    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions."""
 
     source: Source
     model: ModelSpec
-    end_tokens: tuple[int, ...]
+    ends: tuple[EndToken, ...]
     tokenizer: bytes
     chat_template: ChatTemplate | None
+    notes: tuple[str, ...]  # what a person should know of the package that becomes of it
     inverse_frequency: NDArray[np.float32] | None
     matrices: Stack
     vectors: Stack

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
+from neuronpipe.plans.convert.chat_template import ExamineTemplate
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, nearest_quantization, same_encoding
+from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
@@ -44,11 +46,13 @@ Progress = Callable[[int, int], None]
 
 class Encoded(NamedTuple):
     """What encoding did to the matrices. The error is against the values that the source stores: a source that is
-    quantized had lost something before."""
+    quantized had lost something before. ends: the tokens that end a text; notes: what a person should know."""
 
     source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
     worst_tensor: str
     worst_error: float  # |w - w'| / |w|
+    ends: tuple[EndToken, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def source_was_quantized(self) -> bool:
@@ -73,6 +77,7 @@ def convert(
     chat_template: Path | None = None,
     name: str | None = None,
     predictor: bool = True,
+    examine_template: ExamineTemplate | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     report: Report | None = None,
@@ -83,11 +88,12 @@ def convert(
     than the rest, which is then q4. report is called when all is encoded.
     activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
     firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
+    examine_template: see `Options`.
     Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong
     with source, target or disk; then nothing is left. Where the process was killed, the next conversion of the same
     goes on.
     """
-    options = Options(activation, tokenizer, context_tokens, chat_template, predictor)
+    options = Options(activation, tokenizer, context_tokens, chat_template, predictor, examine_template)
     with open_checkpoint(source, options) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, gates=gates, frequencies=frequencies, name=name)
         return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
@@ -131,7 +137,7 @@ class Conversion:
             source=checkpoint.source,
             model=model,
             quantization=quantization,
-            end_tokens=checkpoint.end_tokens,
+            end_tokens=tuple(end.token for end in checkpoint.ends),
             layout=compute_layout(
                 quantization,
                 model.width,
@@ -197,7 +203,7 @@ class Conversion:
             journal.remove()
             package = writer.publish()
         if report is not None:
-            report(Encoded(self._source_weights, *work.worst()))
+            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.ends, self.checkpoint.notes))
         return package
 
     def pieces_done(self, place: Path) -> int:

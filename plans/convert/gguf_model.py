@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from neuronpipe.plans.convert.chat_template import gguf_template
+from neuronpipe.plans.convert.chat_template import examined, gguf_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
     Inventory,
@@ -21,7 +21,7 @@ from neuronpipe.plans.convert.checkpoint import (
     take_tensors,
 )
 from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
-from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
+from neuronpipe.plans.convert.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.powerinfer import (
     OPT_SPLIT,
     is_opt,
@@ -108,12 +108,15 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
         inventory.refuse_leftovers(re.compile(architecture.harmless))
+        template = gguf_template(metadata, options.chat_template)
+        facts = examined(template, options.examine_template, options.chat_template)
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,
-            end_tokens=end_tokens(metadata, model.vocabulary),
+            ends=gguf_ends(metadata, model.vocabulary, facts.closing),
             tokenizer=package_tokenizer(path, metadata, options.tokenizer, model.vocabulary),
-            chat_template=gguf_template(metadata, options.chat_template),
+            chat_template=template,
+            notes=facts.notes(template),
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,

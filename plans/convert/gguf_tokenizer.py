@@ -9,8 +9,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from neuronpipe.plans.convert.end_tokens import EndToken, end_tokens, ids_at
 from neuronpipe.plans.convert.gguf_splits import SPLITS
-from neuronpipe.plans.convert.scored_bpe import CONTROL, NORMAL, complaint_about, framed, scored_bpe, whole_pieces
+from neuronpipe.plans.convert.scored_bpe import (
+    CONTROL,
+    NORMAL,
+    USER_DEFINED,
+    complaint_about,
+    framed,
+    scored_bpe,
+    whole_pieces,
+)
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
@@ -59,18 +68,28 @@ def build_tokenizer(metadata: Record) -> bytes:
         metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
 
 
-def end_tokens(metadata: Record, vocabulary: int) -> tuple[int, ...]:
-    """The ids that end a text: those the metadata names, and the control tokens that end one by convention."""
-    ends = [
-        metadata.integer(field, 0, vocabulary - 1)
-        for field in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        if metadata.has(field)
+def gguf_ends(metadata: Record, vocabulary: int, closing: str = "") -> tuple[EndToken, ...]:
+    """The tokens that end a text: those the metadata names, the control tokens that end one by convention, and the one
+    with which the chat template closes turns. closing: what it writes after an answer."""
+    fields = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    declared = [
+        (token, field) for field in fields if metadata.has(field) for token in ids_at(metadata, field, vocabulary)
     ]
-    if metadata.has("tokenizer.ggml.tokens"):
-        pieces = _texts(metadata, "tokenizer.ggml.tokens")[:vocabulary]
-        kinds = _kinds(metadata, len(metadata.items("tokenizer.ggml.tokens")))
-        ends += [n for n, piece in enumerate(pieces) if kinds[n] == CONTROL and piece in ENDINGS]
-    return tuple(dict.fromkeys(ends))
+    if not metadata.has("tokenizer.ggml.tokens"):
+        return end_tokens(declared, [], closing, {})
+    pieces = _texts(metadata, "tokenizer.ggml.tokens")
+    kinds = _kinds(metadata, len(pieces))
+    whole = {
+        piece: token
+        for token, (piece, kind) in enumerate(zip(pieces[:vocabulary], kinds, strict=False))
+        if kind in (CONTROL, USER_DEFINED)
+    }
+    conventional = [
+        (piece, "a control token of this name ends texts")
+        for piece, token in whole.items()
+        if kinds[token] == CONTROL and piece in ENDINGS
+    ]
+    return end_tokens(declared, conventional, closing, whole)
 
 
 def _texts(metadata: Record, field: str) -> list[str]:
@@ -125,4 +144,4 @@ def _frame_token(metadata: Record, name: str, default: bool, pieces: list[str]) 
     wanted = f"tokenizer.ggml.add_{name}_token"
     if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
         return None
-    return metadata.integer(f"tokenizer.ggml.{name}_token_id", 0, len(pieces) - 1)
+    return ids_at(metadata, f"tokenizer.ggml.{name}_token_id", len(pieces))[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_missing_config, refuse_other_directories
-from neuronpipe.plans.convert.chat_template import huggingface_template
+from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface_end, huggingface_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
     Inventory,
@@ -20,6 +20,7 @@ from neuronpipe.plans.convert.checkpoint import (
     take_predictors,
     take_tensors,
 )
+from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
@@ -55,12 +56,16 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         predictors = take_predictors(inventory, model, names, wanted=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
+        tokenizer = read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary)
+        template = huggingface_template(path, options.chat_template)
+        facts = examined(template, options.examine_template, options.chat_template)
         return Checkpoint(
             source=Source("huggingface", one_line(path.resolve().name), name),
             model=model,
-            end_tokens=_end_tokens(path, config, model.vocabulary),
-            tokenizer=read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary),
-            chat_template=huggingface_template(path, options.chat_template),
+            ends=_ends(path, config, model.vocabulary, facts.closing, tokenizer),
+            tokenizer=tokenizer,
+            chat_template=template,
+            notes=facts.notes(template),
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
@@ -132,18 +137,15 @@ def _is_file_name(name: str) -> bool:
     return Path(name).name == name and name.isprintable() and 0 < len(name) <= MAX_QUOTED_CHARACTERS
 
 
-def _end_tokens(path: Path, config: Record, vocabulary: int) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json knows better than config.json, where both speak."""
+def _ends(path: Path, config: Record, vocabulary: int, closing: str, tokenizer: bytes) -> tuple[EndToken, ...]:
+    """The tokens that end a text. Of the ids generation_config.json knows better than config.json."""
     generation = path / "generation_config.json"
     record = read_json(generation) if generation.exists() else config
     record = record if record.has("eos_token_id") else config
-    if not record.has("eos_token_id"):
-        return ()
-    if "eos_token_id" not in record.names() and record.value("eos_token_id") >= vocabulary:
-        return ()  # the class's default, in a model that has no such token
-    value = record.value("eos_token_id")
-    tokens = value if isinstance(value, list) else [value]
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocabulary:
-            record.fail("eos_token_id", f"{quoted(token)} is no token id below {vocabulary}")
-    return tuple(dict.fromkeys(tokens))
+    declared: list[tuple[int, str]] = []
+    # A class's default may be a token that a smaller model does not have.
+    if record.has("eos_token_id") and ("eos_token_id" in record.names() or record.value("eos_token_id") < vocabulary):
+        why = f"{Path(record.where).name}: eos_token_id"
+        declared = [(token, why) for token in ids_at(record, "eos_token_id", vocabulary)]
+    named = [(huggingface_end(path), f"{CONFIG}: eos_token")]
+    return end_tokens(declared, named, closing, added_tokens(tokenizer, vocabulary))

@@ -95,8 +95,7 @@ def read_cpu_quota(root: Path) -> float | None:
 def read_stalled_share(root: Path) -> float:
     """The share of the last ten seconds in which some task waited for memory, 0..1: of the control group where the
     kernel tells that (`memory.pressure`), else of the machine (`/proc/pressure/memory`); 0 where it tells neither."""
-    groups = [folder / "memory.pressure" for folder, second in _control_groups(root, "memory") if second]
-    for path in (*groups[:1], root / "proc/pressure/memory"):
+    for path in pressure_files(root):
         if found := re.search(r"^some avg10=(\d+(?:\.\d+)?)", _text(path), re.M):
             return float(found[1]) / 100
     return 0.0
@@ -106,6 +105,13 @@ def read_oom_kills(root: Path) -> int:
     """How many processes the kernel killed for want of memory since it started; 0 where it does not tell."""
     found = re.search(r"^oom_kill (\d+)$", _text(root / "proc/vmstat"), re.M)
     return int(found[1]) if found else 0
+
+
+def pressure_files(root: Path) -> tuple[Path, ...]:
+    """Where the kernel tells how long tasks waited for memory: the control group's file, if there may be one, then the
+    machine's. Not all of them need exist."""
+    groups = [folder / "memory.pressure" for folder, second in _control_groups(root, "memory") if second]
+    return (*groups[:1], root / "proc/pressure/memory")
 
 
 def read_memory(root: Path) -> Memory:

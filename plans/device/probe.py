@@ -121,8 +121,8 @@ def _file_system(directory: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The folder for what this program keeps for its user; None where this user has no home: nothing is kept. A
-    relative XDG_CACHE_HOME counts as none, as its specification says."""
+    """This program's folder in the user's cache folder, whether or not it exists; None where this user has no home:
+    nothing is kept. A relative XDG_CACHE_HOME counts as none, as its specification says."""
     cache = os.environ.get(CACHE_VARIABLE, "")
     if not os.path.isabs(cache):
         try:
@@ -133,9 +133,8 @@ def cache_folder() -> Path | None:
 
 
 def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
-    """One file per device and place, in the user's cache folder; None where there is none."""
-    folder = cache_folder()
-    if folder is None:
+    """One file per device and place; None where nothing is kept."""
+    if (folder := cache_folder()) is None:
         return None
     key = f"{CACHE_VERSION} {device.id} {place}"
     return folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -29,7 +29,12 @@ LIBRARIES_BYTES = 15 * MIB  # of the interpreter and of libraries, what is used,
 INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
-GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
+REQUESTS_BYTES = 16 * MIB  # of requests in flight: bodies, what they become, answers that wait
+GATEWAY_BYTES = 32 * MIB + REQUESTS_BYTES + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
+# A gateway runs the chat templates of packages, which are strangers' programs, in helper processes.
+TEMPLATE_GROWTH_BYTES = 64 * MIB  # by which one may grow: an allocation beyond it fails
+TEMPLATE_HELPER_BYTES = TEMPLATE_GROWTH_BYTES + 20 * MIB  # with its interpreter and libraries
+MAX_TEMPLATE_HELPERS = 2  # of a gateway that serves several models
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: measured with PoCL (services/worker/gpu/README.md).
@@ -46,6 +51,11 @@ NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round u
 # The smallest limit is computed with these; with a larger one there is more of both.
 MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
+
+
+def gateway_bytes(chat_models: int) -> int:
+    """Bytes of a gateway and its helper processes. chat_models: how many of its models have a chat template."""
+    return GATEWAY_BYTES + min(chat_models, MAX_TEMPLATE_HELPERS) * TEMPLATE_HELPER_BYTES
 
 
 def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
@@ -70,7 +80,7 @@ def memory_budget(
         **{f"{name}_bytes": layout.total_bytes for name, layout in made.items()},
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
-        + GATEWAY_BYTES * shape.gateways
+        + gateway_bytes(int(manifest.chat is not None)) * shape.gateways
         + _driver_bytes(manifest, shape)
         + tokenizer,
         private_bytes=_engines_bytes(manifest, shape, prefill_tokens)

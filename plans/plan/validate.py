@@ -81,7 +81,10 @@ class _Check:
                 "and at most one gateway and one accelerator",
             )
         if len(backends := {process.backend for process in self._plan.compute.decode_workers()}) > 1:
-            self._fail("compute.processes", f"decode workers with one backend, not {' and '.join(sorted(backends))}")
+            self._fail(
+                "compute.processes",
+                f"decode workers with one backend, not {' and '.join(map(quoted, sorted(backends)[:2]))}",
+            )
         if (ACCELERATOR in roles) != bool(self._plan.compute.held_blocks):
             self._fail("compute.held_blocks", "are an accelerator's, and it has some")
         for number, process in enumerate(processes):

@@ -29,6 +29,11 @@ VARIABLE = "NEURONPIPE_DATA"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 MAX_SHOWN = 12
+FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What to pull first: small, and it answers; 270 MB, under the Apache licence. The page names it too."""
+
+EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
+_HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)
 LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter from when it has begun
 
 
@@ -101,11 +106,26 @@ def refuse_unknown(path: Path) -> None:
     if os.path.exists(path):
         return
     text = str(path)
-    if REPOSITORY.fullmatch(text):
-        raise UserError(f"{named(text)}: no such package directory; from a hub it comes with `neuronpipe pull {text}`")
-    if not NAME.fullmatch(text):
+    on_hub = None if text.startswith("/") else _HUB.fullmatch(text)
+    if text.endswith(".gguf") and (on_hub is None or ":" not in on_hub["reference"]):
+        raise UserError(f"{named(text)}: no such file{_ggufs_beside(path)}")
+    if on_hub is not None:
+        raise UserError(
+            f"{named(text)}: no such package directory; from a hub it comes with "
+            f"`neuronpipe pull {named(on_hub['reference'])}`"
+        )
+    name = text.partition(":")[0]  # other programs write NAME:TAG
+    if not NAME.fullmatch(name):
         return
-    raise UserError(f"{text}: no such package directory, and no package has that name; {_what_there_is(text)}")
+    raise UserError(f"{named(text)}: no such package directory, and no package has that name; {_what_there_is(name)}")
+
+
+def _ggufs_beside(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.name.endswith(".gguf"))
+    except OSError:
+        return ""
+    return f"; in that folder {_there_are(names)}" if names else ""
 
 
 def _what_there_is(text: str) -> str:
@@ -113,14 +133,20 @@ def _what_there_is(text: str) -> str:
         return "its pull was interrupted: `neuronpipe list` says how to go on"
     names = package_names()
     if not names:
-        return "make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`"
+        return f"make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`{EXAMPLE}"
     import difflib  # only a mistake pays for it
 
     by_folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(text.casefold(), by_folded, n=1)
-    meant = f"did you mean {by_folded[near[0]]}? " if near else ""
-    more = f" and {len(names) - MAX_SHOWN} more: `neuronpipe list`" if len(names) > MAX_SHOWN else ""
-    return f"{meant}There are {', '.join(names[:MAX_SHOWN])}{more}"
+    there_are = f"{_there_are(names)}{': `neuronpipe list`' if len(names) > MAX_SHOWN else ''}"
+    if near := difflib.get_close_matches(text.casefold(), by_folded, n=1):
+        return f"did you mean {by_folded[near[0]]}? T{there_are[1:]}"
+    return f"{there_are}; `neuronpipe pull ORG/NAME` gets another{EXAMPLE}"
+
+
+def _there_are(names: list[str]) -> str:
+    """`there are a, b and 3 more`."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
 
 
 def refuse_used(name: str) -> None:

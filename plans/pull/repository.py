@@ -9,7 +9,7 @@ from dataclasses import field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
-from neuronpipe.plans.pull.packages import name_like
+from neuronpipe.plans.pull.packages import EXAMPLE, name_like
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
 
@@ -19,7 +19,7 @@ SMALL_FILES = ("config.json", "generation_config.json", CONFIG, TEMPLATE)
 MAX_SMALL_BYTES = 64 << 20
 MAX_SHOWN = 6
 _REFERENCE = re.compile(
-    r"(?:https?://[^/\s]+/+)?(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/?(?::(?P<file>[^:@]+))?(?:@(?P<revision>[^@:]+))?",
+    r"(?:https?://[^/\s]+/+|hf\.co/|huggingface\.co/)?(?P<repository>[\w][\w.-]*/[\w][\w.-]*)/?(?::(?P<file>[^:@]+))?(?:@(?P<revision>[^@:]+))?",
     re.ASCII,
 )
 _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
@@ -39,7 +39,7 @@ class Reference:
         """Raises UserError saying what is expected."""
         match = _REFERENCE.fullmatch(text)
         if match is None:
-            raise UserError(f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION]")
+            raise UserError(f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION]{EXAMPLE}")
         file = match["file"]
         if file is not None and (not file.endswith(".gguf") or not file.isprintable() or ".." in file.split("/")):
             raise UserError(f"{quoted(file)}: only a .gguf file of a repository can be named")

@@ -137,7 +137,15 @@ def made_of(source: Path) -> Path | None:
     return next((package for package in there if origin_of(package) == origin), None)
 
 
-def make(source: Path, *, agree: Callable[[Work], None], waiting: Callable[[str], None], progress: Progress) -> Package:
+def make(
+    source: Path,
+    *,
+    options: Options,
+    agree: Callable[[Work], None],
+    waiting: Callable[[str], None],
+    progress: Progress,
+    report: Report,
+) -> Package:
     """Make the package of a model on this disk, called like its file or folder, or open the one that another command
     has made meanwhile.
 
@@ -153,7 +161,7 @@ def make(source: Path, *, agree: Callable[[Work], None], waiting: Callable[[str]
         try:
             with working_folder(name) as folder, _emptied(folder):
                 if name == _name_for(source) and made_of(source) is None:  # or another command was faster
-                    return _make(source, name, folder, Asked(), agree, progress, None)
+                    return _make(source, name, folder, Asked(options=options), agree, progress, report)
         except Busy:
             waiting(name)
             time.sleep(WAIT_S)

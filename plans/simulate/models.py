@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED, ASSUMED_PREDICTED
-from neuronpipe.plans.pull.packages import REPOSITORY, refuse_unknown
+from neuronpipe.plans.pull.packages import REPOSITORY
 from neuronpipe.plans.simulate.device_file import Sourced
 from neuronpipe.plans.synth.shapes import SHAPES, rank_of
 from neuronpipe.protocol.errors import UserError, quoted
@@ -153,8 +154,24 @@ def known_models() -> list[str]:
     return sorted({*published_models(), *SHAPES})
 
 
-def model_named(name: str) -> SimulatedModel:
-    """A published model or a synthetic shape. Raises UserError."""
+def shape_named(text: str) -> str | None:
+    """The name of the shape that a person means, in any case of letters, also as ORG/NAME; None: there is none."""
+    by_folded = {name.casefold(): name for name in known_models()}
+    return by_folded.get(text.casefold().rpartition("/")[2])
+
+
+def refuse_shape(text: str) -> None:
+    """Raises UserError for the name of a shape where only a package will do."""
+    if (name := shape_named(text)) is not None:
+        raise UserError(
+            f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
+            f"`neuronpipe simulate DEVICE {name}` take without a package"
+        )
+
+
+def model_named(text: str) -> SimulatedModel:
+    """A published model or a synthetic shape. Raises UserError that names those there are."""
+    name = shape_named(text) or text
     if (published := published_models().get(name)) is not None:
         spec = ModelSpec(
             family="llama",
@@ -180,9 +197,11 @@ def model_named(name: str) -> SimulatedModel:
         )
     if name in SHAPES:
         return _assumed(name, SHAPES[name])
-    if REPOSITORY.fullmatch(name):
-        refuse_unknown(Path(name))
-    raise UserError(f"{quoted(name)}: is neither a package nor a known shape; shapes are {', '.join(known_models())}")
+    known = known_models()
+    near = difflib.get_close_matches(name.casefold(), known, n=1)
+    meant = f"did you mean {near[0]}? Shapes" if near else "shapes"
+    from_hub = f"; from a hub it comes with `neuronpipe pull {name}`" if REPOSITORY.fullmatch(name) else ""
+    raise UserError(f"{quoted(name)}: is neither a package nor a known shape{from_hub}; {meant} are {', '.join(known)}")
 
 
 def model_of(manifest: Manifest) -> SimulatedModel:

@@ -185,7 +185,8 @@ class Tokenized(Message):
     request: as in `Tokenize`
     tokens: their ids
     pieces: the bytes of each, as in `Token`
-    text: what the tokens stand for; special ones, and what the tokenizer left out of a given text, are not in it
+    text: what the tokens stand for; what the tokenizer left out of a given text is not in it, nor are
+        special ones, unless `Tokenize.special` asked for them
     """
 
     request: str

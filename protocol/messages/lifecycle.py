@@ -76,10 +76,17 @@ class Ready(Message):
 
 
 @message
+class AskBeat(Message):
+    """Send a `Beat`. The coordinator sends it every 250 ms while requests are under way or a monitor is attached, and
+    not while the last one is unanswered; a run without either sleeps. A service that was not welcomed yet ignores it.
+    """
+
+
+@message
 class Beat(Message):
-    """A sign of life, every 250 ms while there is nothing to do, and between two pieces of work. A process without
-    work that sends nothing for 5 s is silent, and so is one that a signal has stopped. A process with work whose `step`
-    stays the same for too long is stuck.
+    """A sign of life: the answer to `AskBeat`. A service may send it at other times as well, as those did that speak
+    2.4 or less, every 250 ms. A process without work that does not answer for 5 s is silent, and so is one that a
+    signal has stopped. A process with work whose `step` stays the same for too long is stuck.
 
     role: as in `Hello`
     index: as in `Hello`

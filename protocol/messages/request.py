@@ -205,12 +205,14 @@ class Tokenize(Message):
     text: the text; exactly one of text and tokens is given
     tokens: the ids
     frame: whether the tokenizer adds its begin and end tokens to the text
+    special: whether the text of tokens has the names of special tokens; without, they are left out
     """
 
     request: str
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     frame: bool = True
+    special: bool = False
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.tokens is None):

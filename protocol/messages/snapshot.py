@@ -46,8 +46,9 @@ class Region(Message):
     """A part of the run's shared memory, in `Snapshot`.
 
     name: "fixed" tensors, keys and values ("kv"), "hot" neurons that stay, "cold" ones that are replaced
-    total_bytes: its size
-    used_bytes: how much of it is in use
+    total_bytes: what is reserved for it
+    used_bytes: how much of that is in memory: pages of keys and values, and of fixed tensors, are taken when they are
+        first written
     """
 
     name: str

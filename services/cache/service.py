@@ -37,6 +37,7 @@ from neuronpipe.services.trace import Trace
 
 RETRY_MS = 1
 FOLLOW_MS = 50
+GIVEN_UP_MS = 250  # how soon it is noticed that a loader does not answer `Trim`
 SETTLED_AFTER_S = 1.0  # by then the loader has done what it was asked to pin
 MAX_PINNED_AT_ONCE = 1024
 LOST_AFTER_S = 1.0
@@ -165,7 +166,11 @@ class CacheService:
             self._resize()
         vacates = self._settled and self._resizing.vacates and self._vacate()
         follows = self._settled and self._follow(time.monotonic())
-        return RETRY_MS if self._hungry or vacates else FOLLOW_MS if follows else None
+        if self._hungry or vacates:
+            return RETRY_MS
+        if follows:
+            return FOLLOW_MS
+        return GIVEN_UP_MS if self._resizing.vacates else None
 
     # ---- how many slots there are ----------------------------------------------------------------------------
     def _from_coordinator(self, message: Message) -> None:

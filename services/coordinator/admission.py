@@ -32,7 +32,7 @@ class Limits:
 
     @classmethod
     def of(cls, job: Job) -> Limits:
-        """The limits of a run."""
+        """Those of a run."""
         manifest, compute = job.package.manifest, job.plan.compute
         return cls(
             mode=compute.mode,
@@ -94,7 +94,7 @@ class Admission:
         try:
             tokens = self._tokens_of(ask, least=0)
             pieces = tuple(map(self._tokenizer.piece, tokens))
-            text = self._tokenizer.decode(tokens) if tokens else ""
+            text = self._tokenizer.decode(tokens, special=ask.special) if tokens else ""
         except _Refusal as refusal:
             return Refused(request=ask.request, code=refusal.code, message=str(refusal))
         return Tokenized(request=ask.request, tokens=tuple(tokens), pieces=pieces, text=text)

@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
         """Token ids of a text. frame: with the tokens that the file puts round a text."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids. special: with the names of special tokens."""
         ...
 
     def piece(self, token: int) -> bytes:
@@ -69,9 +69,9 @@ class FileTokenizer:
         with panics_are_errors():
             return list(self._library.encode(text, add_special_tokens=frame).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        return str(self._library.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids, with or without the names of special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return str(self._library.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token: its name, as the file's decoder spells bytes."""

@@ -6,19 +6,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
-from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, MOVED_MINOR, RATING_MINOR, minor_of
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, GATEWAY, Compute
+from neuronpipe.protocol.codec import (
+    BEAT_MINOR,
+    HELD_MINOR,
+    LENDING_MINOR,
+    MOVED_MINOR,
+    RATING_MINOR,
+    Message,
+    minor_of,
+)
 from neuronpipe.protocol.credits import Credits
+from neuronpipe.protocol.errors import Full, Lost, quoted
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
-from neuronpipe.protocol.messages.lifecycle import Hello, State
+from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.overdue import Phase, Seen
+from neuronpipe.services.overdue import Delays, Phase, Seen, with_dropped, write_reasons
 from neuronpipe.services.pulse import processor_time_s
 
 SILENT_AFTER_S = 5.0
@@ -30,7 +40,7 @@ TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinato
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerProcess:
-    """One service: what it said of itself, and when it was last heard."""
+    """One service: what it said of itself, and whether it owes a beat."""
 
     role: str
     index: int
@@ -42,7 +52,7 @@ class WorkerProcess:
     greeted_at: float = -math.inf
     state: State = "starting"
     step: int = 0
-    heard_at: float = 0.0
+    asked_at: float | None = None  # when the beat was asked for that has not come yet
     counters: dict[str, float] = dataclasses.field(default_factory=dict)  # of its last beat
 
     @property
@@ -62,7 +72,7 @@ class WorkerProcess:
             return "silent"
         if self.state == "ready" and outstanding:
             return "busy"
-        if self.state == "ready" and now - self.heard_at > SILENT_AFTER_S:
+        if self.state == "ready" and self.asked_at is not None and now - self.asked_at > SILENT_AFTER_S:
             return "silent"
         return self.state
 
@@ -115,11 +125,25 @@ class WorkerProcesses:
         return iter(self._processes.values())
 
     # ---- what they say ---------------------------------------------------------------------------------------
-    def heard(self, peer: str, now: float) -> WorkerProcess:
+    def heard(self, peer: str) -> WorkerProcess:
         """Note a sign of life."""
         process = self._processes[peer]
-        process.heard_at = now
+        process.asked_at = None
         return process
+
+    def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
+        """Ask those for a beat that do not owe one; send raises Lost or Full. One that speaks an older protocol beats
+        without being asked."""
+        for process in self:
+            if process.asked_at is not None:
+                continue
+            process.asked_at = now
+            if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
+                continue
+            try:
+                send(process.peer, AskBeat())
+            except (Lost, Full):
+                process.asked_at = None  # it is not connected, or not any more: the board says so
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """An incarnation says Hello; it is ready when it says so."""
@@ -135,7 +159,8 @@ class WorkerProcesses:
 
     def leave(self, process: WorkerProcess) -> None:
         """It is gone."""
-        process.pid, process.incarnation, process.state, process.counters = 0, -1, "starting", {}
+        process.pid, process.incarnation, process.state, process.asked_at = 0, -1, "starting", None
+        process.counters = {}
         self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------
@@ -167,12 +192,16 @@ class WorkerProcesses:
         for name in names:
             self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
 
-    def seen(self, awaited: Mapping[ProcessKey, str], step: int, gone: frozenset[ProcessKey]) -> dict[ProcessKey, Seen]:
-        """What is seen of all that are not gone. awaited: what else than the step with this number they owe."""
-        return {one.name: self._seen(one, awaited, step) for one in self if one.name not in gone}
+    def owing_steps(self, step: int) -> dict[ProcessKey, str]:
+        """The processes that have not answered the step with this number."""
+        return {process.name: f"step {step}" for process in self if self.credits.outstanding(process.peer)}
 
-    def _seen(self, process: WorkerProcess, awaited: Mapping[ProcessKey, str], step: int) -> Seen:
-        owes = f"step {step}" if self.credits.outstanding(process.peer) else awaited.get(process.name, "")
+    def seen(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Seen]:
+        """What is seen of all that are not gone. owed: what they have not answered, in words."""
+        gone = self.gone()
+        return {one.name: self._seen(one, owed.get(one.name, "")) for one in self if one.name not in gone}
+
+    def _seen(self, process: WorkerProcess, owes: str) -> Seen:
         phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
         pid, cpu_s = self.on_board(*process.name).pid, 0.0
         if pid:
@@ -193,9 +222,43 @@ class WorkerProcesses:
         return frozenset(name for name, line in self._lines.items() if self._leaving[line])
 
 
+class DelayWatch:
+    """Looks for processes that keep the run waiting, says so in `notes`, and has the supervisor replace them.
+
+    directory: the run's; notes: gets what clients are told of processes
+    """
+
+    def __init__(self, processes: WorkerProcesses, directory: Path, notes: dict[ProcessKey, str]) -> None:
+        self._processes, self._directory, self._notes = processes, directory, notes
+        self._delays = Delays()
+
+    def is_due(self, now: float, *, awaits: bool) -> bool:
+        """Whether to look now. awaits: whether anything is awaited of a process."""
+        return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
+
+    def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
+        """owed: what processes have not answered. dropped: why the last message of a peer could not be read."""
+        delay = self._delays.look(self._processes.seen(owed), flash_reads, now)
+        reasons = self._processes.by_name(dropped)
+        self._notes.clear()
+        self._notes.update({name: with_dropped(note, reasons.get(name)) for name, note in delay.notes().items()})
+        if overdue := delay.overdue():
+            write_reasons(self._directory, overdue, reasons)
+            self._processes.accuse(overdue)
+
+
 def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
     """Whether a process fills or reads slots, and speaks a version in which scales always lie with triggers."""
     return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
+
+
+def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool) -> str | None:
+    """Why a process cannot take part in the run, by its Hello; None where it can. are_scales_moved: as in the plan."""
+    if process.role in BACKEND_ROLES and not hello.numerics:
+        return f"{process.peer}: Hello.numerics is empty, and it computes steps"
+    if are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
+        return f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
+    return None
 
 
 class Workers:

@@ -12,8 +12,7 @@ import signal
 import time
 from array import array
 
-from neuronpipe.plans.plan.lending import Lendable
-from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
+from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
@@ -56,9 +55,10 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.processes import (
+    DelayWatch,
     WorkerProcess,
     WorkerProcesses,
-    is_too_old_for_moved_scales,
+    why_rejected,
 )
 from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
@@ -66,12 +66,11 @@ from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, S
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.overdue import Delays, with_dropped, write_reasons
 from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
+from neuronpipe.services.wakefulness import BOARD_CHANGED, STATUS_LINGER_S, Wakefulness
 
-IDLE_MS = 250
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
 ENDING_MS = 5
@@ -96,14 +95,17 @@ class CoordinatorService:
         self._quarantine.coordinator_died(killed=own.signal == signal.SIGKILL, now=time.monotonic())
         self._quarantined = self._memory.view("board", "quarantined")
         self._quarantined[0] += self._quarantine.refused
-        self._scheduler = Scheduler(limits, names, tokenizer, grammars, self._reservation(), self._quarantine)
+        reservation = Reservation.of(job.plan, job.package.manifest, self._kv_tokens)
+        self._scheduler = Scheduler(limits, names, tokenizer, grammars, reservation, self._quarantine)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
         self._tokens = 0
         self._draining = self._ending = False  # told to stop; and this is the run's end
+        self._wakefulness, self._watched = Wakefulness(), False
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_end)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(BOARD_CHANGED, lambda *_: None)  # the wake-up is all
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
@@ -114,7 +116,7 @@ class CoordinatorService:
         self._later: list[Event] = []  # what was noticed while something else was carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
-        self._delays = Delays()
+        self._delays = DelayWatch(self._processes, job.directory.path, self._report.notes)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -122,15 +124,19 @@ class CoordinatorService:
         poller.add(self._control)
         poller.add(self._wake)
         poller.add(self._relay.wake)
+        poller.add(self._events)
         while not self._draining:
-            patience_ms = self._patience_ms()
             self._job.pulse.waits()
-            readable = poller.wait(patience_ms)
+            readable = poller.wait(self._patience_ms())
             self._job.pulse.works()
-            if self._relay.wake in readable:
-                self._relay.clear_wake()
-                self._take_answers()
-            elif not self._relay.armed:
+            if self._wake in readable:
+                os.read(self._wake, 4096)
+                self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
+            if self._events in readable:
+                self._watched = self._events.watched
+            if (woken := self._relay.wake in readable) or not self._relay.armed:
+                if woken:
+                    self._relay.clear_wake()
                 self._take_answers()
             self._notice_epoch()
             self._notice_leaving()
@@ -143,17 +149,13 @@ class CoordinatorService:
                 self._handle(Tick())
             self._arm()
             self._step_events.publish(trace.now())
-            self._look_for_delays(time.monotonic())
+            self._look_around(time.monotonic())
+        poller.remove(self._events)
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
         self._relay.close()
         self._context.close()
-
-    def _reservation(self) -> Reservation:
-        plan, manifest = self._job.plan, self._job.package.manifest
-        lendable = Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None
-        return Reservation(lendable, self._kv_tokens.tolist())
 
     def _end(self, poller: Poller) -> None:
         """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
@@ -176,23 +178,23 @@ class CoordinatorService:
         """For how long nothing but a message can give it something to do."""
         if self._scheduler.busy:
             return BUSY_MS
-        pause_ms = 1000 * (self._scheduler.throttle.resume_at - time.monotonic())
-        limit_ms = EVERY_MS if self._step_events.waiting else IDLE_MS
+        now = time.monotonic()
+        pause_ms = 1000 * (self._scheduler.throttle.resume_at - now)
+        limit_ms = EVERY_MS if self._step_events.waiting else int(1000 * self._wakefulness.patience_s(now))
         return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
 
-    def _look_for_delays(self, now: float) -> None:
-        """While the run waits for its processes: find those that keep it waiting, say so, and have them replaced."""
-        gone = self._processes.gone()
-        awaits = self._scheduler.busy or not self._scheduler.workers.all_ready(gone)
-        if now < self._delays.due_at or not (awaits or self._delays.delay.reasons):
-            return
-        seen = self._processes.seen(self._scheduler.awaited, self._scheduler.steps, gone)
-        delay = self._delays.look(seen, self._meter.flash_now()[1], now)
-        dropped = self._processes.by_name(self._control.last_dropped)
-        self._report.notes = {name: with_dropped(note, dropped.get(name)) for name, note in delay.notes().items()}
-        if overdue := delay.overdue():
-            write_reasons(self._job.directory.path, overdue, dropped)
-            self._processes.accuse(overdue)
+    def _look_around(self, now: float) -> None:
+        """While the run is used: ask for beats, have the supervisor measure memory, find who keeps the run waiting."""
+        requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.gone())
+        if requests.active or requests.queued or self._watched or not all_ready:
+            self._wakefulness.used(now)
+        if self._wakefulness.asks_for_beats(now):
+            self._processes.ask_for_beats(self._control.send, now)
+        if self._wakefulness.tells_supervisor(now):
+            os.kill(os.getppid(), BOARD_CHANGED)
+        if self._delays.is_due(now, awaits=self._scheduler.busy or not all_ready):
+            owed = self._scheduler.awaited | self._processes.owing_steps(self._scheduler.steps)
+            self._delays.look(owed, self._control.last_dropped, self._meter.flash_now()[1], now)
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -204,6 +206,7 @@ class CoordinatorService:
             case Throttle(share=share, for_s=for_s):
                 self._handle(ThrottleChanged(share, time.monotonic() + for_s))
             case AskStatus():
+                self._wakefulness.used(time.monotonic(), STATUS_LINGER_S)
                 self._send(peer, self._report.status(self._tokens, ending=self._ending))
             case _ if peer in self._processes:
                 self._take_over(peer, message)
@@ -213,7 +216,7 @@ class CoordinatorService:
                 log.warning("%s sent %s and has no process here", peer, type(message).__name__)
 
     def _take_over(self, peer: str, message: Message) -> None:
-        process = self._processes.heard(peer, time.monotonic())
+        process = self._processes.heard(peer)
         match message:
             case Hello() if self._ending:  # it was starting when the others were told
                 self._send(peer, Drain())
@@ -251,11 +254,7 @@ class CoordinatorService:
         """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
-        if process.role in BACKEND_ROLES and not hello.numerics:
-            self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
-            return
-        if self._job.plan.memory.are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
-            why = f"{process.peer}: speaks {hello.protocol!r}, and looks for scales where this run has none"
+        if (why := why_rejected(process, hello, are_scales_moved=self._job.plan.memory.are_scales_moved)) is not None:
             self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
@@ -264,7 +263,7 @@ class CoordinatorService:
         self._processes.take(process, hello)
         self._relay.lost(process.name)  # and what it left in its lane is
         if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
-            log.info("%s speaks %r: no accelerator takes part in its steps", process.peer, hello.protocol)
+            log.info("%s speaks %.20r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
 
     def _ready(self, process: WorkerProcess) -> None:
@@ -316,7 +315,7 @@ class CoordinatorService:
         answers = self._relay.take()
         for answer in answers:
             role, index = answer.process
-            process = self._processes.heard(f"{role}-{index}", time.monotonic())
+            process = self._processes.heard(f"{role}-{index}")
             self._processes.credits.give_back(process.peer)
             process.step = answer.step
             self._meter.answered(answer.counters)

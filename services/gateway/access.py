@@ -18,6 +18,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, REQUEST_ID, request_id
 from neuronpipe.services.gateway.listener import (
     ALL_ORIGINS,
@@ -27,14 +28,18 @@ from neuronpipe.services.gateway.listener import (
     Listener,
     is_loopback,
 )
+from neuronpipe.services.gateway.memory_account import SCOPE_KEY, Account
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem, quoted
+from neuronpipe.services.gateway.problems import Problem
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN = ("/", "/health")
 PAGE = "/page/"
+MAX_HEADERS = 128
+HEADER_BYTES = 512  # that a header takes beside its characters
+CLOSE = (("connection", "close"),)
 KEY_HEADER = "x-api-key"
 PREFLIGHT_S = 600
 EXPOSED = b"x-request-id, retry-after"
@@ -49,8 +54,10 @@ HEADERS = [
 class AccessControl:
     """Checks every request before the application sees it."""
 
-    def __init__(self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(
+        self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str], account: Account
+    ) -> None:
+        self._app, self._metrics, self._paths, self._account = app, metrics, paths, account
         self._key = None if listener.key is None else listener.key.encode()
         self._cors = Cors(listener.origins)
         self._loopback_only = self._key is None and is_loopback(listener.host)
@@ -69,19 +76,26 @@ class AccessControl:
                 message["headers"] = [*message["headers"], *HEADERS, *own]
             await send(message)
 
-        try:
-            self._check(scope)
-        except Problem as problem:
-            await respond(problem)(scope, receive, counted)
-        else:
-            preflight = self._cors.preflight(scope)
-            await (preflight or self._app)(scope, receive, counted)
+        with self._account.charge() as charge:
+            scope[SCOPE_KEY] = charge
+            try:
+                charge.grow(_head_bytes(scope) + HEADER_BYTES * len(scope["headers"]))
+                self._check(scope)
+            except Problem as problem:
+                await respond(problem)(scope, receive, counted)
+            else:
+                preflight = self._cors.preflight(scope)
+                await (preflight or self._app)(scope, receive, counted)
 
     def _check(self, scope: Scope) -> None:
-        head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
-        if head_bytes + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
-            close = (("connection", "close"),)
-            raise Problem(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=close)
+        if len(scope["headers"]) > MAX_HEADERS:
+            raise Problem(431, "head_too_large", f"more than {MAX_HEADERS} headers", headers=CLOSE)
+        if _head_bytes(scope) > MAX_HEAD_BYTES:
+            raise Problem(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=CLOSE)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # A proxy in front may take the other one for the body's end: what follows would be another's request.
+            said = "Content-Length and Transfer-Encoding: a request has one of the two"
+            raise Problem(400, "invalid_http", said, headers=CLOSE)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if self._loopback_only and _name(host) not in LOOPBACK_NAMES:
@@ -147,6 +161,11 @@ class Cors:
             "access-control-max-age": str(PREFLIGHT_S),
         }
         return Response(status_code=204, headers=headers)
+
+
+def _head_bytes(scope: Scope) -> int:
+    head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    return head_bytes + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -19,11 +19,14 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.gateway.coordinator import MAX_SENT, Ask, Coordinator, Hold, Mailbox
 from neuronpipe.services.gateway.forms import Form, usage
+from neuronpipe.services.gateway.http_server import ABORT_KEY
+from neuronpipe.services.gateway.memory_account import charge_of
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, too_long
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
+KEPT_FACTOR = 4  # of the characters of an answer that is sent whole: kept, joined, encoded, and sent
 RUN_S = 0.25  # a run that is there is held within this time, and one that cannot begin may be refused
 COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
 
@@ -68,7 +71,7 @@ class Stream:
     """The response of a stream, whose headers go with what is passed on first."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.begun = send, False
+        self._send, self.begun, self.mailbox = send, False, Mailbox()
 
     async def pass_on(self, events: bytes) -> None:
         """Send events; without any, the headers alone."""
@@ -77,7 +80,9 @@ class Stream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self.begun = True
         if events:
+            self.mailbox.blocked = True  # until the connection takes it
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self.mailbox.blocked = False
 
     async def end(self) -> None:
         """Nothing more comes."""
@@ -108,6 +113,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer while the client is there."""
+        self._charge, self._abort = charge_of(scope), scope.get(ABORT_KEY, lambda: None)
         await while_there(receive, self._in_pieces(Stream(send)) if self._stream else self._in_one(send))
 
     async def _in_one(self, send: Send) -> None:
@@ -141,9 +147,14 @@ class Answer:
             yield entering.result()
 
     @asynccontextmanager
-    async def _asked(self, coordinator: Coordinator, asks: Sequence[Ask]) -> AsyncIterator[Mailbox]:
-        """Where the answers arrive."""
+    async def _asked(
+        self, coordinator: Coordinator, asks: Sequence[Ask], stream: Stream | None = None
+    ) -> AsyncIterator[Mailbox]:
+        """Where the answers arrive. A stream whose reader takes nothing is ended when too much waits."""
         mailbox, names = await coordinator.generate(asks, self._client)
+        mailbox.charge, mailbox.overflow = self._charge, self._abort
+        if stream is not None:
+            stream.mailbox = mailbox
         try:
             yield mailbox
         finally:
@@ -158,7 +169,7 @@ class Answer:
 
     async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
         """Ask, and pass on what comes; returns the last events."""
-        async with self._asked(coordinator, self._asks) as mailbox:
+        async with self._asked(coordinator, self._asks, stream) as mailbox:
             finished = await self._all(mailbox, stream)
         return self._form.counted(usage(finished, self._texts_per_prompt)) + self._form.done
 
@@ -197,10 +208,14 @@ class Answer:
                 if isinstance(message, Finished):
                     finished[number] = message
                     self._metrics.finished(message)
+                    if stream is None:
+                        self._charge.grow(KEPT_FACTOR * len(message.text))
                 elif not isinstance(message, Token):
                     continue
                 elif stream is None:
+                    before = form.kept_characters
                     form.keep(number, message)
+                    self._charge.grow(KEPT_FACTOR * (form.kept_characters - before))
                     self._ratings[number].add(message.logprob)
                 if stream is not None:
                     if number not in begun:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.protocol.errors import named
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
 from neuronpipe.services.gateway.access import AccessControl, client_of, respond
 from neuronpipe.services.gateway.answer_calls import CallingForm
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.coordinator import new_name
+from neuronpipe.services.gateway.coordinator import MAX_SENT, new_name
 from neuronpipe.services.gateway.description import description
 from neuronpipe.services.gateway.doors import Doors
 from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm
@@ -24,9 +26,10 @@ from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.infill import InfillAnswer
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import View
+from neuronpipe.services.gateway.memory_account import Account, charge_of
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.models import HEALTH_S, Model, Models
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, too_long
 from neuronpipe.services.gateway.requests import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
 from neuronpipe.services.gateway.response_form import ResponseForm
 from neuronpipe.services.gateway.responses import ResponsesRequest
@@ -38,6 +41,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 ENDING = "the server is ending"
+TEXT_BYTES = 1 << 10  # of one text that is asked for, beside its prompt
+KEPT_TOKEN_BYTES = 40  # of a token id in a tuple
+MESSAGE_TOKEN_BYTES = (5, 1)  # of a token id, and of a character, in a message
 PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_INDEX = "index.html"
 PAGE_HEADERS = {
@@ -50,8 +56,8 @@ PAGE_HEADERS = {
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, models: Models, listener: Listener) -> None:
-        self._models, self._listener = models, listener
+    def __init__(self, models: Models, listener: Listener, account: Account) -> None:
+        self._models, self._listener, self._account = models, listener, account
         self._doors = Doors(models)
         self._metrics = Metrics()
 
@@ -78,7 +84,8 @@ class Gateway:
             exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
         )
         app.router.redirect_slashes = False
-        return AccessControl(app, self._listener, self._metrics, frozenset(route.path for route in routes))
+        paths = frozenset(route.path for route in routes)
+        return AccessControl(app, self._listener, self._metrics, paths, self._account)
 
     def end(self) -> None:
         """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
@@ -88,21 +95,21 @@ class Gateway:
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        return self._conversation(request, body, ChatForm, CallingForm)
+        return await self._conversation(request, body, ChatForm, CallingForm)
 
     async def responses(self, request: Request) -> Answer:
         """Answer a conversation, as the Responses API asks."""
         asked = await read_body(request, ResponsesRequest)
         form = functools.partial(ResponseForm, asked.echoed())
-        return self._conversation(request, asked.as_chat(), form, form)
+        return await self._conversation(request, asked.as_chat(), form, form)
 
-    def _conversation(
+    async def _conversation(
         self, request: Request, body: ChatRequest, form: Callable[..., Form], calling: Callable[..., Form]
     ) -> Answer:
         """form: of an answer that is a text; calling: of one that may call functions."""
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         model = self._models.named(body.model)
-        prompt = model.chat.prompt_of(body)
+        prompt = await model.chat.prompt_of(body)
         if offer is None:
             return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
         form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
@@ -118,7 +125,9 @@ class Gateway:
             filled = functools.partial(InfillAnswer, infill=model.infill, suffix=body.suffix)
             return self._answer(request, model, body, body.prompts, body.max_tokens, TextForm, answer=filled)
         form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
-        return self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
+        response = self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
+        charge_of(request.scope).set(_asked_bytes(body.prompts, body.candidates) + _kept_bytes(body.prompts))
+        return response
 
     def _answer(
         self,
@@ -141,11 +150,15 @@ class Gateway:
         constraint, client = body.constraint, client_of(request, body.who)
         seed = secrets.randbits(62) if body.seed is None else body.seed
         chooses = body.candidates > body.n
+        charge_of(request.scope).grow(_asked_bytes(prompts, body.candidates))
+        texts: list[tuple[str | None, tuple[int, ...] | None]] = [
+            (prompt, None) if isinstance(prompt, str) else (None, _fitting(prompt, model)) for prompt in prompts
+        ]
         asks = [
             Generate(
                 request=new_name(),
-                prompt=prompt if isinstance(prompt, str) else None,
-                tokens=None if isinstance(prompt, str) else tuple(prompt),
+                prompt=prompt,
+                tokens=tokens,
                 frame=frame,
                 max_tokens=max_tokens,
                 seed=(seed + number) % (1 << 63),
@@ -158,7 +171,7 @@ class Gateway:
                 owner=client,
                 **body.options,
             )
-            for prompt in prompts
+            for prompt, tokens in texts
             for number in range(body.candidates)
         ]
         counts = body.stream_options is not None and body.stream_options.include_usage
@@ -192,11 +205,12 @@ class Gateway:
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a conversation becomes."""
         body = await read_body(request, ChatRequest)
-        return _json({"prompt": self._models.named(body.model).chat.prompt_of(body).text + body.begun})
+        prompt = await self._models.named(body.model).chat.prompt_of(body)
+        return _json({"prompt": prompt.text + body.begun})
 
     async def props(self, request: Request) -> Response:
         """What the server is."""
-        return _json(self._doors.props(request.query_params.get("model")))
+        return _json(await self._doors.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
@@ -229,6 +243,25 @@ class Gateway:
     async def description(self, request: Request) -> Response:
         """What the endpoints take and give, as an OpenAPI document."""
         return _json(description(version("neuronpipe")))
+
+
+def _asked_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
+    """What the texts of a request take: each sent one has its prompt once more on its way to the coordinator."""
+    texts = len(prompts) * candidates
+    longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)
+    return texts * TEXT_BYTES + min(texts, MAX_SENT) * longest_bytes
+
+
+def _kept_bytes(prompts: Sequence[str | list[int]]) -> int:
+    """What prompts take as Python objects, which is less than what was reserved before they were parsed."""
+    return sum(sys.getsizeof(one) if isinstance(one, str) else KEPT_TOKEN_BYTES * len(one) for one in prompts)
+
+
+def _fitting(tokens: list[int], model: Model) -> tuple[int, ...]:
+    """The prompt's tokens. Raises Problem where they are more than the context has."""
+    if len(tokens) > model.context_tokens:
+        raise too_long(model.context_tokens, len(tokens))
+    return tuple(tokens)
 
 
 def _with_and_without_version(path: str, serve: Callable[[Request], Any], method: str) -> list[Route]:
@@ -270,7 +303,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
         detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
     elif error.status_code == 405:
         detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
-    text = f"{request.method} {request.url.path}: {detail}"
+    text = f"{named(request.method)} {named(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(Problem(error.status_code, code, text, headers=headers))
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
+from neuronpipe.protocol.errors import named, quoted
 from neuronpipe.services.gateway.bases import KINDS, NOT_SERVED
-from neuronpipe.services.gateway.problems import MAX_QUOTED, Problem, quoted
+from neuronpipe.services.gateway.memory_account import Charge, charge_of, memory_full, parsed_bytes
+from neuronpipe.services.gateway.problems import Problem
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PASSED_OVER_BYTES = 64 << 20  # read and dropped: a client that is still sending would not see the answer
-BODY_S = 30.0
+BODY_GRACE_S = 5.0  # beside the time that the slowest rate gives
+MIN_BODY_BYTES_PER_S = 32 << 10
 CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unsupported_parameter",
@@ -32,10 +35,15 @@ async def read_body(request: Request, kind: type[Wanted]) -> Wanted:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise Problem(415, "unsupported_encoding", "bodies are taken as they are, without `Content-Encoding`")
-    return parse_body(await _bytes(request), kind)
+    charge = charge_of(request.scope)
+    data = await _bytes(request, charge)
+    charge.grow(parsed_bytes(data))
+    body = parse_body(data, kind)
+    charge.set(charge.held_bytes - len(data))
+    return body
 
 
-def parse_body(data: bytes, kind: type[Wanted]) -> Wanted:
+def parse_body(data: bytes | bytearray, kind: type[Wanted]) -> Wanted:
     """A body's bytes as `kind`. Raises Problem naming the parameter."""
     try:
         return kind.model_validate_json(data)
@@ -51,23 +59,46 @@ def checked(content: dict[str, Any], kind: type[Wanted]) -> Wanted:
         raise _problem(error) from None
 
 
-async def _bytes(request: Request) -> bytes:
-    body, received_bytes = bytearray(), 0
+async def _bytes(request: Request, charge: Charge) -> bytearray:
+    """The body. It may be ended for a smaller request while it arrives."""
+    loop, body, received_bytes, gave_way = asyncio.get_running_loop(), bytearray(), 0, False
+    due_s = loop.time() + BODY_GRACE_S
+
+    def give_way() -> None:
+        nonlocal gave_way
+        gave_way = True
+        timer.reschedule(loop.time())
+
     try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                received_bytes += len(piece)
-                if received_bytes <= MAX_BODY_BYTES:
-                    body += piece
-                elif received_bytes > MAX_PASSED_OVER_BYTES:
-                    break
+        async with asyncio.timeout_at(due_s) as timer:
+            with charge.account.arriving(charge, give_way):
+                async for piece in request.stream():
+                    received_bytes += len(piece)
+                    if not gave_way:
+                        timer.reschedule(due_s + received_bytes / MIN_BODY_BYTES_PER_S)
+                    if received_bytes <= MAX_BODY_BYTES:
+                        charge.grow(len(piece))
+                        body += piece
+                    elif received_bytes > MAX_PASSED_OVER_BYTES:
+                        break
     except TimeoutError:
-        raise Problem(408, "body_too_slow", f"the body took more than {BODY_S:.0f} s", headers=_CLOSE) from None
+        if gave_way:
+            raise _closing(memory_full(charge.account.limit_bytes)) from None
+        said = f"the body came slower than {MIN_BODY_BYTES_PER_S} bytes per second"
+        raise Problem(408, "body_too_slow", said, headers=_CLOSE) from None
     except ClientDisconnect:
         raise Problem(400, "disconnected", "the body is not complete") from None
+    except Problem as problem:
+        raise _closing(problem) from None
     if received_bytes > MAX_BODY_BYTES:
         raise Problem(413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
-    return bytes(body)
+    return body
+
+
+def _closing(problem: Problem) -> Problem:
+    """The same, and the end of its connection: the rest of the body is not read."""
+    problem.headers += _CLOSE
+    return problem
 
 
 _CLOSE = (("connection", "close"),)
@@ -99,4 +130,4 @@ def _message(error: ErrorDetails) -> str:
 def _path(place: tuple[int | str, ...]) -> str:
     """The way to a field, without the kinds that its value could have had. The client's own keys are part of it."""
     names = (str(part) for part in place if part not in KINDS and part != "[key]")
-    return ".".join(name if len(name) <= MAX_QUOTED else name[: MAX_QUOTED - 1] + "…" for name in names)
+    return named(".".join(map(named, names)))

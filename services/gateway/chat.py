@@ -3,34 +3,36 @@
 A package without a chat template holds a base model, which knows no roles: the messages are written one below the
 other, and the model goes on where the last one ends.
 
-Functions that the answer may call, calls and their results are written by a template that knows them. For all others
-they become texts of messages: what can be called is said at the beginning, calls stand in the assistant's messages,
-results in the user's.
+A chat template is a stranger's program and runs in a helper process. Functions that the answer may call, calls and
+their results are written by a template that knows them. For all others they become texts of messages: what can be
+called is said at the beginning, calls stand in the assistant's messages, results in the user's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+import asyncio
+import logging
+from functools import cached_property
+from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.gateway.call_format import (
-    DEFAULT,
-    ONE_CALL,
-    RESULT,
-    CallFormat,
-    Message,
-    format_of,
-    instruction,
-)
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.call_format import ONE_CALL, CallFormat
+from neuronpipe.services.gateway.messages import ChatTurn, as_texts
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import ChatMessage, ChatRequest
-from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
-from neuronpipe.services.gateway.tools import Offer
+from neuronpipe.services.gateway.template_jobs import (
+    PromptJob,
+    Refused,
+    TemplateError,
+    TemplateReport,
+    TemplateSource,
+    WrittenPrompt,
+    report_job,
+)
+from neuronpipe.services.gateway.template_pool import TemplatePool
 
-NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
@@ -43,48 +45,35 @@ class Prompt(NamedTuple):
 
 
 class Chat:
-    """How conversations become prompts with one package."""
+    """How conversations become prompts with one package. templates: where its template runs, once the gateway serves
+    this model."""
+
+    templates: TemplatePool
 
     def __init__(self, package: Package) -> None:
         self._package = package
-        self._template: Template | None = None
-        self._format: CallFormat | None = None
+        self._form: CallFormat | None = None
+        self._report: asyncio.Task[TemplateReport] | None = None
 
-    def prompt_of(self, request: ChatRequest) -> Prompt:
-        """What a request's conversation becomes, without what there is of the answer. Raises Problem."""
-        return self.prompt(
-            request.asked,
-            request.offer,
-            marked=request.constraint is not None,
-            settings=request.chat_template_kwargs,
-            answers=request.continue_final_message or request.add_generation_prompt is not False,
-        )
-
-    def prompt(
-        self,
-        messages: Sequence[ChatMessage],
-        offer: Offer | None = None,
-        *,
-        marked: bool = False,
-        settings: Mapping[str, Any] = NO_SETTINGS,
-        answers: bool = True,
-    ) -> Prompt:
-        """The prompt of a conversation. offer: the functions that the answer may call; marked: they must be told from
-        text that is JSON as well; settings: the template's own variables; answers: whether the assistant's turn is
-        begun. Raises Problem when the template refuses it, or fails."""
-        chat = self._package.manifest.chat
-        if chat is None:
-            told = _told(messages, offer, ONE_CALL)
-            return Prompt("\n".join(message["content"] for message in told), frame=True, calls=ONE_CALL)
+    async def prompt_of(self, request: ChatRequest) -> Prompt:
+        """Return what a request's conversation becomes, without what there is of the answer. Raises Problem when the
+        template refuses it, or fails."""
+        turns = [_turn(message) for message in request.asked]
+        tools = None if request.offer is None else request.offer.descriptions()
+        if self._package.manifest.chat is None:
+            messages = as_texts(turns, tools, ONE_CALL)
+            return Prompt("\n".join(message["content"] for message in messages), frame=True, calls=ONE_CALL)
         try:
-            if self._template is None:
-                self._template = Template(self._package.chat_template(), chat.begin, chat.end)
-            calling = offer is not None or any(message.tool_calls or message.role == "tool" for message in messages)
-            form = self._format_of(self._template) if calling else DEFAULT
-            if marked and not form.marker:
-                form = DEFAULT
-            template = self._template.with_settings(settings, answers=answers)
-            return Prompt(_rendered(template, form, messages, offer), frame=False, calls=form)
+            job = PromptJob(
+                source=self._source,
+                turns=turns,
+                tools=tools,
+                marked=request.constraint is not None,
+                settings=request.chat_template_kwargs,
+                begins_answer=request.continue_final_message or request.add_generation_prompt is not False,
+                form=self._form,
+            )
+            written = WrittenPrompt.decoded(await self.templates.run(self._package.manifest.name, job.encoded()))
         except Refused as refused:
             raise Problem(
                 400, "messages_refused", f"the model's chat template refuses this: {refused}", param="messages"
@@ -92,83 +81,40 @@ class Chat:
         except TemplateError as error:
             message = f"the package's chat template fails: {error}; correct it and convert the model again"
             raise Problem(500, "chat_template_failed", message, kind="server_error") from None
+        self._form = written.form or self._form
+        return Prompt(written.text, frame=False, calls=written.calls)
 
-    def _format_of(self, template: Template) -> CallFormat:
-        if self._format is None:
-            self._format = format_of(template)
-        return self._format
+    async def report(self) -> TemplateReport | None:
+        """Return what the template does, found by trying once; None: there is none."""
+        if self._package.manifest.chat is None:
+            return None
+        if self._report is None:
+            self._report = asyncio.create_task(self._find_report())
+        return await asyncio.shield(self._report)
 
+    async def _find_report(self) -> TemplateReport:
+        name = self._package.manifest.name
+        try:
+            report = TemplateReport.decoded(await self.templates.run(name, report_job(self._source)))
+        except TemplateError as error:
+            report = TemplateReport(error=str(error))
+        if report.error is not None:
+            log.warning("%s: the chat template fails: %s; requests for chats fail with it", name, report.error)
+        elif report.tools_fail:
+            why = report.why_not
+            log.warning("%s: the chat template: %s; functions are told and called in the stated format", name, why)
+        return report
 
-def _rendered(template: Template, form: CallFormat, messages: Sequence[ChatMessage], offer: Offer | None) -> str:
-    """What the template makes of it. Raises Refused, TemplateError."""
-    by_template = form.by_template
-    written = [_as_message(one, form, messages) for one in messages] if by_template else _told(messages, offer)
-    if by_template and offer is not None:
-        return template.render(written, tools=offer.descriptions())
-    if offer is None:
-        return _without_tools(template, written)
-    try:
-        text = _without_tools(template, written)
-        if json.dumps(offer.functions[0].name) in text:
-            return text
-    except Refused:
-        pass  # it may know no system messages
-    return _without_tools(template, _told(messages, offer, by="user"))
-
-
-def _without_tools(template: Template, messages: Sequence[Message]) -> str:
-    """What the template makes of messages alone. Raises Refused, TemplateError."""
-    try:
-        return template.render(messages)
-    except TemplateError:
-        return template.render(messages, tools=[])  # it may count on a list
-
-
-def _as_message(message: ChatMessage, form: CallFormat, messages: Sequence[ChatMessage]) -> Message:
-    """What templates know: "developer" is the newer name of "system", and results have the name of their function."""
-    if message.tool_calls:
-        return form.message(message.text, message.calls)
-    role = "system" if message.role == "developer" else message.role
-    made: Message = {"role": role, "content": message.text}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.role == "tool" and message.tool_call_id is not None:
-        made["tool_call_id"] = form.id_of(message.tool_call_id)
-        names = {id_: name for one in messages for id_, name, _ in one.calls}
-        if message.tool_call_id in names:
-            made.setdefault("name", names[message.tool_call_id])
-    return made
+    @cached_property
+    def _source(self) -> TemplateSource:
+        """The template. Raises TemplateError where its file is damaged."""
+        chat = self._package.manifest.chat
+        assert chat is not None
+        try:
+            return TemplateSource(self._package.chat_template(), chat.begin, chat.end)
+        except UserError as error:
+            raise TemplateError(str(error)) from None
 
 
-def _told(
-    messages: Sequence[ChatMessage], offer: Offer | None, form: CallFormat = DEFAULT, by: str = "system"
-) -> list[Message]:
-    """The conversation in texts alone. by: whose message says what can be called: the first of this role, or a new one
-    at the beginning."""
-    told: list[Message] = []
-    after_result = False
-    for message in messages:
-        made = _as_message(message, DEFAULT, messages) if not message.tool_calls else {"role": "assistant"}
-        if message.tool_calls:
-            calls = DEFAULT.written([(name, arguments) for _, name, arguments in message.calls])
-            made["content"] = f"{message.text}\n{calls}" if message.text else calls
-        result = message.role == "tool"
-        if result:
-            made = {"role": "user", "content": RESULT.format(message.text)}
-        if told and made["role"] == told[-1]["role"] == "user" and (result or after_result):
-            told[-1]["content"] += "\n" + made["content"]  # templates want the roles to alternate
-        else:
-            told.append(made)
-        after_result = result
-    if offer is not None:
-        text = instruction(offer.descriptions(), form)
-        place = next((one for one in told if one["role"] == by), None)
-        if by == "system" and told[0] is not place:
-            place = None
-        if place is None:
-            told.insert(0, {"role": by, "content": text})
-        elif by == "system":
-            place["content"] += f"\n\n{text}"
-        else:
-            place["content"] = f"{text}\n\n{place['content']}"
-    return told
+def _turn(message: ChatMessage) -> ChatTurn:
+    return ChatTurn(message.role, message.text, message.name, message.tool_call_id, message.calls)

@@ -40,11 +40,13 @@ from neuronpipe.protocol.messages.client import (
     Tokenized,
 )
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
+from neuronpipe.services.gateway.memory_account import Charge, message_bytes
 from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
 from neuronpipe.services.gateway.turns import Turns
 
 QUIET_S = 0.5
 TICK_S = 0.25
+RUN_LOOK_S, REPORTED_LOOK_S = 1.0, 30.0  # at a run that another command started; where the kernel reports its end
 FRESH_S = 1.0
 READY_S = 2.0
 POLL_S = 0.02
@@ -56,6 +58,7 @@ MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run,
 MAX_NEWCOMERS = 4  # and so many more for each KV slot: for clients that have no text there
 MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further request of it is taken on
 MAX_ALL_TEXTS = 4096  # of all
+MAX_WAITING_BYTES = 512 << 10  # of a stream whose reader does not take what there is
 MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
 _names = itertools.count(1)
@@ -67,17 +70,34 @@ def new_name() -> str:
 
 
 class Mailbox:
-    """What has arrived for one HTTP request, whose texts are numbered."""
+    """What has arrived for one HTTP request, whose texts are numbered. What waits counts in the request's charge.
+
+    overflow: called when a reader that is `blocked` has more than MAX_WAITING_BYTES waiting, or when there is no memory
+    left for more
+    """
 
     def __init__(self) -> None:
         self.patient = False  # its texts wait when the run is busy; until then they are refused
+        self.charge: Charge | None = None
+        self.blocked = False
+        self.overflow: Callable[[], object] = lambda: None
         self._messages: list[tuple[int, Message]] = []
+        self._waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, message: Message) -> None:
         """Add one, and wake who waits."""
         self._messages.append((number, message))
+        if self.charge is not None:
+            self._count(message_bytes(message), self.charge)
         self._wake()
+
+    def _count(self, more_bytes: int, charge: Charge) -> None:
+        fits = charge.account.has_room(more_bytes, charge)
+        self._waiting_bytes += more_bytes
+        charge.set(charge.held_bytes + more_bytes)
+        if self.blocked and (not fits or self._waiting_bytes > MAX_WAITING_BYTES):
+            self.overflow()
 
     async def take(self, within_s: float | None = None) -> list[tuple[int, Message]]:
         """All that is there; waits for the first, so long at most. Raises Problem when a text was refused."""
@@ -91,6 +111,9 @@ class Mailbox:
                 if timer is not None:
                     timer.cancel()
         taken, self._messages = self._messages, []
+        if self.charge is not None:
+            self.charge.set(self.charge.held_bytes - self._waiting_bytes)
+        self._waiting_bytes = 0
         for _, message in taken:
             if isinstance(message, Refused):
                 raise from_refusal(message)
@@ -118,9 +141,10 @@ class Text:
 
 
 class Coordinator:
-    """The connection. `run_ended` is asked now and then: the reason when the run is over."""
+    """The connection. run_ended: asked now and then, for the reason when the run is over; None where somebody else says
+    so."""
 
-    def __init__(self, endpoint: str, run_ended: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, endpoint: str, run_ended: Callable[[], str | None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = open_context()
         self._endpoint = endpoint
@@ -137,8 +161,12 @@ class Coordinator:
         self._status_at = 0.0
         self._asked_at = -math.inf  # when the last question for it was sent that has no answer yet
         self._ended: tuple[str, str] | None = None  # code and reason
+        self._closed = False
         self.over = asyncio.Event()  # the run has ended
-        self._ticking = self._loop.create_task(self._tick())
+        self._ticking: asyncio.TimerHandle | None = None
+        self._run_look: asyncio.TimerHandle | None = None
+        self.run_look_s = RUN_LOOK_S
+        self.look_at_run()
 
     def _connect(self) -> None:
         self._channel = Connection(self._context, CONTROL, self._endpoint, f"client-{os.urandom(6).hex()}")
@@ -175,9 +203,11 @@ class Coordinator:
     async def close(self) -> None:
         """Give the texts up and close the connection."""
         self.give_up(list(self._texts))
-        self._ticking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._ticking
+        for timer in (self._ticking, self._run_look):
+            if timer is not None:
+                timer.cancel()
+        self._ticking = self._run_look = None
+        self._closed = True
         self._loop.remove_reader(self._descriptor)
         self._context.close()
 
@@ -193,6 +223,7 @@ class Coordinator:
         self._turns.add(mailbox, texts.values(), client)
         self._send_waiting()
         mailbox.patient = mailbox in self._turns
+        self._tick_later()
         self._loop.call_soon(self._receive)
         return mailbox, list(texts)
 
@@ -318,7 +349,7 @@ class Coordinator:
     # ---- answers ---------------------------------------------------------------------------------------------
     def _receive(self) -> None:
         """Take everything there is, and send what there is room for now."""
-        while True:
+        while not self._closed:
             while (message := self._channel.receive()) is not None:
                 self._unheard = 0
                 if isinstance(message, Status):
@@ -361,18 +392,32 @@ class Coordinator:
                 text.home, text.heard_at = pid, now
                 self._send(text.ask)
 
-    async def _tick(self) -> None:
-        """Notice silence, and the run's end."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            with contextlib.suppress(Problem):  # no request to answer here; the next one gets the Problem
-                self._receive()
-                now = self._loop.time()
-                if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):
-                    self._ask_status()
-            if not self.over.is_set() and (reason := self._run_ended()) is not None:
-                self.end("ended", reason)
-                self.over.set()
+    def _tick_later(self) -> None:
+        """Look again in a while, if anything is under way: an idle gateway has no timer."""
+        if self._ticking is None and self._texts and not self._closed:
+            self._ticking = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Notice silence."""
+        self._ticking = None
+        with contextlib.suppress(Problem):  # no request to answer here; the next one gets the Problem
+            self._receive()
+            now = self._loop.time()
+            if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):
+                self._ask_status()
+        self._tick_later()
+
+    def look_at_run(self) -> None:
+        """Notice the run's end; look again every run_look_s."""
+        if self._run_look is not None:
+            self._run_look.cancel()
+        if self._run_ended is None or self._ended is not None:
+            return
+        if (reason := self._run_ended()) is None:
+            self._run_look = self._loop.call_later(self.run_look_s, self.look_at_run)
+            return
+        self.end("ended", reason)
+        self.over.set()
 
 
 def _coordinator(status: Status) -> ProcessStatus:

@@ -10,11 +10,15 @@ from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tok
 from neuronpipe.services.gateway.bases import Body
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.coordinator import new_name, tokenized
+from neuronpipe.services.gateway.memory_account import charge_of
 from neuronpipe.services.gateway.models import Models
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import NAMES, TokenId
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
+
+TOKEN_BYTES = 100  # of one token with its piece, as a message
+PIECE_BYTES = 260  # and of what is made of both for the answer
 
 
 class TokenizeRequest(Body):
@@ -31,7 +35,8 @@ class DetokenizeRequest(Body):
     """Turn tokens into a text."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
-    tokens: list[TokenId] = Field(description="token ids; special ones are no text")
+    tokens: list[TokenId] = Field(description="token ids")
+    skip_special_tokens: bool = Field(False, description="leave the names of special tokens out of the text")
 
 
 class EmbeddingsRequest(Body):
@@ -51,6 +56,7 @@ class Doors:
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_name(), text=body.content, frame=body.add_special)
         answer = await self._ask(ask, body.model, client)
+        charge_of(request.scope).grow((TOKEN_BYTES + PIECE_BYTES * body.with_pieces) * len(answer.tokens))
         if not body.with_pieces:
             return {"tokens": answer.tokens}
         pieces = zip(answer.tokens, answer.pieces, strict=True)
@@ -59,15 +65,15 @@ class Doors:
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The text of tokens."""
         body = await read_body(request, DetokenizeRequest)
-        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens))
+        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
         return {"content": (await self._ask(ask, body.model, client)).text}
 
-    def props(self, name: str | None) -> dict[str, Any]:
+    async def props(self, name: str | None) -> dict[str, Any]:
         """What a model is, and how texts are sampled when nothing is said."""
         model = self._models.named(name)
         manifest, defaults = model.package.manifest, Generate(request="", prompt="")
         params = {NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
-        chat = manifest.chat
+        chat, report = manifest.chat, await model.chat.report()
         return {
             "default_generation_settings": {
                 "n_ctx": model.context_tokens,
@@ -78,6 +84,10 @@ class Doors:
             "model_path": manifest.name,
             "modalities": {"vision": False, "audio": False},
             "chat_template": "" if chat is None else model.package.chat_template(),
+            "chat_template_error": None if report is None else report.error,
+            "chat_template_tools": None
+            if report is None
+            else {"format": "template" if report.writes_calls else "stated", "reason": report.why_not},
             "bos_token": "" if chat is None else chat.begin,
             "eos_token": "" if chat is None else chat.end,
         }

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.answers import COMMENT, COMMENT_S, Answer, Stream
+from neuronpipe.services.gateway.answers import COMMENT, COMMENT_S, KEPT_FACTOR, Answer, Stream
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox, new_name
 from neuronpipe.services.gateway.forms import DONE, Rating, TextForm, usage
+from neuronpipe.services.gateway.memory_account import message_bytes
 from neuronpipe.services.gateway.problems import too_long
 
 LOOK_AHEAD_BYTES = 16  # of a prompt, for a token that does not follow the one before: what a tokenizer left out
@@ -147,10 +148,12 @@ class EchoAnswer(Answer):
             )
             for ask in asks
         ]
-        async with self._asked(coordinator, scores) as mailbox:
+        async with self._asked(coordinator, scores, stream) as mailbox:
             tokens = await self._scored(asks, mailbox, stream)
         self._prompt_tokens = [len(one) for one in tokens]
+        before = self._form.kept_characters
         self._form.prompts = [self._form.echoed(ask.prompt, scored) for ask, scored in zip(asks, tokens, strict=True)]
+        self._charge.grow(KEPT_FACTOR * (self._form.kept_characters - before))
 
     async def _scored(
         self, asks: Sequence[Generate], mailbox: Mailbox, stream: Stream | None
@@ -167,6 +170,7 @@ class EchoAnswer(Answer):
                     if message.prompt_tokens >= self._context_tokens:
                         raise too_long(self._context_tokens, message.prompt_tokens)
                 elif isinstance(message, Scored):  # a restarted coordinator begins anew, with the same
+                    self._charge.grow(message_bytes(message))
                     tokens[number][message.position + bool(message.position) :] = message.rated
                 elif isinstance(message, ScoreFinished):
                     left -= 1

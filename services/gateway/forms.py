@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from neuronpipe.plans.plan.budget import REQUESTS_BYTES
 from neuronpipe.protocol.messages.client import Finished, Likely, Token
 from neuronpipe.services.gateway.problems import Problem
 
 REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
-MAX_KEPT_CHARACTERS = 64 << 20
+MAX_KEPT_CHARACTERS = REQUESTS_BYTES // 8  # which answers.py counts four times, so that half is left to others
 
 Rating = tuple[str, ...]
 """What is said of one rated token, as JSON: an item for each of a form's lists."""
@@ -56,7 +57,7 @@ class Form(ABC):
         self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._counts, self._rates, self._end_tokens = counts, rates, end_tokens
         self._kept: dict[int, list[Rating]] = {}
-        self._kept_characters = 0
+        self.kept_characters = 0
         self._shown: dict[int, int] = {}  # characters of each text so far
         opening = json.dumps({"id": self._id, "object": self.chunk_kind, **self._head})[:-1]
         self._opening = f'data: {opening}, "choices": [{{"index": '
@@ -109,8 +110,8 @@ class Form(ABC):
 
     def _count_kept(self, rating: Rating) -> None:
         """It is kept for the answer. Raises Problem when that becomes too large."""
-        self._kept_characters += sum(map(len, rating))
-        if self._kept_characters > MAX_KEPT_CHARACTERS:
+        self.kept_characters += sum(map(len, rating))
+        if self.kept_characters > MAX_KEPT_CHARACTERS:
             said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
             raise Problem(400, "answer_too_large", said, param="logprobs")
 

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator, Hold
 from neuronpipe.services.gateway.infill import Infill
 from neuronpipe.services.gateway.live import Live
-from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
+from neuronpipe.services.gateway.problems import Problem, unavailable
+from neuronpipe.services.gateway.template_pool import TemplatePool
 
 HEALTH_S = 2.0
 
@@ -27,7 +29,7 @@ class Run(NamedTuple):
     live: Live
 
     @classmethod
-    def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] = lambda: None) -> Run:
+    def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
         """The run with this directory. ended: why it is over, where nobody else says so."""
         return cls(Coordinator(endpoint, ended), Live(directory))
 
@@ -68,8 +70,10 @@ class Models:
     def __init__(self, models: Sequence[Model]) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
+        self._templates = TemplatePool()
         for model in models:
             model.infill = Infill(self.holding(model))
+            model.chat.templates = self._templates
 
     def named(self, name: str | None) -> Model:
         """The package of this name, the first where a request names none. Raises Problem where there is none."""
@@ -113,12 +117,18 @@ class Models:
             raise unavailable("starting", status.notes() or "not all processes of the run are ready")
         return {"status": "ok"}
 
+    async def try_templates(self) -> None:
+        """Find out what the chat templates do, and log those that fail."""
+        for model in self._by_name.values():
+            await model.chat.report()
+
     def end(self, code: str, reason: str) -> None:
         """The server is ending."""
         for _, run in self.live:
             run.end(code, reason)
 
     async def close(self) -> None:
-        """Close the connections to all runs."""
+        """Close the connections to all runs, and end the processes of chat templates."""
+        self._templates.close()
         for _, run in self.live:
             await run.coordinator.close()

@@ -19,12 +19,7 @@ REFUSALS = {
 }
 
 
-MAX_QUOTED = 80
-
-
-def quoted(said: str) -> str:
-    """What a client said, cut to a length that an error can carry."""
-    return repr(said if len(said) <= MAX_QUOTED else said[: MAX_QUOTED - 1] + "…")
+MAX_MESSAGE_CHARACTERS = 1000
 
 
 class Problem(Exception):
@@ -41,6 +36,8 @@ class Problem(Exception):
         retry_after_s: float | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # of a library, or of a template
+            message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
         super().__init__(message)
         self.status, self.code, self.message, self.kind, self.param = status, code, message, kind, param
         self.headers = headers

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.services.gateway.bases import PARTS, TEXT, UNREAD, Body, kind_or, not_served, one_of
-from neuronpipe.services.gateway.problems import Problem, quoted
+from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.tools import FunctionName
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema

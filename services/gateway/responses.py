@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
 from neuronpipe.services.gateway.bases import (
     ALLOWED,
@@ -26,7 +27,7 @@ from neuronpipe.services.gateway.bases import (
 )
 from neuronpipe.services.gateway.bodies import checked
 from neuronpipe.services.gateway.constraints import JsonFormat, TextFormat
-from neuronpipe.services.gateway.problems import Problem, quoted
+from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import (
     MAX_LOGPROBS,
     NAMES,

@@ -7,13 +7,19 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import os
+import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
@@ -22,11 +28,14 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.pulse import Pulse, event_loop, unwatched
 
 if TYPE_CHECKING:
+    from neuronpipe.services.gateway.coordinator import Coordinator
     from neuronpipe.services.gateway.models import Models
 
 KEEP_ALIVE_S = 15
 LAST_WORDS_S = 1
+RUN_ENDS_LOOK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MAX_GROWTH_BYTES = 512 << 20
 
 
 @frozen(kw_only=True)
@@ -55,7 +64,7 @@ def serve(
     package: Package,
     run: RunDirectory,
     listener: Listener,
-    run_ended: Callable[[], str | None] = lambda: None,
+    run_ended: Callable[[], str | None] | None = None,
     pulse: Pulse | None = None,
 ) -> None:
     """Serve one run until SIGTERM, SIGINT, or its end. pulse: shows whether the server gets on, where it is watched."""
@@ -79,14 +88,43 @@ def _until_told(work: Coroutine[None, None, None], pulse: Pulse) -> None:
 
 
 async def _serve_run(
-    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]
+    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None
 ) -> None:
     from neuronpipe.services.gateway.models import Model, Models, Run
 
     model = Model(package, read_plan(run.path / PLAN_FILE))
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
-    await _serve(Models([model]), listener, over)
+    with _end_reported(run, model.run.coordinator) if run_ended is not None else contextlib.nullcontext():
+        await _serve(Models([model]), listener, over)
+
+
+@contextlib.contextmanager
+def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]:
+    """Meanwhile the kernel reports the end of the run's supervisor, where it can and the process is to be seen from
+    here: then nobody looks for that every second."""
+    from neuronpipe.services.gateway.coordinator import REPORTED_LOOK_S
+
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(run.read().supervisor_pid)
+    except (OSError, AttributeError, UserError):  # an old kernel or libc; the run has just ended
+        yield
+        return
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory may take a moment to go
+        coordinator.look_at_run()
+
+    loop.add_reader(descriptor, ended)
+    coordinator.run_look_s = REPORTED_LOOK_S
+    coordinator.look_at_run()
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
@@ -105,13 +143,14 @@ async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket)
 async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
-    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, announcing
-    from neuronpipe.services.gateway.templates import bounded_growth
+    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, SleepingServer
+    from neuronpipe.services.gateway.memory_account import Account
 
-    gateway = Gateway(models, listener)
+    account = Account()
+    gateway = Gateway(models, listener, account)
     config = uvicorn.Config(
         gateway.application(),
-        http=BoundedProtocol,
+        http=cast(Any, functools.partial(BoundedProtocol, account)),
         ws="none",
         lifespan="off",
         loop="none",
@@ -121,14 +160,31 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        callback_notify=announcing(SIGNALS, gateway.end),
     )
     # No request may take the machine's memory: it fails alone.
     with bounded_growth(), socket.socket(fileno=listener.descriptor) as listening:
         try:
-            server = uvicorn.Server(config)
-            over.add_done_callback(lambda _: setattr(server, "should_exit", True))
+            server = SleepingServer(config, SIGNALS, gateway.end)
+            over.add_done_callback(lambda _: server.end())
+            trying = asyncio.ensure_future(models.try_templates())
             await server.serve(sockets=[listening])
+            trying.cancel()
             over.cancel()
         finally:
             await models.close()
+
+
+@contextlib.contextmanager
+def bounded_growth() -> Iterator[None]:
+    """Meanwhile this process's own memory grows by MAX_GROWTH_BYTES at most: beyond, an allocation fails. Address space
+    does not count, since each thread reserves 72 MB of it, for a stack and a heap that stay almost empty."""
+    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
+    writable_bytes = int(statm[5]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = writable_bytes + MAX_GROWTH_BYTES
+    if soft == resource.RLIM_INFINITY or soft > wanted:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.protocol.messages.request import Function as CallableFunction
@@ -129,7 +130,7 @@ class Offer:
         if len(functions) < len(tools):
             names = [tool.function.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
-            raise beside_others("tools", f"{twice!r} is there twice")
+            raise beside_others("tools", f"{quoted(twice)} is there twice")
         wanted, required = [*functions], choice == "required"
         if isinstance(choice, NamedFunction):
             wanted, required, several = [choice.function.name], True, False
@@ -140,7 +141,7 @@ class Offer:
             raise beside_others("tool_choice", "there are no tools to choose from")
         for name in wanted:
             if name not in functions:
-                raise beside_others("tool_choice", f"{name!r} is none of the tools")
+                raise beside_others("tool_choice", f"{quoted(name)} is none of the tools")
         if not functions or choice == "none":
             return None
         allowed = tuple(functions[name] for name in dict.fromkeys(wanted))

@@ -35,6 +35,7 @@ class Pressure:
         self._step_bytes = max(1, -(-slots_bytes // STEPS))
         self.withheld_bytes = 0
         self._swaps, self._swapped_bytes = False, 0
+        self.is_changing = False  # what is withheld is about to change: look again soon
         self._changed_s = -STEP_S
         self._short_s = -CALM_S
 
@@ -54,14 +55,18 @@ class Pressure:
         """Take a look; returns what slots are to give back now. stalled_share: what PSI says, 0..1."""
         margin = self._margin(total_bytes)
         stalled = stalled_share >= STALLED_SHARE and available_bytes < STALLED_BELOW * total_bytes
+        self.is_changing = False
         if available_bytes < margin or stalled or self._swaps:
             self._short_s = now_s
+            self.is_changing = self.withheld_bytes < self._most_bytes
             if now_s - self._changed_s >= STEP_S:
                 self._change(self._step_bytes, now_s)
         elif available_bytes < 2 * margin + self._step_bytes or stalled_share > CALM_SHARE:
             self._short_s = now_s
-        elif self.withheld_bytes and now_s - self._short_s >= CALM_S and now_s - self._changed_s >= RESTORE_S:
-            self._change(-self._step_bytes, now_s)
+        elif self.withheld_bytes:
+            self.is_changing = True
+            if now_s - self._short_s >= CALM_S and now_s - self._changed_s >= RESTORE_S:
+                self._change(-self._step_bytes, now_s)
         return self.withheld_bytes
 
     def _change(self, more_bytes: int, now_s: float) -> None:

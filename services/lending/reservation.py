@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.lending import Lendable
+from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ReleaseMemory, ReserveMemory
 
@@ -33,6 +35,12 @@ class Reservation:
         self._answered = 0  # the number that the cache has answered
         self._releasing: tuple[int, ...] | None = None  # what slots had before
         self._prompt_at = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, manifest: Manifest, kv_tokens: memoryview) -> Reservation:
+        """The reservation of a run. kv_tokens: as on the board."""
+        lendable = Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None
+        return cls(lendable, kv_tokens.tolist())
 
     @property
     def waits(self) -> bool:

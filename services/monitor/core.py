@@ -20,6 +20,11 @@ from neuronpipe.services.monitor.regions import Residency
 
 TIME_WINDOW_S = 3.0
 MAX_EVENTS = 512  # at most two kinds, forty times a second
+MEMORY_WORDS = {
+    "memory_bytes": "current_bytes",
+    "memory_peak_bytes": "peak_bytes",
+    "memory_limit_bytes": "limit_bytes",
+}
 FlashCount = tuple[float, int, int]  # when, bytes, reads
 
 
@@ -34,7 +39,9 @@ class Monitor:
         self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MAX_EVENTS)
         self._loader: Mapping[str, float] = {}
         self._residency: Residency | None = None
-        self._reserved_bytes = self._withheld_bytes = 0
+        self._held_bytes: Mapping[str, int] = {}
+        self._memory: Mapping[str, int] = {}
+        self._withheld_bytes = 0
         self._warm_up: WarmUp | None = None
 
     @property
@@ -64,10 +71,14 @@ class Monitor:
         """How far the loader is with what is loaded ahead of need."""
         self._warm_up = warm_up
 
-    def take_residency(self, residency: Residency, reserved_bytes: int, withheld_bytes: int) -> None:
-        """What is in memory. reserved_bytes: for texts and prompts, of what is lent to slots otherwise; withheld_bytes:
-        what slots give back because memory is short."""
-        self._residency, self._reserved_bytes, self._withheld_bytes = residency, reserved_bytes, withheld_bytes
+    def take_memory(self, memory: Mapping[str, int]) -> None:
+        """Bytes of the whole run, by the names of the board's words: what was measured last."""
+        self._memory = memory
+
+    def take_residency(self, residency: Residency, held_bytes: Mapping[str, int], withheld_bytes: int) -> None:
+        """What is in memory. held_bytes: of the segments "fixed" and "kv"; withheld_bytes: what slots give back because
+        memory is short."""
+        self._residency, self._held_bytes, self._withheld_bytes = residency, held_bytes, withheld_bytes
 
     def snapshot(
         self,
@@ -96,11 +107,10 @@ class Monitor:
                     "sequences_active",
                     "max_sequences",
                     "sequences_waiting",
-                    "memory_bytes",
-                    "memory_peak_bytes",
-                    "memory_limit_bytes",
                 )
             }
+        for name, word in MEMORY_WORDS.items():
+            known[name] = self._memory.get(word, 0)
         return Snapshot(
             run=self._run,
             model=self._summary.model,
@@ -160,14 +170,14 @@ class Monitor:
             return {}
         sizes = (summary.trigger_slot_bytes, summary.value_slot_bytes)
         slots = there.slots
-        kv_bytes = min(summary.kv_bytes, self._reserved_bytes) if summary.lends else summary.kv_bytes
+        planned = {"fixed": summary.fixed_bytes, "kv": summary.kv_bytes}
+        used = {name: min(size, self._held_bytes.get(name, 0)) for name, size in planned.items()}
         hot_bytes = sum(size * count for size, count in zip(sizes, there.pinned, strict=True))
         cold_bytes = sum(size * count for size, count in zip(sizes, there.cold, strict=True))
         slots_bytes = sum(size * count for size, count in zip(sizes, slots, strict=True))
         return {
             "regions": (
-                Region(name="fixed", total_bytes=summary.fixed_bytes, used_bytes=summary.fixed_bytes),
-                Region(name="kv", total_bytes=summary.kv_bytes, used_bytes=kv_bytes),
+                *(Region(name=name, total_bytes=size, used_bytes=used[name]) for name, size in planned.items()),
                 Region(name="hot", total_bytes=hot_bytes, used_bytes=hot_bytes),
                 Region(name="cold", total_bytes=slots_bytes - hot_bytes, used_bytes=cold_bytes),
             ),

@@ -16,7 +16,7 @@ from neuronpipe.protocol.channel import Connection, Subscriber, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_WORDS, TRACE_SPANS
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS, TRACE_SPANS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
@@ -30,6 +30,8 @@ from neuronpipe.services.monitor.regions import Regions
 from neuronpipe.services.monitor.rings import RunTrace
 
 RESIDENCY_EVERY_S = 1.0
+FIRST_STATUS_S = 1.0
+HELD = ("fixed", "kv")  # segments whose pages are taken as they are written
 RESTARTS = BOARD_WORDS.index("restarts")
 ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
 
@@ -52,6 +54,7 @@ class Observer(Closing):
         )
         self._events = Subscriber(self._context, EVENTS, run_file.endpoints[EVENTS.name])
         self._asked_at: float | None = None
+        self._waits_for_first = True
         self._counted_at = float("-inf")
         self._open = ExitStack()  # what is open, closed in reverse
         self._open.callback(self._context.close)
@@ -72,7 +75,8 @@ class Observer(Closing):
             self._board: Mapping = segment.map()
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
-        self._reserved, self._withheld = self._board.view("reserved"), self._board.view("withheld")
+        self._memory, self._withheld = self._board.view("memory"), self._board.view("withheld")
+        self._held = {name: self._open.enter_context(run_file.open_segment(name)) for name in HELD}
 
     def poll(self) -> list[Message]:
         """Events since the last call, oldest first; and the next question to the coordinator, if it is due."""
@@ -89,15 +93,24 @@ class Observer(Closing):
         return events
 
     def snapshot(self) -> Snapshot:
-        """The run now, after a `poll`. Status is that of the last answer; the next one is asked for."""
+        """The run now, after a `poll`. Status is that of the last answer; the next one is asked for. The first snapshot
+        waits for an answer, up to FIRST_STATUS_S: without one it would show a run that is not ready."""
         self._ask()
+        if self._waits_for_first:
+            self._waits_for_first = False
+            answer = self._control.receive(int(1000 * FIRST_STATUS_S))
+            if isinstance(answer, Status):
+                self._monitor.take_status(answer, time.monotonic())
+                self._asked_at = None
         now_s = time.monotonic()
+        self._monitor.take_memory(dict(zip(BOARD_MEMORY, self._memory, strict=False)))
         self._activity.add(self._trace.take_arrays())
         flash = dict(zip(BOARD_FLASH, self._flash, strict=False))
         self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
         self._monitor.take_warm_up(WarmUp.on_board(self._flash))
         if now_s - self._counted_at >= RESIDENCY_EVERY_S:
-            self._monitor.take_residency(self._regions.count(), self._reserved[0], self._withheld[0])
+            held_bytes = {name: segment.held_bytes for name, segment in self._held.items()}
+            self._monitor.take_residency(self._regions.count(), held_bytes, self._withheld[0])
             self._counted_at = now_s
         processes = self._see(now_s)
         window, steps, rows = self._activity.strip()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
@@ -137,7 +137,7 @@ def create_backend(text: str, phase: Phase = "decode") -> Backend:
     name, _, options = text.partition(":")
     classes = BACKENDS | HOLDERS if phase == "accelerator" else BACKENDS
     if name not in classes:
-        raise UserError(f"backend {text!r}: the backends are {', '.join(classes)}")
+        raise UserError(f"backend {quoted(text)}: the backends are {', '.join(classes)}")
     module, _, cls = classes[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), cls)(options)
     return backend

@@ -13,7 +13,7 @@ from neuronpipe.services.memory import Lanes, RunMemory
 
 SPIN_FACTOR = 4  # of the spinning within a step: a step comes within a tenth of a millisecond, or after other things
 IDLE_MS = 20  # after that messages are waited for
-SERVE_MS = 1000  # then it beats, however many steps come
+SERVE_MS = 1000  # then messages are taken, however many steps come
 
 
 class Lane:

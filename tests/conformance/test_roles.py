@@ -72,7 +72,7 @@ def test_our_own_implementation_passes(shell: Shell, converted: Converted, role:
     ("role", "name", "why"),
     [
         ("decode", "OneBitOff", "computes other bits in the same numerics: logits"),
-        ("decode", "ShowsNoLife", "decode-0: 0 beats in 1.5 s, while idle"),
+        ("decode", "ShowsNoLife", "decode-0: 0 beats in 1.5 s, without work"),
         pytest.param(
             *(
                 "prefill",

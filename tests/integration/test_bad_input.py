@@ -157,10 +157,14 @@ def test_words_that_mean_nothing(shell: Shell, package: Path, words: tuple[str, 
     assert named in shell.refused(*words[:1], *place, *words[1:])
 
 
-def test_a_prompt_without_its_option_is_told_where_it_belongs(shell: Shell, package: Path) -> None:
-    said = shell.refused("run", "Once upon a time")
-    assert "'Once upon a time': no such package directory" in said
-    assert "`neuronpipe run -p 'Once upon a time'`" in said
+def test_a_prompt_may_be_a_word_and_one_without_a_blank_is_told_where_it_belongs(shell: Shell, package: Path) -> None:
+    said = shell.json("run", package, "Once upon a time", "-n", "4")
+    assert said["text"] == shell.json("run", package, "-p", "Once upon a time", "-n", "4")["text"]
+    assert (
+        shell.json("run", "def add(a, b):", "-n", "4")["text"]
+        == shell.json("run", "-p", "def add(a, b):", "-n", "4")["text"]
+    )
+    assert "a prompt of one word is given with -p" in shell.refused("run", "Once")
     assert "`neuronpipe run -p TEXT`" in shell.refused("run", "x" * 300)
     assert "no such package directory; make one" in shell.refused("run", "Once upon a time", "-p", "x")
 
@@ -177,10 +181,17 @@ def test_a_model_file_is_run_by_the_package_that_is_made_of_it(
     assert len(texts) == 1
 
 
-def test_a_silu_model_is_told_that_every_neuron_fires(shell: Shell, package: Path) -> None:
-    said = shell.call("run", package, *ASK)
-    assert said.code == 0
-    assert [line for line in said.errors.splitlines() if line.startswith("neuronpipe: silu: every neuron fires")]
+def test_a_silu_model_that_does_not_fit_is_told_once_that_every_neuron_fires(
+    shell: Shell, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told after every run, also where nothing was streamed."""
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shutil.copytree(cache, tmp_path / "cache", ignore=lambda *_: ["notices"])))
+    whole, first, again = (shell.call("run", package, *ASK, *words) for words in ((), *[("--ffn-resident", "50%")] * 2))
+    assert [done.code for done in (whole, first, again)] == [0, 0, 0]
+    assert ["every neuron fires" in done.errors for done in (whole, first, again)] == [False, True, False]
+    (line,) = [line for line in first.errors.splitlines() if "every neuron fires" in line]
+    assert len(line.split()) < 32
     assert "silu: every neuron fires" in shell.call("inspect", package).out
     assert "silu: every neuron fires" in shell.json("inspect", package)["warnings"][0]
 

@@ -136,6 +136,8 @@ def test_a_chat_in_a_terminal(long_shell: Shell, run: Run, tmp_path: Path) -> No
     chat.expect("half a li")  # a Ctrl-C right behind typed keys takes them from readline, which waits for them
     chat.send("\x03")
     chat.expect("[Ctrl-D or /exit ends the chat]\n> ")
+    chat.send("/se\ttemp\t0.5\n")
+    chat.expect("[temperature 0.5]\n> ")
     chat.send(f"/save {file}\n")
     chat.expect("[saved:")
     chat.expect("> ")

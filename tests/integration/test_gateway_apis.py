@@ -164,6 +164,9 @@ def test_texts_and_tokens_become_each_other(server: Server, tokenizer: FileToken
     )
     assert spelled.decode() == "\N{SNOWMAN} x"
     assert server.post("/tokenize", content="").json() == {"tokens": []}
+    assert server.post("/detokenize", tokens=[END, *tokens]).json() == {"content": f"<|endoftext|>{PROMPT}"}
+    without = server.post("/detokenize", tokens=[END, *tokens], skip_special_tokens=True)
+    assert without.json() == {"content": PROMPT}
     assert server.post("/detokenize", tokens=[1 << 20]).status == 400
     assert server.post("/tokenize", content="x" * (1 << 21)).json()["error"]["code"] == "context_length_exceeded"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from neuronpipe.plans.plan.budget import REQUESTS_BYTES
 from neuronpipe.services.gateway.application import PAGE_FOLDER
 from neuronpipe.services.gateway.http_server import MAX_CONNECTIONS
 
@@ -113,14 +114,58 @@ def test_what_is_wrong_is_said_as_openai_says_it(
     assert reply.headers["content-type"] == "application/json"
 
 
-def test_one_connection_too_many_is_told_so(server: Server) -> None:
+UNFINISHED = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+)
+
+
+def test_idle_connections_make_room_for_a_new_one(server: Server) -> None:
+    with contextlib.ExitStack() as lines:
+        idle = [lines.enter_context(server.connect()) for _ in range(MAX_CONNECTIONS)]
+        assert server.post("/v1/completions", **ASK).status == 200
+        with contextlib.suppress(ConnectionError):
+            assert idle[0].recv(1) == b""  # the oldest was ended
+
+
+def test_where_all_connections_are_busy_one_more_is_told_so(server: Server) -> None:
     with contextlib.ExitStack() as lines:
         for _ in range(MAX_CONNECTIONS):
-            lines.enter_context(server.connect())
+            lines.enter_context(server.connect()).sendall(UNFINISHED.format(9).encode() + b"{")
+        time.sleep(0.5)  # until the last ones are no idle connections any more
         reply = read_reply(lines.enter_context(server.connect()))
     assert (reply.status, reply.json()["error"]["code"]) == (503, "too_many_connections")
     assert reply.headers["x-request-id"].startswith("req_")
     assert int(reply.headers["retry-after"]) >= 1
+
+
+def test_bodies_that_never_end_take_no_more_memory_than_is_planned_and_keep_nobody_out(server: Server) -> None:
+    gateway = psutil.Process(server.run.pid("gateway"))
+    before = gateway.memory_info().rss
+    with contextlib.ExitStack() as lines:
+        for _ in range(60):
+            line = lines.enter_context(server.connect())
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                line.settimeout(2)
+                line.sendall(UNFINISHED.format(4 << 20).encode() + b" " * (3 << 20))
+        assert server.post("/v1/completions", **ASK).status == 200
+        assert gateway.memory_info().rss - before < 2 * REQUESTS_BYTES
+
+
+def test_a_body_with_two_ends_is_refused(server: Server) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = exchange(server, head.encode() + b"0\r\n\r\n" + request("GET", "/v1/models"))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1  # what a proxy might take for the body is no second request
+
+
+def test_a_head_of_many_headers_is_refused_and_a_long_path_is_cut(server: Server) -> None:
+    headers = {f"X-{number}": "y" for number in range(1000)}
+    assert server.call("GET", "/v1/models", **headers).status == 431
+    for method, path in (("GET", "/v1/" + "x" * 9000), ("Y" * 9000, "/v1/models")):
+        message = server.call(method, path).json()["error"]["message"]
+        assert len(message) < 250
 
 
 @pytest.mark.parametrize(
@@ -129,7 +174,8 @@ def test_one_connection_too_many_is_told_so(server: Server) -> None:
         (b"", 415, "unsupported_media_type"),
         (b"{", 400, "invalid_json"),
         (b"\xff\xfe", 400, "invalid_json"),
-        (b"[" * 200_000, 400, "invalid_json"),
+        (b"[" * 20_000, 400, "invalid_json"),
+        (b"[" * 200_000, 413, "request_too_large"),
         (b'{"prompt": "\\ud800"}', 400, "invalid_json"),
         (b"[]", 400, "invalid_value"),
         (b'{"prompt": "x", "temperature": NaN}', 400, "invalid_value"),
@@ -236,6 +282,18 @@ def test_a_thousand_connections_leave_nothing_behind(server: Server) -> None:
             if number % 2:
                 line.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
     assert eventually(lambda: gateway.num_fds() <= before)
+
+
+def test_the_first_view_of_a_ready_run_shows_it_ready_and_what_it_holds(server: Server) -> None:
+    with server.connect() as line:
+        line.sendall(request("GET", "/live"))
+        data = b""
+        while (event := data.partition(b"data: ")[2].partition(b"\n\n"))[1] == b"":
+            data += line.recv(1 << 16)
+    shown = json.loads(event[0])
+    assert shown["ready"]
+    assert 0 < sum(region["used_bytes"] for region in shown["regions"]) < shown["memory_bytes"]
+    assert shown["memory_bytes"] <= shown["memory_peak_bytes"] <= shown["memory_limit_bytes"]
 
 
 def test_pages_opened_again_and_again_keep_the_gateway_alive(server: Server) -> None:

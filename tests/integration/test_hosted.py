@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
@@ -122,6 +123,23 @@ def test_a_run_that_dies_is_started_again_by_the_next_request(server: Server, pa
     assert eventually(lambda: states(server)[package.manifest.name] == "no run")
     assert eventually(lambda: (reply := asked(server, package)).status == 200 and reply.json()["choices"] == before)
     assert states(server)[packages[0].manifest.name] == "ready"
+
+
+def test_runs_that_come_and_go_leave_no_descriptor_behind(shell: Shell, packages: list[Package]) -> None:
+    """A pipe for each run once took all descriptors, and then every request was refused."""
+    server, _ = hosted(shell, packages[0].path, "--keep-alive", "0s")
+    command = psutil.Process(server.process.pid)
+    gateway = next(one for one in command.children() if one.name() == "np-gateway")
+
+    def after_runs(count: int) -> list[int]:
+        for _ in range(count):
+            assert asked(server).status == 200
+            assert eventually(lambda: set(states(server).values()) == {"no run"})
+        return [command.num_fds(), gateway.num_fds()]
+
+    before = after_runs(2)
+    assert after_runs(4) == before
+    assert len(ended(server)) == 2 * 6
 
 
 def test_within_a_limit_for_one_runs_take_turns_and_no_text_is_broken_off(

@@ -70,10 +70,10 @@ def test_send_opens_the_settings_at_a_value_that_is_wrong(page: Page) -> None:
         ("temperature", "5", "Temperature must be a number from 0 to 2, or empty for 0.7."),
         ("temperature", "-1", "Temperature must be a number from 0 to 2, or empty for 0.7."),
         ("penalty", "0", "Repetition penalty must be a number from 1 to 2, or empty for 1.1."),
-        ("tokens", "0", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
-        ("tokens", "2.5", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
-        ("tokens", "99999999", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
-        ("tokens", "1e", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
+        ("tokens", "0", "Max tokens must be a whole number from 1 to 16,777,216, or empty for as many as fit."),
+        ("tokens", "2.5", "Max tokens must be a whole number from 1 to 16,777,216, or empty for as many as fit."),
+        ("tokens", "99999999", "Max tokens must be a whole number from 1 to 16,777,216, or empty for as many as fit."),
+        ("tokens", "1e", "Max tokens must be a whole number from 1 to 16,777,216, or empty for as many as fit."),
     ):
         page.browser.execute_script("document.getElementById('settings').open = true")
         page[field].clear()
@@ -99,8 +99,25 @@ def test_an_empty_setting_means_its_default(page: Page) -> None:
     talk(page, "with nothing")
     first, second = ({name: one[name] for name in one if name != "messages"} for one in page.server.asked)
     assert first == second
-    assert (first["temperature"], first["repetition_penalty"], first["max_tokens"]) == (0.7, 1.1, 256)
+    assert (first["temperature"], first["repetition_penalty"]) == (0.7, 1.1)
     assert page["temperature"].get_attribute("placeholder") == "0.7"
+
+
+def test_an_answer_is_as_long_as_in_the_terminal(page: Page) -> None:
+    """It ended after 256 tokens, in the middle of a sentence. A base model never ends: 200 tokens."""
+    talk(page, "of a chat model")
+    page.set(tokens="7")
+    talk(page, "seven tokens")
+    assert [asked.get("max_tokens") for asked in page.server.asked] == [None, 7]
+    assert page["tokens"].get_attribute("placeholder") == "as many as fit"
+
+
+def test_an_answer_of_a_base_model_has_200_tokens(page: Page) -> None:
+    page.server.chat = False
+    page.open()
+    talk(page, "def fibonacci(n):")
+    assert [asked["max_tokens"] for asked in page.server.asked] == [200]
+    assert page["tokens"].get_attribute("placeholder") == "200"
 
 
 def test_a_number_between_the_steps_of_its_field_is_taken(page: Page) -> None:

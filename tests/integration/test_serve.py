@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from tests.http_client import PATIENCE_S, Server, served
 from tests.pipeline import Run, Shell, beside_progress, eventually
 
 Converted = Callable[..., Package]
+PROGRESS = re.compile(r"neuronpipe: .*, \d+ s\n")
 KEY = "correct-horse-battery"
 GATEWAY = """
 import http.server, os, socket, sys
@@ -52,6 +56,26 @@ def said(shell: Shell, *options: str | Path) -> list[str]:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=PATIENCE_S)
     return lines
+
+
+@pytest.mark.parametrize("words", [(), ("--keep-alive", "5m")])
+def test_the_address_comes_before_what_was_measured(shell: Shell, tmp_path: Path, words: tuple[str, ...]) -> None:
+    cache = Path(shutil.copytree(os.environ["XDG_CACHE_HOME"], tmp_path / "cache"))
+    for file in cache.glob("neuronpipe/*.json"):  # what makes a start measure again
+        record = json.loads(file.read_text())
+        record["taken_at"] -= 3600
+        record["measured"]["busy"] = 0.9
+        file.write_text(json.dumps(record))
+    environment = {"XDG_CACHE_HOME": str(cache)}
+    server = shell.start("serve", "--port", "0", *words, environment=environment, stderr=subprocess.STDOUT)
+    assert server.stdout is not None
+    lines = []
+    while "measured flash again" not in "".join(lines[-1:]):
+        lines.append(server.stdout.readline())
+        assert lines[-1], lines
+    server.send_signal(signal.SIGINT)
+    server.communicate(timeout=PATIENCE_S)
+    assert next(line for line in lines if not PROGRESS.fullmatch(line)).startswith("serving ")
 
 
 def test_a_place_where_no_run_is_live_gets_a_new_one_and_serve_says_so(shell: Shell) -> None:

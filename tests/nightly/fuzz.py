@@ -35,6 +35,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.gguf_header import parse_gguf_header
     from neuronpipe.plans.package.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
+    from neuronpipe.plans.plan.budget import TEMPLATE_GROWTH_BYTES
     from neuronpipe.plans.plan.plan import parse_plan
     from neuronpipe.protocol.codec import Vocabulary
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
@@ -43,9 +44,19 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
     from neuronpipe.services.coordinator.detokenizer import FileTokenizer
     from neuronpipe.services.gateway.bodies import parse_body
+    from neuronpipe.services.gateway.messages import ChatTurn
     from neuronpipe.services.gateway.problems import Problem
     from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
-    from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
+    from neuronpipe.services.gateway.template_jobs import (
+        JOB_S,
+        WORK,
+        PromptJob,
+        Refused,
+        TemplateError,
+        TemplateSource,
+        WrittenPrompt,
+    )
+    from neuronpipe.services.untrusted.helper import Helper, UntrustedError
 
 from neuronpipe.launch.planning import DEMO
 
@@ -114,6 +125,17 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
             if not allowed or following.take(allowed.bit_length() - 1):
                 break
 
+    templates = Helper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES)
+
+    def template(data: bytes) -> None:
+        """In a helper process, whose limits are what bounds it."""
+        source = TemplateSource(data.decode("utf-8", "replace"), "<s>", "</s>")
+        turns = [ChatTurn(turn["role"], turn["content"]) for turn in TURNS]
+        try:
+            WrittenPrompt.decoded(templates.call(PromptJob(source=source, turns=turns).encoded(), JOB_S))
+        except UntrustedError as error:
+            raise TemplateError(str(error)) from None
+
     def gguf_header(path: Path) -> None:
         with path.open("rb") as opened:
             parse_gguf_header(opened, path)
@@ -128,7 +150,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
         "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
-        "template": (lambda data: Template(data.decode("utf-8", "replace"), "<s>", "</s>").render(TURNS), TEMPLATES),
+        "template": (template, TEMPLATES),
         "schema": (schema, SCHEMAS),
         **Fuzzed(folder / "commands").targets(),
     }

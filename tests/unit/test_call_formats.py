@@ -7,7 +7,9 @@ import json
 
 import pytest
 from neuronpipe.services.gateway.answer_calls import Call, read
-from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat, format_of
+from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
+from neuronpipe.services.gateway.format_probe import probe_format
+from neuronpipe.services.gateway.template_jobs import TemplateSource
 from neuronpipe.services.gateway.templates import Template
 
 TURNS = """{%- for m in messages %}{% if m.role == 'tool' %}[result]{{ m.content }}
@@ -130,8 +132,12 @@ BARE_FORM = CallFormat(
 )
 
 
+def compiled(text: str) -> Template:
+    return Template(TemplateSource(text, "<s>", "</s>"))
+
+
 def found(template: str) -> CallFormat:
-    return format_of(Template(template, "<s>", "</s>"))
+    return probe_format(compiled(template)).form
 
 
 @pytest.mark.parametrize("template", [BLOCKS, THINKING], ids=["blocks", "thinking"])
@@ -188,7 +194,7 @@ def test_a_template_that_writes_no_such_calls_has_the_stated_format(template: st
 
 @pytest.mark.parametrize("template", [BLOCKS, LIST, FRAMED, TAGS], ids=["blocks", "list", "framed", "tags"])
 def test_what_the_template_writes_is_read_as_the_calls_that_it_was_given(template: str) -> None:
-    form, one = found(template), Template(template, "<s>", "</s>")
+    form, one = found(template), compiled(template)
     calls = [("call_1", "look_up", '{"of": "a }]\\"}"}'), ("call_2", "f", '{"deep": [{"x": {}}]}')]
     text = one.render([{"role": "user", "content": "?"}, form.message("", calls)], answer=False)
     said, made, complete = read(text[text.index(form.marker) :], form)

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.package.manifest import Chat
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.template_once import examine_template
 
-from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.conformance.checkpoints import TINY, tokenizer, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -93,3 +94,44 @@ def test_which_of_several_templates_is_meant_must_be_said(tmp_path: Path) -> Non
         convert(source, tmp_path / "package")
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     assert convert(source, tmp_path / "package", chat_template=tmp_path / "mine.jinja").manifest.chat is not None
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_a_template_that_does_not_compile_is_reported_with_the_line(kind: str, tmp_path: Path) -> None:
+    broken = "\n{% if messages %}\n{% endfor %}"
+    if kind == "gguf":
+        source = write_gguf(tmp_path / "m.gguf", TINY, metadata={"tokenizer.chat_template": broken})
+    else:
+        source = write_checkpoint(tmp_path / "source", TINY)
+        (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": broken}))
+    reports: list[Encoded] = []
+    convert(source, tmp_path / "package", examine_template=examine_template, report=reports.append)
+    (note,) = reports[0].notes
+    assert "chat_template: line 3: " in note or "tokenizer_config.json: line 3: " in note
+    assert "--chat-template FILE" in note
+    chosen = tmp_path / "mine.jinja"
+    chosen.write_text(broken)
+    with pytest.raises(UserError, match=r"mine\.jinja: line 3: "):
+        convert(source, tmp_path / "other", chat_template=chosen, examine_template=examine_template)
+
+
+def test_a_template_that_fails_with_functions_is_reported(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    (source / "chat_template.jinja").write_text(TURNS + "{% if tools %}{{ tools | no_filter }}{% endif %}")
+    (source / "tokenizer_config.json").write_text("{}")
+    reports: list[Encoded] = []
+    convert(source, tmp_path / "package", examine_template=examine_template, report=reports.append)
+    assert "line 1: " in reports[0].notes[0]
+
+
+def test_a_turn_ends_with_what_the_template_closes_it_with(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    shorter = tokenizer(298)
+    shorter.add_special_tokens(["</assistant>"])
+    (source / "tokenizer.json").write_text(shorter.to_str())
+    (source / "chat_template.jinja").write_text(TURNS)
+    package = convert(source, tmp_path / "package", examine_template=examine_template)
+    assert package.manifest.end_tokens == (299, 298)

@@ -8,6 +8,7 @@ import re
 import pytest
 from neuronpipe.launch import progress
 from neuronpipe.launch.cli import OF_TWO_WORDS, VERBS, main, verb_parser
+from neuronpipe.launch.planning import DEMO
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -89,6 +90,25 @@ def test_packages_outputs_pictures_and_runs_have_the_same_names_in_every_verb(ve
             assert names == ("-o", "--output") or (verb, *names) == ("synth", "--gguf")
         elif "run directory" in meaning or meaning.startswith("directory of a live run"):
             assert (names, shown) == (("--run",), "DIR")
+
+
+def test_a_word_in_place_of_a_number_is_told_so_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "run", "-p", "x", "--temperature", "hot").startswith(
+        "argument --temperature: 'hot' is no number; see"
+    )
+    assert "argument -n/--max-tokens: '1.5' is no whole number; see" in refused(capsys, "run", "-p", "x", "-n", "1.5")
+
+
+def test_what_is_missing_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "simulate").startswith("the following arguments are required: DEVICE (one of oneplus-12, ")
+    assert "required: --text (the text to score, UTF-8); see" in refused(capsys, "perplexity")
+    assert "required: shell (one of bash, zsh, fish); see" in refused(capsys, "completion")
+
+
+def test_the_demo_is_not_changed_by_whoever_names_no_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "profile: name the package that is to be changed" in refused(capsys, "profile")
+    assert "profile: name the package that is to be changed" in refused(capsys, "profile", "--activity")
+    assert "compile: name the package" in refused(capsys, "compile")
 
 
 def test_an_option_before_its_verb_is_shown_its_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +233,7 @@ def test_a_baseline_and_what_it_is_not_are_refused_together(
         (("--context", "0"), "--context 0: between 1 and 512, the package's context"),
         (("--context", "1.5"), "'1.5' is no whole number; write e.g. 4"),
         (("--workers", "two"), "'two' is no whole number"),
+        (("--memory", "1PB"), "'1PB' is not a size; write bytes, or a number with MiB or GiB, or auto"),
         (("--memory", "0"), "'0': a size must be above zero, and up to 1 EiB"),
         (("--memory", "inf"), "'inf' is not a size"),
     ],
@@ -231,7 +252,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SILENT_S", float("inf"))
-    assert "File name too long" in refused(capsys, "profile", "--import", "x" * 5000)
+    assert "File name too long" in refused(capsys, "profile", str(DEMO), "--import", "x" * 5000)
 
 
 def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,8 @@ def test_every_verb_and_option_is_completed(script: Path) -> None:
         (["run", "--mode", ""], ["exact", "predicted", "thresholded"]),
         (["run", "--mode", "pr"], ["predicted"]),
         (["profile", "d"], ["device", "diff"]),
+        (["help", "stat"], ["status"]),
+        (["show", "tiny"], ["tiny-model"]),
         (["run", "tiny"], ["tiny-model"]),
         (["run", "--plan", ""], []),  # files, by bash itself
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 
 import pytest
 from neuronpipe.launch.chat.conversation import NO_ROLES, Conversation, asked_in_conversation
@@ -18,7 +17,7 @@ from tests.conformance.checkpoints import TINY, write_checkpoint
 ROLES = (
     "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     "{% if messages[-1].content == 'grow' %}{% set n = namespace(all=[]) %}"
-    "{% for i in range(200) %}{% set n.all = n.all + ['x' * 8000000] %}{% endfor %}{{ n.all | length }}{% endif %}"
+    "{% for i in range(200) %}{% set n.all = n.all + ['x' * (8000000 + i)] %}{% endfor %}{{ n.all }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 )
 ASK = Generate(request="1", prompt="hello", max_tokens=4)
@@ -63,14 +62,12 @@ def test_what_the_model_is_told_before_can_be_taken_back(with_template: Package)
 
 
 def test_a_template_that_refuses_or_grows_beyond_all_bounds_is_one_line(with_template: Package) -> None:
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    for said, why in (("no", "refuses this: not that"), ("grow", "the chat template fails: .*--raw")):
+    for said, why in (("no", "refuses this: not that"), ("grow", "the chat template fails: .* 64 MiB .*--raw")):
         talk = Conversation(with_template)
         talk.turns.append(("user", said))
         with pytest.raises(UserError, match=why) as caught:
             talk.prompt()
         assert "\n" not in str(caught.value)
-        assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_conversation_is_saved_as_messages_or_to_read(with_template: Package) -> None:

@@ -57,7 +57,7 @@ class Letters:
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(map(chr, tokens))
 
 

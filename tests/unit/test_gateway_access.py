@@ -9,6 +9,7 @@ import pytest
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.access import AccessControl
 from neuronpipe.services.gateway.listener import Listener, checked_origins
+from neuronpipe.services.gateway.memory_account import Account
 from neuronpipe.services.gateway.metrics import Metrics
 
 KEY = "0123456789abcdef"
@@ -30,7 +31,7 @@ def asked(
 ) -> tuple[int, dict[str, str]]:
     """Status and headers of the answer."""
     listener = Listener(descriptor=-1, host="127.0.0.1", port=1, key=key, origins=origins)
-    app = AccessControl(_inner, listener, Metrics(), frozenset())
+    app = AccessControl(_inner, listener, Metrics(), frozenset(), Account())
     given = [(name.encode(), value.encode()) for name, value in ({"host": "localhost:1"} | headers).items()]
     path = "/v1/completions"
     scope = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.gguf_splits import SPLITS
-from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer, end_tokens
+from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer, gguf_ends
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer, pre_tokenizers
@@ -203,7 +203,34 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
 
 def test_end_tokens_are_those_named_and_those_known() -> None:
     metadata = byte_level("gpt-2", **{"tokenizer.ggml.eot_token_id": 7})
-    assert end_tokens(metadata, 300) == (299, 7)
+    assert ids(metadata) == [299, 7]
     pieces = [*metadata.items("tokenizer.ggml.tokens")[:-1], "<|im_end|>"]
     renamed = byte_level("gpt-2", **{"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.eos_token_id": 5})
-    assert end_tokens(renamed, 300) == (5, 299)
+    assert ids(renamed) == [5, 299]
+
+
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_an_end_token_may_be_a_list_of_them(name: str) -> None:
+    metadata = byte_level("gpt-2", **{"tokenizer.ggml.eos_token_id": 3, f"tokenizer.ggml.{name}_token_id": [299, 7]})
+    assert ids(metadata) == ([299, 7] if name == "eos" else [3, 299, 7])
+    assert built(byte_level("gpt-2", **{"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.eos_token_id": [299, 7]}))
+    for damaged in ([], [300], [True], [[7]]):
+        with pytest.raises(UserError, match=f"tokenizer.ggml.{name}_token_id: .* is no token id below 300"):
+            ids(byte_level("gpt-2", **{f"tokenizer.ggml.{name}_token_id": damaged}))
+
+
+@pytest.mark.parametrize("kind", [3, 4], ids=["control", "user-defined"])
+def test_the_token_with_which_the_template_closes_turns_ends_them(kind: int) -> None:
+    pieces = [*byte_level("gpt-2").items("tokenizer.ggml.tokens")[:-2], "<end_of_turn>", "<end>"]
+    kinds = [1] * 298 + [kind, kind]
+    metadata = byte_level(
+        "gpt-2",
+        **{"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eos_token_id": 5},
+    )
+    assert ids(metadata) == [5]
+    assert ids(metadata, "<end_of_turn>\n<start_of_turn>") == [5, 298]
+    assert ids(metadata, "text<end_of_turn>") == [5]
+
+
+def ids(metadata: Record, closing: str = "") -> list[int]:
+    return [end.token for end in gguf_ends(metadata, 300, closing)]

@@ -67,7 +67,9 @@ def _played_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def serving(keep_alive_s: float = math.inf, **takes_bytes: int) -> AsyncIterator[tuple[HostedModels, Command]]:
     ours, theirs = socket.socketpair()
-    models = [cast(Model, SimpleNamespace(name=name, run=None, facts=dict)) for name in takes_bytes]
+    models = [
+        cast(Model, SimpleNamespace(name=name, run=None, facts=dict, chat=SimpleNamespace())) for name in takes_bytes
+    ]
     over = asyncio.Event()
     made = HostedModels(models, Pool(takes_bytes, 100, keep_alive_s), over.set)
     await made.attach(ours)

@@ -11,17 +11,15 @@ import pytest
 SERVER = """if True:
     import asyncio, os, signal, socket
     import uvicorn
-    from neuronpipe.services.gateway.http_server import announcing
+    from neuronpipe.services.gateway.http_server import SleepingServer
 
     async def application(scope, receive, send):
         raise AssertionError
 
     async def main():
-        config = uvicorn.Config(
-            application, lifespan="off", log_config=None, callback_notify=announcing(SIGNALS, lambda: print("ending"))
-        )
+        config = uvicorn.Config(application, lifespan="off", log_config=None)
         listening = socket.create_server(("127.0.0.1", 0))
-        await uvicorn.Server(config).serve(sockets=[listening])
+        await SleepingServer(config, SIGNALS, lambda: print("ending")).serve(sockets=[listening])
         print("ended")
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

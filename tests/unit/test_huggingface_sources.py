@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.chat_template import ChatTemplate, TemplateFacts
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.end_tokens import CLOSES
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.safetensors_header import read_header
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import TINY, tokenizer, write_checkpoint, write_safetensors
+from tests.conformance.checkpoints import END_TOKEN, TINY, tokenizer, write_checkpoint, write_safetensors
 
 
 @pytest.fixture
@@ -43,6 +45,10 @@ def rewrite(source: Path, change: Callable[[dict[str, Any]], object]) -> None:
     }
     change(stored)
     write_safetensors(path, stored)
+
+
+def ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    return tuple(end.token for end in checkpoint.ends)
 
 
 def refuse(source: Path, message: str) -> None:
@@ -89,7 +95,7 @@ def test_missing_keys_have_the_defaults_of_the_class(source: Path) -> None:
     with open_huggingface(source, Options()) as checkpoint:
         assert (checkpoint.model.norm_epsilon, checkpoint.model.context_tokens) == (1e-6, 2048)
         assert (checkpoint.model.activation, checkpoint.model.tied_embeddings) == ("silu", False)
-        assert checkpoint.end_tokens == (2,)
+        assert ids(checkpoint) == (2,)
         assert checkpoint.inverse_frequency[1] == pytest.approx(10_000 ** (-2 / 32))
     configure(source, architectures=["MistralForCausalLM"])
     with open_huggingface(source, Options()) as checkpoint:
@@ -101,7 +107,7 @@ def test_null_is_not_missing(source: Path) -> None:
     refuse(source, r"k_proj\.weight: has shape \[32, 64\], but the configuration needs \[64, 64\]")  # as many as heads
     configure(source, num_key_value_heads=1)
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.end_tokens == ()
+        assert ids(checkpoint) == ()
     configure(source, rms_norm_eps=None)
     refuse(source, "rms_norm_eps: expected a number, found None")
 
@@ -380,7 +386,29 @@ def test_layers_with_different_windows_are_refused(source: Path) -> None:
 def test_generation_config_knows_the_end_tokens_best(source: Path) -> None:
     (source / "generation_config.json").write_text('{"eos_token_id": [298, 299, 298]}')
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.end_tokens == (298, 299)
+        assert ids(checkpoint) == (298, 299)
     (source / "generation_config.json").write_text("{}")
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.end_tokens == (299,)
+        assert ids(checkpoint) == (299,)
+
+
+def test_every_source_that_names_an_end_is_believed(source: Path) -> None:
+    """Chat models whose configuration names the end of documents alone went on and played the user."""
+    shorter = tokenizer(295)
+    shorter.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|im_end|>x", "<eot>"])
+    (source / "tokenizer.json").write_text(shorter.to_str())
+    (source / "generation_config.json").write_text('{"eos_token_id": 294}')
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eot>"}, "chat_template": "x"}))
+    examined: list[str] = []
+
+    def examine(template: ChatTemplate) -> TemplateFacts:
+        examined.append(template.text)
+        return TemplateFacts(closing="<|im_end|>\n<|im_start|>user")
+
+    with open_huggingface(source, Options(examine_template=examine)) as checkpoint:
+        assert examined == ["x"]
+        assert [(end.token, end.text, end.why) for end in checkpoint.ends] == [
+            (294, END_TOKEN, "generation_config.json: eos_token_id"),
+            (298, "<eot>", "tokenizer_config.json: eos_token"),
+            (296, "<|im_end|>", CLOSES),
+        ]

@@ -6,7 +6,7 @@ import sys
 from typing import Any, get_type_hints
 
 import pytest
-from neuronpipe.protocol import run_directory, spec
+from neuronpipe.protocol import links, run_directory, spec
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import LINKS, WATCH
 from neuronpipe.protocol.messages.client import Likely, ProcessStatus, Rated, WarmUp
@@ -40,6 +40,11 @@ def test_no_two_messages_share_a_name() -> None:
 def test_the_specification_is_up_to_date() -> None:
     text = spec.PATH.read_text(encoding="utf-8")
     assert spec.render(text) == text, "run `python -m neuronpipe.protocol.spec --write`"
+
+
+@pytest.mark.parametrize("link", [*links.LINKS, links.WATCH], ids=lambda link: link.name)
+def test_the_specification_says_who_binds_a_link(link: links.Link) -> None:
+    assert f"| `{link.name}` | {link.bound_by} |" in spec.PATH.read_text(encoding="utf-8")
 
 
 def test_a_specification_that_drifted_is_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from array import array
 from typing import Any
@@ -150,19 +149,19 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
     watched.take_status(status, 10.0)
     assert shot(watched, 10.5).silent_s == 0
     seen = shot(watched, 14.0)
-    assert (seen.silent_s, seen.ready, seen.tokens, seen.memory_limit_bytes) == (4.0, True, 6, 3)
+    assert (seen.silent_s, seen.ready, seen.tokens) == (4.0, True, 6)
 
 
 def test_regions_and_the_queue() -> None:
     watched = monitor()
     there = Residency(slots=(5, 3), pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3)
-    watched.take_residency(there, 200, 0)
+    watched.take_residency(there, {"fixed": 1000, "kv": 200}, 0)
     counters = {"in_flight": 4, "trigger_waiting": 2, "value_waiting": 1}
     watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
     seen = shot(watched, 1.0)
     assert {one.name: (one.used_bytes, one.total_bytes) for one in seen.regions} == {
         "fixed": (1000, 1000),
-        "kv": (500, 500),
+        "kv": (200, 500),
         "hot": (400, 400),
         "cold": (300, 700),
     }
@@ -170,12 +169,16 @@ def test_regions_and_the_queue() -> None:
     assert (seen.flash_in_flight, seen.flash_waiting) == (4, 6)
 
 
-def test_what_texts_do_not_need_yet_is_shown_as_slots() -> None:
-    watched = Monitor("r", "p", dataclasses.replace(SUMMARY, lends=True))
+def test_a_region_shows_what_is_in_memory_beside_what_is_reserved() -> None:
+    watched = monitor()
     there = Residency(slots=(6, 5), pinned=(0, 0), cold=(6, 4), loading=(0, 0), by_layer=(1.0, 1.0), asked=0)
-    watched.take_residency(there, 200, 0)
-    seen = {one.name: (one.used_bytes, one.total_bytes) for one in shot(watched, 1.0).regions}
-    assert (seen["kv"], seen["cold"]) == ((200, 500), (1400, 1600))
+    watched.take_residency(there, {"fixed": 4096, "kv": 0}, 0)  # segments end with a page
+    watched.take_memory({"current_bytes": 3000, "peak_bytes": 3500, "limit_bytes": 4000})
+    seen = shot(watched, 1.0)
+    sizes = {one.name: (one.used_bytes, one.total_bytes) for one in seen.regions}
+    assert (sizes["fixed"], sizes["kv"], sizes["cold"]) == ((1000, 1000), (0, 500), (1400, 1600))
+    assert sum(one.used_bytes for one in seen.regions) <= seen.memory_bytes == 3000
+    assert (seen.memory_peak_bytes, seen.memory_limit_bytes) == (3500, 4000)
 
 
 def test_words_are_counted_by_state_and_layer() -> None:

@@ -159,6 +159,7 @@ def test_a_refused_request_was_the_cause_and_not_our_process(tmp_path: Path) -> 
         memory.fields["ready"][line] = 1
     for key in (DECODE, PREFILL):
         assert [overdue.is_hopeless(key, 1.0), overdue.is_hopeless(key, 2.0)] == [False, False]
-    overdue.pardon(OURS | {PREFILL: FOREIGN})
+    overdue.pardon(0, OURS)
+    overdue.pardon(1, OURS | {PREFILL: FOREIGN})
     assert not overdue.is_hopeless(DECODE, 3.0)
     assert overdue.is_hopeless(PREFILL, 3.0)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
+from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
@@ -132,16 +135,60 @@ def test_a_shape_without_a_package_is_planned_for_a_phone_and_its_plan_is_of_no_
     assert made["compute"]["mode"] == "predicted"
     assert 23 * GIB < made["memory"]["ffn_bytes"] < 25 * GIB  # 45 billion weights of 4.5 bits
     assert made["memory"]["limit_bytes"] == 7e9
-    assert main(["plan", "--plan", str(file), "--device", "oneplus-12"]) == 2
+    assert main(["plan", str(DEMO), "--plan", str(file), "--device", "oneplus-12"]) == 2
     assert "another package" in capsys.readouterr().err
 
 
-def test_a_shape_is_refused_where_flash_is_measured_on_a_packages_file(capsys: pytest.CaptureFixture[str]) -> None:
-    for device in ([], ["--device", "this-machine"]):
-        assert main(["plan", "turbosparse-mixtral-47b", *device]) == 2
-        assert "plan turbosparse-mixtral-47b --device oneplus-12" in capsys.readouterr().err
+def test_a_shape_is_planned_for_this_machine_without_a_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was refused, so that nobody knew the speed of a model before its download."""
+    words = ["--memory", "8GiB", "--context", "2048", "--json"]
+    assert main(["plan", "SmallThinker-4B", *words]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["expected"]["tokens_per_s"] > 0
+    assert made["device_id"] == probe(DEMO).id
+    assert "for a q4 package of smallthinker-4b that nobody made" in made["reasons"][0]
+    assert "with flash as it reads the file of the demo model" in made["reasons"][1]
+    assert main(["plan", "org/SmallThinker-4B", "--device", "this-machine", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == made["id"]
+
+
+def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path))
+    assert measured_place(print)[0] == DEMO
+    larger = tmp_path / "packages" / "larger"
+    shutil.copytree(DEMO, larger)
+    with (larger / "bundles.bin").open("ab") as file:
+        file.write(bytes(1 << 20))
+    place, device = measured_place(print)
+    assert place == larger
+    assert device.flash is not None
+    assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_of_a_shape(place, device)
+    profile = described(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
+    assert "speeds are of the device profile" in flash_of_a_shape(place, dataclasses.replace(device, profile=profile))
+    assert "not expected" in flash_of_a_shape(place, dataclasses.replace(device, flash=None))
+
+
+def test_a_verb_that_needs_a_package_says_what_a_shape_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("run", "chat", "bench"):
+        assert main([verb, "qwen3-30b-a3b"]) == 2
+        assert "it is a shape, which `neuronpipe plan qwen3-30b-a3b` and" in capsys.readouterr().err
+
+
+def test_what_is_no_shape_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "turbosparse-mixtral-47"]) == 2
+    assert "did you mean turbosparse-mixtral-47b?" in capsys.readouterr().err
     assert main(["plan", "turbosparse-48b", "--device", "oneplus-12"]) == 2
-    assert "neither a package nor a known shape; shapes are bamboo-7b" in capsys.readouterr().err
+    assert "neither a package nor a known shape; did you mean turbosparse-1b? Shapes are bamboo-7b" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_phone_is_told_of_no_model_that_nobody_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo came out at 1,708 tokens/s."""
+    for words in (["simulate", "oneplus-12"], ["plan", "--device", "oneplus-12"]):
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "oneplus-12: name a model: a shape, or a package; shapes are bamboo-7b, " in line
 
 
 def test_a_slower_phone_is_expected_to_be_slower() -> None:

@@ -291,3 +291,16 @@ def test_a_step_of_more_tokens_than_sums_by_turns_needs_windows_of_whole_layers(
         UserError, match=f"'compute.{name}': 65, but where a block window is less than a layer, 64 at most"
     ):
         validate(read, manifest(), "plan.json")
+
+
+def test_a_refused_plan_quotes_a_little_of_what_it_says() -> None:
+    good = made(workers=2)
+    longest = "b" * 5000
+    processes = tuple(
+        dataclasses.replace(one, backend=longest) if (one.role, one.index) == ("decode", 1) else one
+        for one in good.compute.processes
+    )
+    wrong = dataclasses.replace(good, compute=dataclasses.replace(good.compute, processes=processes))
+    with pytest.raises(UserError, match="decode workers with one backend") as raised:
+        validate(wrong, manifest(), "plan.json")
+    assert len(str(raised.value)) < 400

@@ -426,7 +426,7 @@ def test_packages_are_removed_by_name(hub: Hub) -> None:
     done = hub.call("rm", "one", "four")
     assert done.code == 2
     assert "did you mean" not in done.errors
-    assert "There are one, three, two" in done.errors
+    assert "there are one, three, two" in done.errors
     assert [package["name"] for package in hub.listed()["packages"]] == ["one", "three", "two"]
     assert hub.call("rm", "one", "two").code == 0
     assert [package["name"] for package in hub.listed()["packages"]] == ["three"]

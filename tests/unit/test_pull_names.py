@@ -120,6 +120,55 @@ def test_a_name_that_does_not_exist_is_told_what_there_is(
     assert "`neuronpipe pull org/model`" in said("org/model")
 
 
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        (
+            "llama3",
+            "get one with `neuronpipe pull ORG/NAME`, e.g. `neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct`",
+        ),
+        ("llama3:8b", "llama3:8b: no such package directory, and no package has that name; make one with"),
+        ("hf.co/Qwen/Qwen3-0.6B", "from a hub it comes with `neuronpipe pull Qwen/Qwen3-0.6B`"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "from a hub it comes with `neuronpipe pull Qwen/Qwen3-0.6B`"),
+        ("Qwen/Q-GGUF:q.gguf", "from a hub it comes with `neuronpipe pull Qwen/Q-GGUF:q.gguf`"),
+        ("./nope.gguf", "nope.gguf: no such file"),
+        ("org/nope.gguf", "org/nope.gguf: no such file"),
+        ("/nowhere/nope", "/nowhere/nope: no such package directory; make one"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_what_would_be(
+    name: str,
+    complaint: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A missing GGUF file was called a package of an unknown name; nothing showed what a hub's name looks like."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for verb in ("chat", "serve"):
+        assert main([verb, name]) == 2
+        assert complaint in capsys.readouterr().err
+    if name == "llama3":
+        add_package(data, "TinyLlama-1.1B")
+        assert main(["chat", name]) == 2
+        assert "; there is TinyLlama-1.1B; `neuronpipe pull ORG/NAME` gets another, e.g. `" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_told_its_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("a.gguf", "b.gguf", "c.txt"):
+        (tmp_path / file).touch()
+    assert main(["run", str(tmp_path / "nope.gguf"), "hi"]) == 2
+    assert capsys.readouterr().err.endswith("nope.gguf: no such file; in that folder there are a.gguf, b.gguf\n")
+
+
+def test_a_repository_is_told_what_a_name_looks_like() -> None:
+    with pytest.raises(UserError, match=r"expected ORG/NAME.*, e\.g\. `neuronpipe pull HuggingFaceTB/"):
+        Reference.parse("llama3")
+    assert Reference.parse("hf.co/Qwen/Qwen3-0.6B") == Reference.parse("Qwen/Qwen3-0.6B")
+
+
 def snapshot(*names: str, sizes: dict[str, int] | None = None) -> Snapshot:
     """A repository with these files."""
     files = {name: RemoteFile(name, (sizes or {}).get(name, 100), None, "0" * 40) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S, RestartBudget
 from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS, board
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
 from neuronpipe.services.coordinator.events import EpochChanged, ProcessReady, StepLeft, Tell, TokensSampled
@@ -203,3 +204,17 @@ def test_kills_at_random_steps_refuse_nobody() -> None:
             break
         number = sent(actions)[0].step
     assert death > 5
+
+
+# ---- the restart budget --------------------------------------------------------------------------------------
+def test_deaths_of_a_request_that_was_found_are_forgotten_but_not_those_of_a_replacement() -> None:
+    ours, replaced = ("coordinator", 0), ("decode", 0)
+    budget = RestartBudget([ours, replaced])
+    for death in range(RESTARTS):
+        assert budget.count(ours, death) is None
+        assert budget.count(replaced, death) is None
+    budget.pardon(0, {replaced})
+    budget.pardon(1, {replaced})
+    assert budget.count(ours, RESTARTS) is None
+    assert budget.count(replaced, RESTARTS) == RESTARTS + 1
+    assert budget.count(replaced, RESTARTS + 2 * WITHIN_S) is None

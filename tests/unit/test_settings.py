@@ -94,7 +94,7 @@ def test_help_ends_with_the_settings(file: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_doctor_looks_at_the_settings_of_all_verbs(file: Path, tmp_path: Path) -> None:
-    file.write_text("[serve]\nport = 9\n[run]\nmemory = 5\n")
+    file.write_text("[serve]\nport = 9\n[run]\nmemory = 5000000000\n")
     assert [check.found for check in checks(tmp_path) if check.name == "settings"] == [
         f"{file}: serve: port; run: memory"
     ]

@@ -308,7 +308,8 @@ def test_a_device_file_with_an_absurd_value_names_file_and_field(
         ((PHONE, "bamboo-7b", "--memory", "1GB"), "bamboo-7b needs"),
         ((PHONE, SMALL, "--batch", "0"), "--batch 0: between 1 and"),
         ((PHONE, SMALL, "--picture", "picture.png"), "ends in .svg"),
-        (("this-machine", SMALL), "name a package"),
+        ((PHONE,), "name a model: a shape, or a package"),
+        (("this-machine", SMALL, "--mode", "exact"), "--mode exact: of a package"),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused(

@@ -154,7 +154,7 @@ def test_a_recording_of_other_clusters_is_refused(manifest: Manifest) -> None:
 
 
 def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "this-machine", "--ffn-resident", "50%", "--tokens", "8", "--json"]
+    words = ["simulate", "this-machine", str(DEMO), "--ffn-resident", "50%", "--tokens", "8", "--json"]
     assert main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["resident"] == pytest.approx(0.5, abs=0.02)

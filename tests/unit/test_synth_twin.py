@@ -62,7 +62,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_our_own_reader_finds_the_shape_and_every_tensor(twin: Path) -> None:
     with open_gguf(twin, Options()) as checkpoint:
         assert checkpoint.model == TINY
-        assert checkpoint.end_tokens == (2,)
+        assert [end.token for end in checkpoint.ends] == [2]
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

@@ -17,7 +17,7 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return bytes(tokens).decode(errors="replace")
 
 

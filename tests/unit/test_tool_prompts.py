@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,8 @@ from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL
 from neuronpipe.services.gateway.chat import Chat, Prompt
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import ChatRequest
+from neuronpipe.services.gateway.template_pool import TemplatePool
+from neuronpipe.services.gateway.template_work import prepare
 
 from tests.unit.test_call_formats import BARE, BLOCKS, ENDING, FRAMED, LIST
 
@@ -31,11 +34,24 @@ RESULT = {"role": "tool", "tool_call_id": "call_7", "content": "12 mm"}
 TURN: list[dict[str, Any]] = [USER, CALLING, RESULT]
 
 
+class InThisProcess:
+    """Does the work of a helper process here."""
+
+    def __init__(self) -> None:
+        self._work = prepare(b"")
+
+    async def run(self, model: str, job: bytes) -> bytes:
+        return self._work(job)
+
+
 def prompt(template: str | None, messages: list[dict[str, Any]], *, marked: bool = False, **more: Any) -> Prompt:
     chat = None if template is None else SimpleNamespace(begin="<s>", end="</s>")
-    package = SimpleNamespace(manifest=SimpleNamespace(chat=chat), chat_template=lambda: template)
+    package = SimpleNamespace(manifest=SimpleNamespace(chat=chat, name="m"), chat_template=lambda: template)
+    more |= {"response_format": {"type": "json_object"}} if marked else {}
     body = parse_body(json.dumps({"messages": messages, **more}).encode(), ChatRequest)
-    return Chat(cast(Package, package)).prompt(body.messages, body.offer, marked=marked)
+    chat = Chat(cast(Package, package))
+    chat.templates = cast(TemplatePool, InThisProcess())
+    return asyncio.run(chat.prompt_of(body))
 
 
 def test_a_template_that_knows_tools_writes_all_of_it() -> None:

@@ -5,6 +5,8 @@ import { ask, events, failure } from "/page/server.js";
 import { keep, kept } from "/page/storage.js";
 
 const DEMO = "neuronpipe-demo";
+const BASE_TOKENS = 200; // of an answer, as in the terminal: a base model goes on and on
+const ANSWER_SHARE = 1 / 4; // of the context, which is left for an answer that may be as long as fits
 
 let models = null; // [{ name, chat, context }], when the server has said it
 let chosenName = kept("model");
@@ -30,6 +32,11 @@ export function choose(name) {
   keep("model", name);
 }
 
+// How long an answer may be when nobody says: null for as long as fits.
+export function defaultTokens(chat) {
+  return chat ? null : BASE_TOKENS;
+}
+
 // What a model is, in a sentence or two, for a person who has never seen one.
 export function introduction(name, chat) {
   if (chat) return `${name} is a chat model: it was trained to answer. What it says can be wrong.`;
@@ -37,7 +44,7 @@ export function introduction(name, chat) {
   return name === DEMO ? `${base} This small demo knows only Python code.` : base;
 }
 
-// What else there is, for a person who has only the demo. The name is FIRST_MODEL of launch/planning.py.
+// What else there is, for a person who has only the demo. The name is FIRST_MODEL of plans/pull/packages.py.
 export function advice(name) {
   if (name !== DEMO) return "";
   return "A small model that answers: neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct (270 MB), " +
@@ -49,7 +56,7 @@ export function advice(name) {
 export async function answer(conversation, turn, chosen, signal, came, prepared) {
   const { name, chat, context } = await describe();
   Object.assign(turn, { model: name, chat });
-  const { sent, response } = await request(conversation, chosen, { name, context }, signal, prepared);
+  const { sent, response } = await request(conversation, chosen, { name, chat, context }, signal, prepared);
   const before = turn.tokens;
   let first = 0, reason = "";
   for await (const event of events(response)) {
@@ -77,8 +84,9 @@ export async function answer(conversation, turn, chosen, signal, came, prepared)
 }
 
 // Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
-async function request(conversation, { system, temperature, penalty, tokens }, { name, context }, signal, prepared) {
-  conversation.fit(system, context - Math.min(tokens, context / 2));
+async function request(conversation, { system, temperature, penalty, tokens }, { name, chat, context }, signal, prepared) {
+  const most = tokens ?? defaultTokens(chat);
+  conversation.fit(system, context - Math.min(most ?? ANSWER_SHARE * context, context / 2));
   for (;;) {
     prepared();
     const messages = conversation.sent(system);
@@ -93,7 +101,7 @@ async function request(conversation, { system, temperature, penalty, tokens }, {
         stream: true,
         temperature,
         repetition_penalty: penalty,
-        max_tokens: tokens,
+        max_tokens: most ?? undefined,
         stream_options: { include_usage: true },
       }),
     });

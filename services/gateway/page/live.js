@@ -256,7 +256,9 @@ function regions(run) {
     context.fillRect(x, 0, wide, height);
     x += wide;
   }
-  legend("regions-legend", parts.map(([name, size]) => [`${name} ${bytes(size)}`, REGIONS[name] ?? "--faint"]));
+  const reserved = Object.fromEntries(run.regions.map((one) => [one.name, one.total_bytes]));
+  const size_of = (name, size) => ((reserved[name] ?? size) > size ? `${bytes(size)} of ${bytes(reserved[name])}` : bytes(size));
+  legend("regions-legend", parts.map(([name, size]) => [`${name} ${size_of(name, size)}`, REGIONS[name] ?? "--faint"]));
 }
 
 function legend(id, entries) {

@@ -1,7 +1,7 @@
 // The chat: asking, streaming, stopping, asking otherwise; and which conversation it is. What the run does meanwhile is
 // drawn by live.js.
 
-import { advice, all, answer, choose, describe, introduction } from "/page/answer.js";
+import { advice, all, answer, choose, defaultTokens, describe, introduction } from "/page/answer.js";
 import { copy } from "/page/clipboard.js";
 import { drawList, hide, listen } from "/page/list.js";
 import { look, lookAt } from "/page/live.js";
@@ -242,6 +242,7 @@ async function introduce() {
   if (there.length > 1) lookAt(name);
   element("hint-text").textContent = introduction(name, chat) + (chat ? "" : " For example");
   element("example").hidden = chat;
+  element("tokens").placeholder = defaultTokens(chat) ?? "as many as fit";
   element("advice").textContent = advice(name);
   element("ask").classList.toggle("chat", chat); // others are sent code more often than prose
 }

@@ -7,14 +7,18 @@ const NUMBERS = ["temperature", "penalty", "tokens"];
 const ALL = ["system", ...NUMBERS];
 const element = (id) => document.getElementById(id);
 
-// { system, temperature, penalty, tokens }; null when one is wrong, which the person is shown.
+// { system, temperature, penalty, tokens }; null when one is wrong, which the person is shown. tokens: null unless a
+// number was typed.
 export function settings() {
   const wrong = NUMBERS.map(element).find(isWrong);
   if (wrong) {
     show(wrong);
     return null;
   }
-  const numbers = NUMBERS.map((id) => [id, Number(element(id).value || element(id).defaultValue)]);
+  const numbers = NUMBERS.map((id) => {
+    const text = element(id).value || element(id).defaultValue;
+    return [id, text ? Number(text) : null];
+  });
   return { system: element("system").value.trim(), ...Object.fromEntries(numbers) };
 }
 
@@ -42,7 +46,7 @@ function show(field) {
   const kind = isWhole(field) ? "a whole number" : "a number";
   const range = `${kind} from ${field.min} to ${Number(field.max).toLocaleString("en")}`;
   element("settings").open = true;
-  element("wrong").textContent = `${field.labels[0].textContent} must be ${range}, or empty for ${field.defaultValue}.`;
+  element("wrong").textContent = `${field.labels[0].textContent} must be ${range}, or empty for ${field.placeholder}.`;
   field.setAttribute("aria-invalid", "true");
   field.setAttribute("aria-describedby", "wrong");
   field.focus();

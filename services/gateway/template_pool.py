@@ -1,0 +1,47 @@
+"""The helper processes in which a gateway runs the chat templates of its models.
+
+A template that hangs or fills its memory ends its own job and a helper process, which the next job starts again. Jobs
+of one model run one after the other, so that a model holds one of several processes at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, TEMPLATE_GROWTH_BYTES
+from neuronpipe.services.gateway.template_jobs import JOB_S, WORK, TemplateError
+from neuronpipe.services.untrusted.awaiting import AwaitedHelper
+from neuronpipe.services.untrusted.helper import UntrustedError
+
+
+class TemplatePool:
+    """Runs jobs of `template_jobs.py`, in processes that start when they are needed. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._helpers: list[AwaitedHelper] = []
+        self._free: asyncio.LifoQueue[AwaitedHelper] = asyncio.LifoQueue()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def run(self, model: str, job: bytes) -> bytes:
+        """Return the answer to a job of this model's template. Raises TemplateError, which names the limit that the
+        template has reached."""
+        async with self._turns[model]:
+            helper = await self._helper()
+            try:
+                return await helper.call(job, JOB_S)
+            except (UntrustedError, ValueError) as error:  # ValueError: the job is too long
+                raise TemplateError(str(error)) from None
+            finally:
+                self._free.put_nowait(helper)
+
+    async def _helper(self) -> AwaitedHelper:
+        if self._free.empty() and len(self._helpers) < MAX_TEMPLATE_HELPERS:
+            self._helpers.append(AwaitedHelper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES))
+            return self._helpers[-1]
+        return await self._free.get()
+
+    def close(self) -> None:
+        """End the processes; who waits for a job is cancelled."""
+        for helper in self._helpers:
+            helper.close()

@@ -1,0 +1,63 @@
+"""A helper process for code that runs in an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from neuronpipe.services.untrusted.helper import Helper, Outcome
+from neuronpipe.services.untrusted.process import Prepare
+
+
+class AwaitedHelper:
+    """A `Helper` whose jobs are awaited. To be made, used and closed in one running loop."""
+
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
+        self._helper = Helper(work, memory_bytes=memory_bytes, setup=setup)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._helper.descriptor, self._look)
+        self._results: dict[int, asyncio.Future[Outcome]] = {}
+        self._due: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if there is one."""
+        return self._helper.pid
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs wait for their outcome."""
+        return len(self._results)
+
+    async def call(self, payload: bytes, timeout_s: float) -> bytes:
+        """Run a job after those that were given before. Raises UntrustedError."""
+        result: asyncio.Future[Outcome] = self._loop.create_future()
+        job = self._helper.submit(payload, timeout_s)
+        self._results[job] = result
+        self._watch()
+        try:
+            return (await result).result()
+        finally:
+            self._results.pop(job, None)
+
+    def close(self) -> None:
+        """End the process, for good; who awaits a job is cancelled."""
+        self._loop.remove_reader(self._helper.descriptor)
+        if self._due is not None:
+            self._due.cancel()
+        self._helper.dispose()
+        for result in self._results.values():
+            result.cancel()
+
+    def _look(self) -> None:
+        for outcome in self._helper.receive():
+            result = self._results.get(outcome.job)
+            if result is not None and not result.done():
+                result.set_result(outcome)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Look again when the job under way must be over."""
+        if self._due is not None:
+            self._due.cancel()
+        due_s = self._helper.due_s
+        self._due = None if due_s is None else self._loop.call_later(due_s, self._look)

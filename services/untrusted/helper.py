@@ -1,0 +1,292 @@
+"""The service's end of a helper process: jobs are submitted, and their outcomes collected.
+
+    event                          what follows
+    a job is submitted             the process is started if there is none; jobs run in the order of submission
+    it takes longer than it may    the process is killed: that job has failed, those behind it run in the next process
+    the process dies               the same
+    it was idle for long           it ends; the next job starts another
+
+One thread uses a helper: the one that made it must live as long as the process does, for the kernel kills the process
+when its parent thread ends. No call but `wait` waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import socket
+import time
+from collections import deque
+from typing import Literal
+
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
+from neuronpipe.services.untrusted.process import IDLE_EXIT, Prepare
+from neuronpipe.services.untrusted.starting import HelperProcess, forked, started_program
+
+START_S = 20.0
+MAX_PAYLOAD_BYTES = 16 << 20
+CHUNK_BYTES = 256 << 10
+Reason = Literal["failed", "time", "memory", "died"]
+
+
+class UntrustedError(Exception):
+    """A job that has failed.
+
+    reason: its own error, the time limit, the memory limit, or the process's death
+    """
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+@frozen
+class Outcome:
+    """Of one job, by its number: the answer, or why there is none."""
+
+    job: int
+    answer: bytes
+    error: UntrustedError | None = None
+
+    def result(self) -> bytes:
+        """The answer. Raises UntrustedError."""
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+@dataclasses.dataclass
+class _Job:
+    number: int  # 0: the preparation of a process
+    payload: bytes
+    timeout_s: float
+    attempts: int = 0
+
+
+class Helper:
+    """Jobs for one kind of untrusted work.
+
+    work: what prepares the work in a new process: `module:function` for a program of its own, which has nothing of
+        the service; or a function, for a fork, which shares the service's memory. See README.md
+    setup: what the function is given, in each new process
+    memory_bytes: by how much a process may grow beyond what it has when it begins to prepare
+    descriptor: can be read when `receive` has something to do, except for a deadline: that is due in `due_s` seconds
+    """
+
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
+        self._work, self._memory_bytes, self._setup = work, memory_bytes, setup
+        self._epoll = select.epoll()
+        self._jobs: deque[_Job] = deque()  # in the process, the first one under way
+        self._numbers = 0
+        self._process: HelperProcess | None = None
+        self._link: socket.socket | None = None
+        self._errors = -1
+        self._reader = FrameReader(MAX_PAYLOAD_BYTES)
+        self._unsent = bytearray()
+        self._deadline = 0.0
+        self.starts = 0
+
+    @property
+    def descriptor(self) -> int:
+        """The same as long as the helper lives."""
+        return self._epoll.fileno()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def due_s(self) -> float | None:
+        """In how many seconds `receive` must be called even if the descriptor cannot be read; None without a job."""
+        return max(0.0, self._deadline - time.monotonic()) if self._jobs else None
+
+    def submit(self, payload: bytes, timeout_s: float) -> int:
+        """Have the work answer this within so many seconds, counted from the end of the job before it. Returns the
+        job's number. Raises ValueError when the payload is too long, UntrustedError when no process can be started."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a job of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
+        self._numbers += 1
+        job = _Job(self._numbers, payload, timeout_s)
+        if self._process is None:
+            try:
+                self._start([])
+            except OSError as error:
+                raise _not_started(str(error.strerror)) from None
+        self._append(job)
+        self._send()
+        return job.number
+
+    def receive(self) -> list[Outcome]:
+        """What has ended since."""
+        outcomes: list[Outcome] = []
+        if self._process is None:
+            return outcomes
+        self._send()
+        gone = self._read(outcomes)
+        if gone:
+            self._lost(outcomes)
+        elif self._jobs and time.monotonic() >= self._deadline:
+            self._end(outcomes, "time")
+        return outcomes
+
+    def wait(self, timeout_s: float | None = None) -> list[Outcome]:
+        """As `receive`; waits for the first outcome, at most so long. None: until there is one, or no job."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            outcomes = self.receive()
+            left_s = None if until is None else until - time.monotonic()
+            if outcomes or not self._jobs or (left_s is not None and left_s <= 0):
+                return outcomes
+            waits_s = [seconds for seconds in (left_s, self.due_s) if seconds is not None]
+            self._epoll.poll(min(waits_s) + 0.001 if waits_s else None)
+
+    def call(self, payload: bytes, timeout_s: float) -> bytes:
+        """Run one job and wait for it; no other may be under way. Raises UntrustedError."""
+        assert not self._jobs
+        job = self.submit(payload, timeout_s)
+        while True:
+            for outcome in self.wait():
+                if outcome.job == job:
+                    return outcome.result()
+
+    def close(self) -> None:
+        """End the process. Jobs have no outcome any more; another one starts another process."""
+        self._jobs.clear()
+        self._reap()
+
+    def dispose(self) -> None:
+        """End the process, for good."""
+        self.close()
+        self._epoll.close()
+
+    # ---- the process -----------------------------------------------------------------------------------------
+    def _start(self, jobs: list[_Job]) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._errors = os.memfd_create("untrusted-stderr", os.MFD_CLOEXEC)
+        try:
+            if isinstance(self._work, str):
+                self._process = started_program(self._work, theirs, self._errors, self._memory_bytes)
+            else:
+                self._process = forked(self._work, theirs, self._errors, self._memory_bytes)
+        except OSError:
+            ours.close()
+            os.close(self._errors)
+            raise
+        finally:
+            theirs.close()
+        self._link, self._reader, self._unsent = ours, FrameReader(MAX_PAYLOAD_BYTES), bytearray()
+        self._epoll.register(ours, select.EPOLLIN)
+        self.starts += 1
+        self._jobs.clear()
+        for job in (_Job(0, self._setup, START_S), *jobs):
+            self._append(job)
+
+    def _append(self, job: _Job) -> None:
+        if not self._jobs:
+            self._deadline = time.monotonic() + job.timeout_s
+        self._jobs.append(job)
+        self._unsent += frame(Kind.REQUEST, job.payload, job.timeout_s)
+
+    def _send(self) -> None:
+        assert self._link is not None
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._unsent:
+                del self._unsent[: self._link.send(self._unsent[:CHUNK_BYTES])]
+        self._epoll.modify(self._link, select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0))
+
+    def _read(self, outcomes: list[Outcome]) -> bool:
+        """Take the answers that are there; returns whether the process has gone, or is not to be trusted any more."""
+        assert self._link is not None
+        try:
+            while data := self._link.recv(CHUNK_BYTES):
+                for kind, payload in self._reader.push(data):
+                    self._answered(kind, payload, outcomes)
+        except BlockingIOError:
+            return False
+        except (ConnectionResetError, ValueError, IndexError):
+            pass
+        return True
+
+    def _answered(self, kind: Kind, payload: bytes, outcomes: list[Outcome]) -> None:
+        job = self._jobs.popleft()
+        if self._jobs:
+            self._deadline = time.monotonic() + self._jobs[0].timeout_s
+        if job.number == 0:
+            return
+        error = None
+        if kind is Kind.OUT_OF_MEMORY:
+            error = self._error("memory", job)
+        elif kind is Kind.FAILED:
+            error = UntrustedError("failed", payload.decode(errors="replace"))
+        outcomes.append(Outcome(job.number, b"" if error else payload, error))
+
+    def _lost(self, outcomes: list[Outcome]) -> None:
+        """The process has closed its end: it has died, or is about to."""
+        assert self._process is not None
+        code = self._process.wait(1.0)  # so that its own status is seen, not that of our signal
+        last_words = self._last_words()
+        if code == IDLE_EXIT and self._jobs and not self._jobs[0].attempts:
+            self._jobs[0].attempts += 1  # it ended while the job was on its way
+            self._restart(list(self._jobs), outcomes)
+        elif code == -signal.SIGALRM:
+            self._end(outcomes, "time")
+        elif code == -signal.SIGABRT and b"memory allocation" in last_words:
+            self._end(outcomes, "memory")
+        else:
+            self._end(outcomes, "died", last_words)
+
+    def _end(self, outcomes: list[Outcome], reason: Reason, last_words: bytes = b"") -> None:
+        """The process is over, and with it the job under way; the others go on in another process."""
+        jobs = list(self._jobs)
+        if jobs and jobs[0].number == 0:  # not the fault of a job, which must hear of it nevertheless
+            words = " ".join(last_words.decode(errors="replace").split())[-300:]
+            outcomes += [Outcome(job.number, b"", _not_started(words or reason)) for job in jobs[1:]]
+            jobs = []
+        elif jobs:
+            outcomes.append(Outcome(jobs[0].number, b"", self._error(reason, jobs[0])))
+        self._restart(jobs[1:], outcomes)
+
+    def _restart(self, jobs: list[_Job], outcomes: list[Outcome]) -> None:
+        self._reap()
+        jobs = [job for job in jobs if job.number]
+        self._jobs.clear()
+        if not jobs:
+            return
+        try:
+            self._start(jobs)
+        except OSError as error:
+            outcomes += [Outcome(job.number, b"", _not_started(str(error.strerror))) for job in jobs]
+            return
+        self._send()
+
+    def _error(self, reason: Reason, job: _Job) -> UntrustedError:
+        limits = {"time": f"it takes longer than {job.timeout_s:g} s", "memory": self._memory_text()}
+        return UntrustedError(reason, limits.get(reason, "the process that did the work died"))
+
+    def _memory_text(self) -> str:
+        return f"it takes more than {self._memory_bytes >> 20} MiB of memory"
+
+    def _last_words(self) -> bytes:
+        """The end of what the process wrote to its standard error."""
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, 4096, max(0, size - 4096))
+
+    def _reap(self) -> None:
+        if self._process is None or self._link is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._epoll.unregister(self._link)
+        self._link.close()
+        os.close(self._errors)
+        self._process = self._link = None
+
+
+def _not_started(why: str) -> UntrustedError:
+    return UntrustedError("died", f"the helper process does not start: {why}")

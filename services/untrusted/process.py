@@ -1,0 +1,145 @@
+"""The helper process: runs requests one after the other, within limits that the kernel enforces.
+
+It ends with the service, at the first request that takes too long, and after IDLE_S without a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from neuronpipe.native import lib
+from neuronpipe.services.untrusted.frames import HEADER, Kind, frame
+
+IDLE_S = 60
+IDLE_EXIT = 75
+GRACE_S = 0.25  # the service kills first, where it can
+MAX_OUTPUT_BYTES = 64 << 10
+MAX_STACK_BYTES = 8 << 20
+
+Work = Callable[[bytes], bytes]
+"""What answers requests. Its errors become failures of the request, with their text. Its attribute `idle_s`, if any,
+says how many seconds the process waits for a request before it ends, instead of IDLE_S; None: for ever."""
+
+Prepare = Callable[[bytes], Work]
+"""Makes the work of a new process from the first frame's payload."""
+
+
+def serve(link: socket.socket, prepare: Prepare, memory_bytes: int) -> None:
+    """Answer requests until the service closes the link. memory_bytes: by how much private memory may grow from here
+    on."""
+    lib.np_process_name(b"np-untrusted")
+    _limit(memory_bytes)
+    work: Work | None = None
+    while (request := _receive(link, getattr(work, "idle_s", IDLE_S))) is not None:
+        timeout_s, payload = request
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # nothing handles SIGALRM: it ends the process
+        if work is None:
+            work, kind, answer = prepare(payload), Kind.ANSWER, b""
+        else:
+            kind, answer = _attempt(work, payload)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        link.sendall(frame(kind, answer))
+
+
+def become(link: socket.socket, errors: int, prepare: Prepare, memory_bytes: int, parent: int) -> NoReturn:
+    """Serve in a forked child, which never returns. errors: the descriptor that standard error goes to."""
+    code = 1
+    try:
+        gc.freeze()  # the collector would write to, and so copy, what the service shares
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        lib.np_process_die_with(parent)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor, target in ((null, 0), (null, 1), (errors, 2)):
+            os.dup2(descriptor, target)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        os.closerange(3, link.fileno())
+        os.closerange(link.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        serve(link, prepare, memory_bytes)
+        code = 0
+    except OSError:  # the service is gone
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _attempt(work: Work, payload: bytes) -> tuple[Kind, bytes]:
+    try:
+        return Kind.ANSWER, work(payload)
+    except MemoryError:
+        return Kind.OUT_OF_MEMORY, b""
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        return Kind.FAILED, f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
+
+
+def _receive(link: socket.socket, idle_s: float | None) -> tuple[float, bytes] | None:
+    """The next request and its time limit in seconds; None when the service has closed the link. Waits for idle_s
+    seconds, then ends the process; None: as long as the service lives."""
+    if not select.select([link], [], [], idle_s)[0]:
+        os._exit(IDLE_EXIT)
+    head = _exactly(link, HEADER.size)
+    if head is None:
+        return None
+    _, timeout_ms, length = HEADER.unpack(head)
+    payload = _exactly(link, length)
+    return None if payload is None else (timeout_ms / 1000, payload)
+
+
+def _exactly(link: socket.socket, count: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < count:
+        data = link.recv(min(1 << 20, count - len(received)))
+        if not data:
+            return None
+        received += data
+    return bytes(received)
+
+
+def _limit(memory_bytes: int) -> None:
+    """From here on this process's private writable memory grows by so much at most, its stack excepted, which has a
+    limit of its own. It writes no files, and leaves no core. RLIMIT_AS would not do: threads and allocators reserve
+    addresses that they never use, and RLIMIT_DATA counts only what can be written to."""
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limits = {
+        resource.RLIMIT_DATA: data_pages * resource.getpagesize() + memory_bytes,
+        resource.RLIMIT_STACK: MAX_STACK_BYTES,
+        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,  # of standard error, which the service reads when this has died
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, wanted in limits.items():
+        _, hard = resource.getrlimit(limit)
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (value, value))
+
+
+def main(descriptor: int, parent: int, target: str, memory_bytes: int) -> None:
+    """Serve as a program of its own. target: `module:function` of the `Prepare`."""
+    lib.np_process_die_with(parent)
+    module, _, name = target.partition(":")
+    prepare: Prepare = getattr(importlib.import_module(module), name)
+    try:
+        serve(socket.socket(fileno=descriptor), prepare, memory_bytes)
+    except (BrokenPipeError, ConnectionResetError):  # the service is gone
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,88 @@
+"""The helper processes that the models of a gateway share for their chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, TEMPLATE_GROWTH_BYTES
+from neuronpipe.services.gateway import template_pool
+from neuronpipe.services.gateway.messages import ChatTurn
+from neuronpipe.services.gateway.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
+from neuronpipe.services.gateway.template_pool import TemplatePool
+from neuronpipe.services.gateway.template_work import prepare
+from neuronpipe.services.untrusted import process
+from neuronpipe.services.untrusted.awaiting import AwaitedHelper
+
+GOOD, HANGING = "{{ messages[0].content }}", "{{ 7 ** (7 ** 9) }}"
+
+
+@pytest.fixture(autouse=True)
+def _forks_with_a_short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_pool, "WORK", prepare)
+    monkeypatch.setattr(template_pool, "JOB_S", 1.0)
+
+
+def job(text: str) -> bytes:
+    return PromptJob(source=TemplateSource(text, "", ""), turns=[ChatTurn("user", "Hi")]).encoded()
+
+
+def test_a_template_that_hangs_leaves_a_process_to_the_other_models() -> None:
+    async def serve() -> None:
+        pool = TemplatePool()
+        hanging = [asyncio.ensure_future(pool.run("hostile", job(HANGING))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        for model in ("good", "better", "good"):
+            assert WrittenPrompt.decoded(await pool.run(model, job(GOOD))).text == "Hi"
+        assert time.monotonic() - began < 0.7
+        with pytest.raises(TemplateError, match="longer than 1 s"):
+            await hanging[0]
+        pool.close()
+        for future in hanging[1:]:
+            future.cancel()
+
+    asyncio.run(serve())
+
+
+def test_hanging_templates_of_many_models_delay_a_good_one_by_a_limit_or_two() -> None:
+    async def serve() -> None:
+        pool = TemplatePool()
+        names = [f"hostile {number}" for number in range(MAX_TEMPLATE_HELPERS)]
+        hanging = [asyncio.ensure_future(pool.run(name, job(HANGING))) for name in names for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert WrittenPrompt.decoded(await pool.run("good", job(GOOD))).text == "Hi"
+        assert sum(future.done() for future in hanging) <= MAX_TEMPLATE_HELPERS
+        pool.close()
+        for future in hanging:
+            future.cancel()
+
+    asyncio.run(serve())
+
+
+def test_the_process_stays_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "IDLE_S", 0.05)
+
+    async def serve() -> None:
+        helper = AwaitedHelper(prepare, memory_bytes=TEMPLATE_GROWTH_BYTES)
+        pids = set()
+        for _ in range(2):
+            assert WrittenPrompt.decoded(await helper.call(job(GOOD), 5)).text == "Hi"
+            pids.add(helper.pid)
+            await asyncio.sleep(0.3)
+        assert len(pids) == 1
+        helper.close()
+
+    asyncio.run(serve())
+
+
+def test_a_conversation_that_is_too_long_for_a_process_is_an_error_of_its_own() -> None:
+    async def serve() -> None:
+        pool = TemplatePool()
+        with pytest.raises(TemplateError, match="more than"):
+            await pool.run("good", b"x" * (20 << 20))
+        assert WrittenPrompt.decoded(await pool.run("good", job(GOOD))).text == "Hi"
+        pool.close()
+
+    asyncio.run(serve())
