@@ -174,12 +174,18 @@ def show_warm_up(warm_up: WarmUp | None) -> str:
     return f"{said}, {show_bytes(warm_up.bytes_per_s)}/s, {show_left(warm_up.left_s)}"
 
 
+def starting(status: Status | None) -> str:
+    """What a run that starts is said to do, and who keeps it waiting. None: it has not told yet."""
+    notes = "" if status is None else status.notes()
+    return f"{STARTING}: {notes}" if notes else STARTING
+
+
 def await_ready(client: Client, *, plain: bool) -> None:
     """Until a run that was just started takes requests; stderr says that it starts. Raises UserError when the run ends
     first. plain: lines, not one that changes."""
     with Elapsed(plain=plain) as elapsed:
-        while not client.status(lambda: elapsed.say(STARTING)).ready:
-            elapsed.say(STARTING)
+        while not (status := client.status(lambda: elapsed.say(starting(None)))).ready:
+            elapsed.say(starting(status))
             time.sleep(READY_POLL_S)
 
 

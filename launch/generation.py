@@ -17,7 +17,7 @@ from typing import Any, Self
 from neuronpipe.launch.arguments.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.launch.chat.wrapping import SoftWrap
-from neuronpipe.launch.client import STARTING, Client, show_warm_up
+from neuronpipe.launch.client import Client, show_warm_up, starting
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import CANNOT_WIPE, SILENT_S, Elapsed, heard
 from neuronpipe.plans.figures import show_number
@@ -189,7 +189,9 @@ def _awaited(status: Status | None, prompt_tokens: int) -> str:
 def awaited(status: Status | None, doing: str) -> str:
     """What a run does that was asked for something. doing: what that is, once it can. None: it has not told yet."""
     if status is None or not status.ready:
-        return STARTING
+        return starting(status)
+    if notes := status.notes():
+        return f"{doing}: {notes}"
     if status.warm_up is not None and not status.warm_up.done:
         return f"{doing}, while memory warms up: {show_warm_up(status.warm_up)}"
     return doing

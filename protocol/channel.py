@@ -97,6 +97,8 @@ class Channel:
         self._incoming = incoming
         self._outgoing = outgoing
         self._told: set[str] = set()
+        self.last_dropped: dict[str, str] = {}
+        """Of each of MAX_TOLD peers at most, why its last message that could not be read was dropped."""
         socket.rcvhwm = incoming.limit_messages
         socket.sndhwm = outgoing.limit_messages
         socket.sndtimeo = WAIT_MS if outgoing.when_full == "wait" else 0
@@ -188,10 +190,12 @@ class Channel:
                 log.debug("%s", error)
 
     def _tell(self, route: Sequence[bytes], error: WireError) -> None:
-        text = str(error)
+        text, peer = str(error), _name(*route)
+        if peer in self.last_dropped or len(self.last_dropped) < MAX_TOLD:
+            self.last_dropped[peer] = text
         if text not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(text)
-            log.warning("%s link: dropped a message from %s: %s", self.link.name, _name(*route) or "the peer", text)
+            log.warning("%s link: dropped a message from %s: %s", self.link.name, peer or "the peer", text)
 
 
 def _name(*route: bytes) -> str:

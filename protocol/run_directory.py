@@ -8,6 +8,7 @@
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
     supervisor  a socket of the supervisor's: a person asks for changes to the run, or for its end
+    overdue     why processes are overdue, in words: from the coordinator to the supervisor
 
 Only its user can enter it. To attach, a client reads run.json, checks that the lock is held, and connects to the
 endpoints; segments are opened through the supervisor's descriptors.
@@ -37,6 +38,7 @@ MAX_RUN_FILE_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
 SUPERVISOR_SOCKET = "supervisor"
+OVERDUE_FILE = "overdue"
 BOUND_SOCKETS = Path("/proc/net/unix")
 
 

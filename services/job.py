@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
@@ -11,6 +12,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.pulse import Pulse, unwatched
 
 
 @frozen(kw_only=True)
@@ -25,6 +27,7 @@ class Job:
     directory: RunDirectory
     segments: Mapping[str, Segment]
     listener: Listener | None = None  # a gateway's
+    pulse: Pulse = field(default_factory=unwatched)
 
     @property
     def endpoints(self) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.segments import Mapping, Segment
 
 READS: dict[str, frozenset[str]] = {
+    "supervisor": frozenset({"trace"}),
     "loader": frozenset({"exchange"}),
     "cache": frozenset({"board"}),
     "decode": frozenset({"fixed", "slots", "board"}),

@@ -130,6 +130,13 @@ class Quarantine:
         self._suspects = self._ledger.suspects()
         self.refused = 0
 
+    @classmethod
+    def after(cls, words: memoryview, *, killed: bool, now: float) -> Quarantine:
+        """That of a coordinator whose predecessor left this ledger, if it had one. killed: by SIGKILL."""
+        quarantine = cls(Ledger(words))
+        quarantine.coordinator_died(killed=killed, now=now)
+        return quarantine
+
     # ---- deaths ----------------------------------------------------------------------------------------------
     def coordinator_died(self, *, killed: bool, now: float) -> None:
         """Suspect what the predecessor had under way. killed: by SIGKILL."""

@@ -57,6 +57,7 @@ class Service:
         self._welcomed = False
         self._available = available
         self._draining = False
+        self._pulse = job.pulse
         self._hello_due = 0.0
         self.step = 0
         self.counters: Callable[[], dict[str, float]] = dict  # what beats tell monitors; set by the service
@@ -94,10 +95,12 @@ class Service:
             limit_ms = idle()
             longest_ms = FOREVER_MS if self._welcomed else HELLO_AGAIN_MS
             wait_ms = longest_ms if limit_ms is None else min(limit_ms, longest_ms)
+            self._pulse.waits()
             readable = self._poller.wait(0 if sleep else wait_ms)
             if sleep and not readable:
                 sleep(self._poller.descriptors, wait_ms)
                 readable = self._poller.wait(0)
+            self._pulse.works()
             for source, react in self._sources:
                 if source in readable:
                     react()

@@ -27,11 +27,35 @@ SHARED_TOKENS = 8
 POLL_S = 0.01
 
 
+class Asked:
+    """What a client is waiting for, for who reads that it did not come in time.
+
+    question: what was asked for; answered: how much of it came, in words; notes: of whom the run waits in vain
+    """
+
+    def __init__(self) -> None:
+        self.question, self.answered, self.notes = "whether the run is ready", "no", ""
+
+    def ask(self, question: str) -> None:
+        """Something new is asked for."""
+        self.question, self.answered, self.notes = question, "nothing", ""
+
+    def heard(self, status: Status | None) -> None:
+        """How the run is meanwhile."""
+        self.notes = "" if status is None else status.notes()
+
+    def overdue(self, limit_s: float) -> str:
+        """What to say when it did not come within the limit."""
+        why = f"; {self.notes}" if self.notes else ""
+        return f"asked for {self.question}, it answered {self.answered} within {limit_s:.0f} s{why}"
+
+
 class Probe:
     """A live run, asked the same questions again and again. Its plan has one context of PREFILL_TOKENS at least."""
 
     def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
         self._run, self._package, self._plan = run, package, plan
+        self._asked: dict[Client, Asked] = {}  # of each client there is
 
     def answers(self, limit_s: float, computed: Callable[[int], None] = lambda tokens: None) -> Answers:
         """What the run computes: rows of logits, and a text. computed: called with how many more of ANSWERED_TOKENS
@@ -46,20 +70,25 @@ class Probe:
     @contextlib.contextmanager
     def client(self, limit_s: float) -> Iterator[Client]:
         """A client of the run, when it is ready. Raises UserError when that, or an answer, is not there in time."""
-        deadline = time.monotonic() + limit_s
+        deadline, asked = time.monotonic() + limit_s, Asked()
 
         def failed() -> str | None:
             if (reason := self._run.failed()) is not None:
                 return reason
             late = time.monotonic() > deadline
-            return f"did not answer within {limit_s:.0f} s" if late else None
+            return asked.overdue(limit_s) if late else None
 
         with Client(self._run.directory.endpoint(CONTROL), failed) as client:
-            while not client.status().ready:
+            while not (status := client.status()).ready:
+                asked.heard(status)
                 time.sleep(POLL_S)
                 if (reason := failed()) is not None:
                     raise UserError(f"not ready: {reason}")
-            yield client
+            self._asked[client] = asked
+            try:
+                yield client
+            finally:
+                del self._asked[client]
 
     def _tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
         context, vocabulary = self._plan.compute.context_tokens, self._package.manifest.model.vocabulary
@@ -90,9 +119,12 @@ class Probe:
             share_prefix=share and like is not None,
         )
         chosen: dict[int, int] = {}
-        for message in client.request(ask):
+        asked = self._asked[client]
+        asked.ask(f"a text of {tokens} tokens after a prompt of {len(prompt)}")
+        for message in client.request(ask, asked.heard):
             if isinstance(message, Token):
                 chosen[message.index] = message.token
+                asked.answered = f"{len(chosen)} of them"
                 seen()
             if isinstance(message, Finished):
                 return " ".join(str(chosen[n]) for n in sorted(chosen))
@@ -109,7 +141,9 @@ class Probe:
                 tokens = self._tokens(count)
                 rows = answers.rows[path] = {}
                 keep = _keep_rows(logits, self._package.manifest.model.vocabulary, path, rows, computed)
-                score(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
+                asked = self._asked[client]
+                asked.ask(f"logits after {count} tokens by {path}")
+                score(client, tokens, window_tokens=len(tokens), path=path, keep=keep, quiet=asked.heard)
 
     def _exchange(self) -> Mapping:
         run_file = self._run.directory.read()

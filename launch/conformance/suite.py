@@ -217,10 +217,14 @@ class Suite:
 
     def _at_once(self, probe: Probe) -> None:
         answers: dict[str, str] = {}
+        problems: list[str] = []
 
         def ask(number: int) -> None:
-            with contextlib.suppress(UserError), probe.client(self._patience_s) as client:
-                answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number)
+            try:
+                with probe.client(self._patience_s) as client:
+                    answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number)
+            except UserError as error:
+                problems.append(str(error))
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(TEXTS)]
         for thread in threads:
@@ -228,7 +232,8 @@ class Suite:
         for thread in threads:
             thread.join()
         if len(answers) < TEXTS:
-            raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered")
+            why = "".join(f": {problem}" for problem in problems[:1])
+            raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered{why}")
         self._compare_texts(answers)
 
     def _copy(self, probe: Probe) -> None:

@@ -6,8 +6,8 @@ each other is in services/gateway/hosted.py.
          │  └── start B, end A ──────┘   │ ZeroMQ, to the coordinator of each run
          └──forks── supervisor of A ── its processes
 
-The gateway is started again when it dies, and finds the runs that are live. A run that ended by itself is started again
-when a request comes for it, not before its time where it has ended often.
+The gateway is started again when it dies or does not answer, and finds the runs that are live. A run that ended by
+itself is started again when a request comes for it, not before its time where it has ended often.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S
 from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
 from neuronpipe.launch.supervisor.supervisor import STOPPING
+from neuronpipe.launch.supervisor.watchdog import Watchdog, sight_of
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -45,6 +46,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
 from neuronpipe.services.gateway.service import Hosted, serve_hosted
 from neuronpipe.services.implementations import Implementations
+from neuronpipe.services.pulse import Pulse, shared_words
 
 LAST_WORDS_S = 3.0
 MAX_BYTES = 1 << 16
@@ -143,6 +145,7 @@ class Host:
         self._woken, self._waking = -1, -1
         self._gateway_pid = 0
         self._gateway_deaths: deque[float] = deque()
+        self._watchdog, self._pulses = Watchdog(), shared_words(1)
         self._rest = b""
 
     def serve(self, serving: Callable[[], None]) -> None:
@@ -171,9 +174,11 @@ class Host:
         """A signal makes a descriptor readable, so that none is overslept that comes just before the sleep."""
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
+        child_handler = signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up is all: the gateway may be stopped
         try:
             yield
         finally:
+            signal.signal(signal.SIGCHLD, child_handler)
             signal.set_wakeup_fd(before)
             os.close(self._woken)
             os.close(self._waking)
@@ -183,13 +188,16 @@ class Host:
         assert self._link is not None
         reports = {offer.live.report: name for name, offer in self._offers.items() if offer.live is not None}
         link = self._link.fileno()
-        ready = select.select([self._woken, link, *reports], [], [])[0]
+        patience_s = max(0.0, self._watchdog.due_at - time.monotonic())
+        ready = select.select([self._woken, link, *reports], [], [], patience_s)[0]
         for report in reports.keys() & set(ready):
             self._run_ended(reports[report])
         if link in ready:
             self._hear(serving)
         if self._woken in ready:
             os.read(self._woken, MAX_BYTES)
+        if self._woken in ready or time.monotonic() >= self._watchdog.due_at:
+            self._watch_gateway()
 
     # ---- the gateway -----------------------------------------------------------------------------------------
     def _start_gateway(self) -> None:
@@ -201,6 +209,7 @@ class Host:
         sys.stdout.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the child has handlers of its own
         try:
+            self._pulses[0] = 0
             self._gateway_pid = os.fork()
             if self._gateway_pid == 0:
                 self._be_gateway(command, theirs)
@@ -220,11 +229,11 @@ class Host:
             lib.np_process_die_with(command)
             lib.np_process_name(HOSTED_NAME)
             signal.set_wakeup_fd(-1)
-            for number in STOPPING:
+            for number in (*STOPPING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             kept = {0, 1, 2, link.fileno(), self._listener.descriptor}
             close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
-            serve_hosted(self._hosted, self._listener, link)
+            serve_hosted(self._hosted, self._listener, link, Pulse(self._pulses, 0))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -232,6 +241,14 @@ class Host:
             with contextlib.suppress(OSError):
                 sys.stderr.flush()
             os._exit(code)
+
+    def _watch_gateway(self) -> None:
+        """Kill a gateway that does not answer. Its link closes then, as that of one that died."""
+        sights = {self._gateway_pid: sight_of(self._gateway_pid, self._pulses[0])}
+        for overdue in self._watchdog.look(sights, time.monotonic()):
+            self._said(f"the gateway does not answer: {overdue.why}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
 
     def _hear(self, serving: Callable[[], None]) -> None:
         assert self._link is not None

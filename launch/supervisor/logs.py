@@ -8,10 +8,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from neuronpipe.plans.device.probe import cache_folder
 from neuronpipe.plans.plan.plan import ProcessSpec
 
 FAILURE = "failure"
 FAILURE_BYTES = 1 << 12
+KEPT_LOG_BYTES = 1 << 16
 SILENT = "it left no message; was it killed by the system for lack of memory?"
 
 
@@ -57,6 +59,25 @@ class ProcessLogs:
             said = path.read_text(encoding="utf-8", errors="replace").strip()
             path.write_bytes(b" " * FAILURE_BYTES)
         return said or None
+
+    def note(self, spec: ProcessSpec, line: str) -> None:
+        """Add a line to a process's log, from outside."""
+        with contextlib.suppress(OSError), self._log(spec).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def kept(self, spec: ProcessSpec) -> str:
+        """Copy the end of a process's log to the user's cache folder, over the one of an earlier run: the run directory
+        goes with the run. Returns where it is as the end of a line for a person; empty if it could not be written."""
+        folder = cache_folder()
+        if folder is None:
+            return ""
+        copy = folder / "logs" / self._log(spec).name
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(self._log(spec).read_bytes()[-KEPT_LOG_BYTES:])
+        except OSError:
+            return ""
+        return f"; its log is {copy}"
 
     def last_words(self, spec: ProcessSpec) -> str:
         """The last line that the present process wrote."""

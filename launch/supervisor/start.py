@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import os
 import resource
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.logs import close_descriptors
-from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, preload, supervise
+from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, Supervisor, preload
+from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
@@ -152,6 +155,41 @@ def _fork(
     os.close(write_end)
     directory.release()
     return LiveRun(directory, pid, read_end)
+
+
+def supervise(
+    directory: RunDirectory,
+    package: Package,
+    plan: Plan,
+    report: int,
+    watched: tuple[int, ...],
+    uses: Implementations,
+    listener: Listener | None = None,
+    fixed: Segment | None = None,
+) -> None:
+    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
+    could not go on; its end means that the run is over. Never returns."""
+    message, status = "", 1
+    try:
+        lib.np_process_name(b"np-supervisor")
+        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
+        supervisor.run()
+        message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
+    except UserError as error:
+        message = str(error)
+        directory.remove()
+    except OSError as error:
+        message = f"{error.filename or directory.path}: {error.strerror}; the run was ended"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message += ": make room, or set TMPDIR to another folder"
+        directory.remove()
+    except BaseException:
+        message = f"the supervisor failed: {traceback.format_exc()}"
+        directory.remove()
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
+            os.write(report, message.encode())
+        os._exit(status if message else 0)
 
 
 @contextlib.contextmanager

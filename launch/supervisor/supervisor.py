@@ -6,6 +6,8 @@ not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
+    it does not answer        it is killed (watchdog.py), and dies so; the same where the coordinator says that it keeps
+                              the run waiting. The third time, or where it never was ready, the run ends
     it dies too often         the run ends with a message, and with status OVERCOME; without an accelerator it goes on
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
@@ -21,7 +23,6 @@ not survive a fork.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
 import os
@@ -36,10 +37,12 @@ from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.deaths import WITHIN_S, Causes, RestartBudget
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
+from neuronpipe.launch.supervisor.overdue import Overdue
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
+from neuronpipe.launch.supervisor.watchdog import Watchdog, sights_of
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
@@ -53,6 +56,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.monitor.processes import helpers_of
 from neuronpipe.services.pinning import pin
+from neuronpipe.services.pulse import Pulse, shared_words
 from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.wakefulness import BOARD_CHANGED
 from neuronpipe.services.worker.backend import BACKENDS
@@ -99,6 +103,7 @@ class Supervisor:
         self._control = ControlSocket(directory.path)
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
+        self._verdicts: dict[ProcessKey, str] = {}  # why processes that were killed are not started again
         self._budget, self._causes = RestartBudget(self._incarnations), Causes()
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
@@ -108,6 +113,9 @@ class Supervisor:
         self._ready = self._memory.view("board", "ready")
         self._quarantined = self._memory.view("board", "quarantined")
         self._memory_watch = MemoryWatch(plan, self._segments, self._memory)
+        self._overdue = Overdue(self._lines, self._memory, directory.path)
+        self._spans = self._memory.view("trace", "next")[:: LINE_WORDS // 2]
+        self._watchdog, self._pulses = Watchdog(), shared_words(len(self._lines))
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -137,6 +145,8 @@ class Supervisor:
                 if self._memory_watch.stall_trigger in ready:
                     self._memory_watch.stalled()
                 self._reap()
+                self._watch(at_once=wake_read in ready)
+                self._replace_overdue()
                 if not ready.isdisjoint(self._control.descriptors()):
                     self._answer_requests()
                 self._watch_replacement()
@@ -155,7 +165,7 @@ class Supervisor:
             poller.register(self._memory_watch.stall_trigger, select.POLLPRI)
         if self._watched and self._report is not None:
             poller.register(self._report, 0)  # it fails when the client that reads it is gone
-        patience_s = self._memory_watch.due_at - time.monotonic()
+        patience_s = min(self._memory_watch.due_at, self._watchdog.due_at) - time.monotonic()
         if self._replacement is not None:
             patience_s = min(patience_s, REPLACEMENT_POLL_S)
         return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * patience_s))}
@@ -249,10 +259,38 @@ class Supervisor:
         self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
         answer(replacement.client, {"error": why})
 
-    def _kill(self, keys: set[ProcessKey]) -> None:
+    def _watch(self, *, at_once: bool) -> None:
+        """End processes that do not answer: they are then replaced as dead ones are. at_once: a signal has come, which
+        may mean that a process was stopped."""
+        now = time.monotonic()
+        if now < self._watchdog.due_at and not at_once:
+            return
+        words = {
+            pid: (spec.role in BACKEND_ROLES, self._pulses[self._lines[spec.role, spec.index]])
+            for pid, spec in self._processes.items()
+        }
+        for overdue in self._watchdog.look(sights_of(words, sum(self._spans)), now):
+            self._logs.note(self._processes[overdue.pid], f"ended by the watchdog: {overdue.why}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
+
+    def _replace_overdue(self) -> None:
+        """Kill processes that keep the run waiting, as the coordinator says."""
+        self._pardon()
+        replaced = self._replacement.phases.keys() if self._replacement is not None else set()
+        for key, reason in self._overdue.take(self._incarnations, self._implementations, replaced).items():
+            spec = next(spec for spec in self._specs if (spec.role, spec.index) == key)
+            self._logs.note(spec, f"ended by the supervisor: it {reason}")
+            if self._overdue.is_hopeless(key, time.monotonic()):
+                command = self._implementations[key].text
+                self._verdicts[key] = f"{spec.role}.{spec.index} ({command}) {reason}{self._logs.kept(spec)}"
+            # What a worker computes may be the cause: that is a crash, and counts against the request.
+            self._kill({key}, signal.SIGABRT if key[0] in BACKEND_ROLES else signal.SIGKILL)
+
+    def _kill(self, keys: set[ProcessKey], number: signal.Signals = signal.SIGKILL) -> None:
         for pid, spec in self._processes.items():
             if (spec.role, spec.index) in keys:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
     # ---- processes -------------------------------------------------------------------------------------------
     def _start(self, spec: ProcessSpec) -> None:
@@ -262,6 +300,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
         self._board[line + BOARD_WORDS.index("gone")] = 0
+        self._pulses[self._lines[key]] = 0
         pid = os.fork()
         if pid == 0:
             self._become(spec, parent)
@@ -290,6 +329,7 @@ class Supervisor:
                 directory=self._directory,
                 segments=self._segments,
                 listener=listener,
+                pulse=Pulse(self._pulses, self._lines[(spec.role, spec.index)]),
             )
             self._implementations[(spec.role, spec.index)].serve(job)
             code = 0
@@ -334,7 +374,7 @@ class Supervisor:
             self._implementations[key] = replacement.old_process_ended(key, time.monotonic())
             self._start(spec)
             return
-        said = self._logs.failure() if code == 2 else None
+        said = self._verdicts.pop(key, None) or (self._logs.failure() if code == 2 else None)
         if replacement is not None and key in replacement.phases:
             self._give_up(f"ended before it was ready: {said or self._logs.last_words(spec)}")
             self._start(spec)
@@ -342,13 +382,18 @@ class Supervisor:
         if said is not None:
             self._hopeless(spec, said)
             return
-        self._budget.pardon(self._quarantined[0], self._earlier.keys())
+        self._pardon()
         if (deaths := self._budget.count(key, time.monotonic())) is not None:
             often = f"{spec.role}.{spec.index} died {deaths} times within {WITHIN_S:.0f} s"
             self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
             self.overcome = self.failure is not None
             return
         self._start(spec)
+
+    def _pardon(self) -> None:
+        refused_requests = self._quarantined[0]
+        self._budget.pardon(refused_requests, self._earlier.keys())
+        self._overdue.pardon(refused_requests, self._implementations)
 
     def _hopeless(self, spec: ProcessSpec, why: str) -> None:
         """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that
@@ -398,38 +443,3 @@ class Supervisor:
     def _awaited(self, told: list[int]) -> bool:
         """Whether anybody is left who is to go now: of the gateway nothing is expected before it is told."""
         return any(spec.role != GATEWAY or pid in told for pid, spec in self._processes.items())
-
-
-def supervise(
-    directory: RunDirectory,
-    package: Package,
-    plan: Plan,
-    report: int,
-    watched: tuple[int, ...],
-    uses: Implementations,
-    listener: Listener | None = None,
-    fixed: Segment | None = None,
-) -> None:
-    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
-    could not go on; its end means that the run is over. Never returns."""
-    message, status = "", 1
-    try:
-        lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
-        supervisor.run()
-        message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
-    except UserError as error:
-        message = str(error)
-        directory.remove()
-    except OSError as error:
-        message = f"{error.filename or directory.path}: {error.strerror}; the run was ended"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message += ": make room, or set TMPDIR to another folder"
-        directory.remove()
-    except BaseException:
-        message = f"the supervisor failed: {traceback.format_exc()}"
-        directory.remove()
-    finally:
-        with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
-            os.write(report, message.encode())
-        os._exit(status if message else 0)

@@ -268,15 +268,17 @@ def _print(listener: Listener, what: str, facts: Sequence[tuple[str, str]], look
 def _wait_until_ready(live: LiveRun, listener: Listener, *, plain: bool) -> str | None:
     """Until the gateway says that requests are served: None; or why the run ended before. plain: lines on stderr, not
     one that changes."""
-    place = listener.address.removeprefix("http://")
+    place, waits = listener.address.removeprefix("http://"), ""
     with Elapsed(plain=plain) as elapsed:
         while (reason := live.failed()) is None:
-            elapsed.say(STARTING)
-            with contextlib.suppress(OSError, http.client.HTTPException):
+            elapsed.say(f"{STARTING}: {waits}" if waits else STARTING)
+            with contextlib.suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
                 connection = http.client.HTTPConnection(place, timeout=WATCH_S)
                 connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
+                response = connection.getresponse()
+                if response.status == 200:
                     return None
+                waits = json.load(response)["error"]["message"]
             time.sleep(POLL_S)
     return reason
 

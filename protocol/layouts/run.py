@@ -151,6 +151,15 @@ def board(*, processes: int, sequences: int) -> Layout:
         to="cache, monitor",
         ordering="single words, no order among them; the cache looks when the loader reports",
     )
+    fields.add(
+        "overdue",
+        "u32",
+        "processes",
+        by="coordinator",
+        to="supervisor",
+        ordering="incarnation + 1 of the last process here that kept the run waiting for too long, stored after the "
+        "reason is in the run directory's `overdue`; single words, no order among them",
+    )
     return fields.layout()
 
 

@@ -211,6 +211,7 @@ class ProcessStatus(Message):
     numerics: as in `Hello`
     backend: who computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it computes nothing
     work: what of decode steps it computes now, in words, where processes compute different things
+    note: what the run waits for in vain that this process has not done, in words; empty: nothing
     """
 
     role: str
@@ -224,6 +225,7 @@ class ProcessStatus(Message):
     numerics: str = ""
     backend: str = ""
     work: str = ""
+    note: str = ""
 
 
 @message
@@ -309,3 +311,7 @@ class Status(Message):
     miss_rate: float = 0.0
     planned_miss_rate: float = 0.0
     pins: Pins = "held"
+
+    def notes(self) -> str:
+        """What keeps the run waiting, for a person: `cache.0 has not sent Hello for 6 s`; empty while all is well."""
+        return "; ".join(f"{one.role}.{one.index} {one.note}" for one in self.processes if one.note)

@@ -3,12 +3,14 @@ part in steps."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, GATEWAY, Compute
 from neuronpipe.protocol.codec import (
     BEAT_MINOR,
     HELD_MINOR,
@@ -19,13 +21,15 @@ from neuronpipe.protocol.codec import (
     minor_of,
 )
 from neuronpipe.protocol.credits import Credits
-from neuronpipe.protocol.errors import Full, Lost
+from neuronpipe.protocol.errors import Full, Lost, quoted
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.overdue import Delays, Phase, Seen, with_dropped, write_reasons
+from neuronpipe.services.pulse import processor_time_s
 
 SILENT_AFTER_S = 5.0
 PREFILL: ProcessKey = ("prefill", 0)
@@ -49,6 +53,7 @@ class WorkerProcess:
     state: State = "starting"
     step: int = 0
     asked_at: float | None = None  # when the beat was asked for that has not come yet
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)  # of its last beat
 
     @property
     def name(self) -> ProcessKey:
@@ -106,6 +111,7 @@ class WorkerProcesses:
         self._board = memory.view("board", "processes")
         self._ready = memory.view("board", "ready")
         self._leaving = memory.view("board", "leaving")
+        self._overdue = memory.view("board", "overdue")
         self._leaving_seen = b""
         self.credits = Credits()
 
@@ -154,6 +160,7 @@ class WorkerProcesses:
     def leave(self, process: WorkerProcess) -> None:
         """It is gone."""
         process.pid, process.incarnation, process.state, process.asked_at = 0, -1, "starting", None
+        process.counters = {}
         self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------
@@ -180,6 +187,32 @@ class WorkerProcesses:
         """Whether this process is to go, for a successor or with the run."""
         return bool(self._leaving[self._lines[role, index]])
 
+    def accuse(self, names: Iterable[ProcessKey]) -> None:
+        """Have the supervisor replace these: they keep the run waiting."""
+        for name in names:
+            self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
+
+    def owing_steps(self, step: int) -> dict[ProcessKey, str]:
+        """The processes that have not answered the step with this number."""
+        return {process.name: f"step {step}" for process in self if self.credits.outstanding(process.peer)}
+
+    def seen(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Seen]:
+        """What is seen of all that are not gone. owed: what they have not answered, in words."""
+        gone = self.gone()
+        return {one.name: self._seen(one, owed.get(one.name, "")) for one in self if one.name not in gone}
+
+    def _seen(self, process: WorkerProcess, owes: str) -> Seen:
+        phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
+        pid, cpu_s = self.on_board(*process.name).pid, 0.0
+        if pid:
+            with contextlib.suppress(OSError):  # it has just ended
+                cpu_s = processor_time_s(pid)
+        return Seen(phase, owes, pid, cpu_s, process.counters)
+
+    def by_name(self, by_peer: Mapping[str, str]) -> dict[ProcessKey, str]:
+        """The same by the names of processes; of other peers nothing."""
+        return {process.name: by_peer[process.peer] for process in self if process.peer in by_peer}
+
     def new_leaving(self) -> frozenset[ProcessKey] | None:
         """All processes that are to go; None while it is what it was when this was last asked."""
         leaving = self._leaving.tobytes()
@@ -189,9 +222,43 @@ class WorkerProcesses:
         return frozenset(name for name, line in self._lines.items() if self._leaving[line])
 
 
+class DelayWatch:
+    """Looks for processes that keep the run waiting, says so in `notes`, and has the supervisor replace them.
+
+    directory: the run's; notes: gets what clients are told of processes
+    """
+
+    def __init__(self, processes: WorkerProcesses, directory: Path, notes: dict[ProcessKey, str]) -> None:
+        self._processes, self._directory, self._notes = processes, directory, notes
+        self._delays = Delays()
+
+    def is_due(self, now: float, *, awaits: bool) -> bool:
+        """Whether to look now. awaits: whether anything is awaited of a process."""
+        return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
+
+    def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
+        """owed: what processes have not answered. dropped: why the last message of a peer could not be read."""
+        delay = self._delays.look(self._processes.seen(owed), flash_reads, now)
+        reasons = self._processes.by_name(dropped)
+        self._notes.clear()
+        self._notes.update({name: with_dropped(note, reasons.get(name)) for name, note in delay.notes().items()})
+        if overdue := delay.overdue():
+            write_reasons(self._directory, overdue, reasons)
+            self._processes.accuse(overdue)
+
+
 def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
     """Whether a process fills or reads slots, and speaks a version in which scales always lie with triggers."""
     return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
+
+
+def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool) -> str | None:
+    """Why a process cannot take part in the run, by its Hello; None where it can. are_scales_moved: as in the plan."""
+    if process.role in BACKEND_ROLES and not hello.numerics:
+        return f"{process.peer}: Hello.numerics is empty, and it computes steps"
+    if are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
+        return f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
+    return None
 
 
 class Workers:

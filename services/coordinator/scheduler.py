@@ -85,6 +85,16 @@ class Scheduler:
         return self._step is not None
 
     @property
+    def awaited_processes(self) -> dict[ProcessKey, str]:
+        """Who owes an answer about memory, and to what."""
+        awaited = {}
+        if self._reservation.awaits_cache:
+            awaited[CACHE] = "Reserve"
+        if self._reservation.awaits_prefill:
+            awaited[PREFILL] = "Release"
+        return awaited
+
+    @property
     def steps(self) -> int:
         """How many steps there were; one that is sent again is the same step."""
         return self._builder.steps

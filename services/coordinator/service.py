@@ -12,10 +12,10 @@ import signal
 import time
 from array import array
 
-from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
+from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
-from neuronpipe.protocol.errors import Full, Lost, quoted
+from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
 from neuronpipe.protocol.messages.cache import Reserve
@@ -55,18 +55,14 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.processes import (
-    WorkerProcess,
-    WorkerProcesses,
-    is_too_old_for_moved_scales,
-)
+from neuronpipe.services.coordinator.processes import DelayWatch, WorkerProcess, WorkerProcesses, why_rejected
 from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.quarantine import Ledger, Quarantine
+from neuronpipe.services.quarantine import Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.wakefulness import BOARD_CHANGED, STATUS_LINGER_S, Wakefulness
@@ -90,13 +86,12 @@ class CoordinatorService:
         self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
-        self._quarantine = Quarantine(Ledger(self._memory.view("board", "ledger")))
-        own = self._processes.on_board("coordinator", 0)
-        self._quarantine.coordinator_died(killed=own.signal == signal.SIGKILL, now=time.monotonic())
+        killed = self._processes.on_board("coordinator", 0).signal == signal.SIGKILL
+        quarantine = Quarantine.after(self._memory.view("board", "ledger"), killed=killed, now=time.monotonic())
         self._quarantined = self._memory.view("board", "quarantined")
-        self._quarantined[0] += self._quarantine.refused
+        self._quarantined[0] += quarantine.refused
         reservation = Reservation.of(job.package.manifest, job.plan, self._kv_tokens.tolist())
-        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, self._quarantine)
+        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, quarantine)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
@@ -116,6 +111,7 @@ class CoordinatorService:
         self._later: list[Event] = []  # what was noticed while something else was carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
+        self._delays = DelayWatch(self._processes, job.directory.path, self._report.notes)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -123,16 +119,17 @@ class CoordinatorService:
         for source in (self._control, self._wake, self._relay.wake, self._events, self._answers.descriptor):
             poller.add(source)
         while not self._draining:
+            self._job.pulse.waits()
             readable = poller.wait(self._patience_ms())
+            self._job.pulse.works()
             if self._wake in readable:
                 os.read(self._wake, 4096)
                 self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
             if self._events in readable:
                 self._watched = self._events.watched
-            if self._relay.wake in readable:
-                self._relay.clear_wake()
-                self._take_answers()
-            elif not self._relay.armed:
+            if (woken := self._relay.wake in readable) or not self._relay.armed:
+                if woken:
+                    self._relay.clear_wake()
                 self._take_answers()
             self._notice_epoch()
             self._notice_leaving()
@@ -148,8 +145,8 @@ class CoordinatorService:
             self._arm()
             self._step_events.publish(trace.now())
             self._look_around(time.monotonic())
-        poller.remove(self._events)
-        poller.remove(self._answers.descriptor)
+        for source in (self._events, self._answers.descriptor):
+            poller.remove(source)
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
@@ -168,6 +165,7 @@ class CoordinatorService:
         while left:
             # First: then all their words are there.
             left = any(self._processes.on_board(*process.name).pid for process in self._processes)
+            self._job.pulse.waits()
             poller.wait(ENDING_MS)
             while (received := self._control.receive()) is not None:
                 self._take(*received)
@@ -182,14 +180,17 @@ class CoordinatorService:
         return int(min(limit_ms, 1 + 1000 * self._answers.due_s, 1 + pause_ms if pause_ms > 0 else limit_ms))
 
     def _look_around(self, now: float) -> None:
-        """While the run is used: ask for beats, and have the supervisor measure memory."""
-        requests, workers = self._scheduler.requests, self._scheduler.workers
-        if requests.active or requests.waiting or self._watched or not workers.all_ready(self._processes.gone()):
+        """While the run is used: ask for beats, have the supervisor measure memory, find who keeps the run waiting."""
+        requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.gone())
+        if requests.active or requests.waiting or self._watched or not all_ready:
             self._wakefulness.used(now)
         if self._wakefulness.asks_for_beats(now):
             self._processes.ask_for_beats(self._control.send, now)
         if self._wakefulness.tells_supervisor(now):
             os.kill(os.getppid(), BOARD_CHANGED)
+        if self._delays.is_due(now, awaits=self._scheduler.busy or not all_ready):
+            owed = self._scheduler.awaited_processes | self._processes.owing_steps(self._scheduler.steps)
+            self._delays.look(owed, self._control.last_dropped, self._meter.flash_now()[1], now)
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -249,11 +250,7 @@ class CoordinatorService:
         """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
-        if process.role in BACKEND_ROLES and not hello.numerics:
-            self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
-            return
-        if self._job.plan.memory.are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
-            why = f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
+        if (why := why_rejected(process, hello, are_scales_moved=self._job.plan.memory.are_scales_moved)) is not None:
             self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
@@ -276,6 +273,7 @@ class CoordinatorService:
             process.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
             self._welcome(process.peer)
         process.step = max(process.step, beat.step)
+        process.counters = beat.counters
         self._events.send(beat)
 
     def _welcome(self, peer: str) -> None:

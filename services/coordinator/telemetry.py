@@ -26,6 +26,7 @@ from neuronpipe.protocol.messages.client import Finished, Pins, ProcessStatus, S
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.sequences import Cost, add_cost
@@ -270,6 +271,7 @@ class Report:
     def __init__(self, job: Job, scheduler: Scheduler, processes: WorkerProcesses, meter: Meter) -> None:
         self._job, self._scheduler, self._processes, self._meter = job, scheduler, processes, meter
         self._started_at = time.monotonic()
+        self.notes: dict[ProcessKey, str] = {}  # of processes that keep the run waiting
         self._specs = {(spec.role, spec.index): spec for spec in job.plan.compute.processes}
 
     def status(self, tokens: int, *, ending: bool) -> Status:
@@ -340,6 +342,7 @@ class Report:
             numerics="" if gone else process.numerics,
             backend="" if spec.backend == DEFAULT_BACKEND else spec.backend,
             work=self._work(process, gone),
+            note=self.notes.get(process.name, ""),
         )
 
     def _work(self, process: WorkerProcess, gone: bool) -> str:

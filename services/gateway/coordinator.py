@@ -287,7 +287,8 @@ class Coordinator:
             status = await self.fresh_status(max(POLL_S, deadline - self._loop.time()))
             if not status.ready:
                 if self._loop.time() > deadline:
-                    raise unavailable("starting", "not all processes of the run are ready; try again")
+                    why = status.notes() or "not all processes of the run are ready"
+                    raise unavailable("starting", f"{why}; try again")
                 await asyncio.sleep(POLL_S)
 
     def _require_room(self, client: str) -> None:

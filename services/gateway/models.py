@@ -114,7 +114,7 @@ class Models:
         """That requests are served. Raises Problem while the run starts, or its coordinator is being restarted."""
         status = await self.run_of(self._first).coordinator.fresh_status(HEALTH_S)
         if not status.ready:
-            raise unavailable("starting", "not all processes of the run are ready")
+            raise unavailable("starting", status.notes() or "not all processes of the run are ready")
         return {"status": "ok"}
 
     async def try_templates(self) -> None:

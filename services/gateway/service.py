@@ -25,6 +25,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
+from neuronpipe.services.pulse import Pulse, event_loop, unwatched
 
 if TYPE_CHECKING:
     from neuronpipe.services.gateway.coordinator import Coordinator
@@ -56,27 +57,32 @@ class GatewayService:
     def serve(self) -> None:
         """Serve until told to stop."""
         assert self._job.listener is not None
-        serve(self._job.package, self._job.directory, self._job.listener)
+        serve(self._job.package, self._job.directory, self._job.listener, pulse=self._job.pulse)
 
 
 def serve(
-    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None = None
+    package: Package,
+    run: RunDirectory,
+    listener: Listener,
+    run_ended: Callable[[], str | None] | None = None,
+    pulse: Pulse | None = None,
 ) -> None:
-    """Serve one run until SIGTERM, SIGINT, or its end."""
-    _until_told(_serve_run(package, run, listener, run_ended))
+    """Serve one run until SIGTERM, SIGINT, or its end. pulse: shows whether the server gets on, where it is watched."""
+    _until_told(_serve_run(package, run, listener, run_ended), pulse or unwatched())
 
 
-def serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
+def serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
     """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link, which
-    starts and ends their runs."""
-    _until_told(_serve_hosted(hosted, listener, link))
+    starts and ends their runs. pulse: shows whether the server gets on."""
+    _until_told(_serve_hosted(hosted, listener, link), pulse)
 
 
-def _until_told(work: Coroutine[None, None, None]) -> None:
+def _until_told(work: Coroutine[None, None, None], pulse: Pulse) -> None:
     """Signals wait until the server takes them: one that came before would break off the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        asyncio.run(work)
+        with asyncio.Runner(loop_factory=lambda: event_loop(pulse)) as runner:
+            runner.run(work)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -45,7 +45,17 @@ class Reservation:
     @property
     def waits(self) -> bool:
         """Whether something was asked for that is not there yet."""
-        return self._answered < self._needed or self._releasing is not None
+        return self.awaits_cache or self.awaits_prefill
+
+    @property
+    def awaits_cache(self) -> bool:
+        """Whether the cache has not answered `Reserve` yet."""
+        return self._answered < self._needed
+
+    @property
+    def awaits_prefill(self) -> bool:
+        """Whether the prefill worker has not answered `Release` yet."""
+        return self._releasing is not None
 
     def covers(self, message: Step | Prefill, later: int = 0) -> bool:
         """Whether the step has its memory, or the decode step of the same texts so many tokens later. While memory is

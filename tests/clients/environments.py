@@ -3,16 +3,19 @@
     python -m tests.clients.environments [GROUP...]     # make those that CI uses, or these
 
 A group's list is `GROUP.txt` beside this file; Node's is `node/package-lock.json`. What was made from the same list is
-taken as it is. Several processes may ask for a group at once: one makes it, the others wait.
+taken as it is. Several processes may ask for a group at once: one makes it, the others wait. As a command it ends, with
+all that it started, when the process that started it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +26,7 @@ PLACE = HERE.parents[1] / "build" / "clients"
 NODE = "node"
 IN_CI = ("ci", NODE)
 STAMP = "made-from"
+PR_SET_PDEATHSIG = 1
 
 
 class Missing(Exception):
@@ -72,9 +76,23 @@ def _made(group: str, described_by: Path) -> Iterator[Path | None]:
 
 
 def _run(*words: str | Path, cwd: Path | None = None) -> None:
-    done = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True, env=_environment())
-    if done.returncode:
-        said = (done.stderr + done.stdout).strip().splitlines() or ["nothing was said"]
+    command = [*map(str, words)]
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        said = (errors + out).strip().splitlines() or ["nothing was said"]
         raise Missing(f"{Path(words[0]).name} failed: {said[-1][:200]}")
 
 
@@ -95,5 +113,12 @@ def main(groups: Sequence[str]) -> int:
     return code
 
 
+def _end_with_parent() -> None:
+    """Have SIGTERM sent when the parent ends, and end by it as by Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     sys.exit(main(sys.argv[1:]))

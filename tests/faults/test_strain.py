@@ -26,7 +26,7 @@ Converted = Callable[..., Package]
 PROMPT = tokens(RECIPES["awkward"], 40)
 OPTIONS = ("--ffn-resident", "30%", "--workers", "2")
 PROCESSES = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
-STOPPED_S = float(os.environ.get("NEURONPIPE_TEST_STOPPED_S", "1"))  # ten by night
+STOPPED_S = float(os.environ.get("NEURONPIPE_TEST_STOPPED_S", "1"))  # four by night: after five it is replaced
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ The environment is a stand-in: its python writes down what it is called with, so
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 from tests.pipeline import PATIENCE_S, SLOWER, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("sh", "find", "mkdir", "cat", "date", "tail", "touch", "rm", "mv", "cp", "readlink", "sleep")
+TOOLS = ("sh", "find", "mkdir", "cat", "date", "tail", "touch", "rm", "mv", "cp", "readlink", "sleep", "dirname")
 
 
 def script(path: Path, text: str) -> None:
@@ -154,6 +155,53 @@ def test_an_interrupted_installation_says_how_to_go_on(checkout: Checkout) -> No
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert errors.count("setting up was interrupted") == 1
+
+
+def left_of(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (place / "stat").read_text().rpartition(") ")
+            if int(rest.split()[3]) == session and rest[0] != "Z":
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_it_sets_up_the_test_command_leaves_no_process(
+    checkout: Checkout, number: signal.Signals
+) -> None:
+    """Not apt-get, and not the clients' installation, which ignore Ctrl-C as all that a script starts beside itself."""
+    shutil.copy(ROOT / "launch/test", checkout.root / "launch/test")
+    apt, clients = checkout.root / "apt", checkout.root / "clients"
+    script(checkout.tools / "id", "echo 0")
+    script(checkout.tools / "nice", 'exec "$@"')
+    script(checkout.tools / "apt-get", f'echo >"{apt}"; sleep 300; echo')
+    script(checkout.root / ".venv/bin/pip", "")
+    waits = f'case "$*" in *environments*) echo >"{clients}" ;; esac\nsleep 300; echo'
+    script(checkout.root / ".venv/bin/python", waits)
+    process = checkout.start(program=checkout.root / "launch/test", start_new_session=True)
+    assert eventually(lambda: apt.exists() and clients.exists())
+    os.killpg(process.pid, number)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode in (130, 143)
+    assert eventually(lambda: not left_of(process.pid), 2), left_of(process.pid)
+
+
+def test_the_clients_installation_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """With all that it has started in turn."""
+    code = (
+        "import sys; from tests.clients import environments as e; e._end_with_parent();"
+        f"e._run('sh', '-c', 'sleep 300 & echo $! >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; wait')"
+    )
+    parent = subprocess.Popen(["sh", "-c", '"$@"; echo', "sh", sys.executable, "-c", code], cwd=ROOT)
+    assert eventually((tmp_path / "pid").exists)
+    sleeper = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    assert sleeper.exists()
+    parent.kill()
+    parent.wait()
+    assert eventually(lambda: not sleeper.exists() or "(zombie)" in (sleeper / "status").read_text(), 5)
 
 
 def test_a_failed_installation_shows_why_and_is_tried_again(checkout: Checkout) -> None:

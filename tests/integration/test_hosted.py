@@ -98,7 +98,10 @@ def test_ps_shows_where_the_server_is_and_what_it_serves(server: Server, package
     assert f"{address}\n  each model has a run while requests name it\n  {first}: ready\n  {second}: ready" in shown
 
 
-def test_a_gateway_that_dies_is_started_again_and_finds_the_runs(server: Server, packages: list[Package]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_dies_or_is_stopped_is_started_again_and_finds_the_runs(
+    server: Server, packages: list[Package], number: signal.Signals
+) -> None:
     before = [asked(server, package).json()["choices"] for package in packages]
     runs = {run["run"] for run in server.run.shell.json("ps", "--json")["runs"]}
     (gateway,) = (
@@ -106,7 +109,7 @@ def test_a_gateway_that_dies_is_started_again_and_finds_the_runs(server: Server,
         for status in Path("/proc").glob("[0-9]*/status")
         if f"PPid:\t{server.process.pid}\n" in (text := status.read_text()) and "Name:\tnp-gateway\n" in text
     )
-    os.kill(gateway, signal.SIGKILL)
+    os.kill(gateway, number)
     assert [asked(server, package).json()["choices"] for package in packages] == before
     assert {run["run"] for run in server.run.shell.json("ps", "--json")["runs"]} == runs
 

@@ -63,7 +63,7 @@ def play(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     def serve(gateway: Callable[[Link, dict[str, PlayedRun]], None]) -> list[str]:
         command = os.getpid()
 
-        def serve_hosted(_: object, __: object, link: socket.socket) -> None:
+        def serve_hosted(_: object, __: object, link: socket.socket, ___: object) -> None:
             try:
                 gateway(Link(link), runs)
             finally:

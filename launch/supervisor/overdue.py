@@ -1,0 +1,78 @@
+"""Processes that keep the run waiting, as the coordinator says on the board (services/overdue.py): who is suspected,
+and who is not started again.
+
+Where several processes are named, those that are not ours are suspected first. A process that was never ready is not
+started again, nor one that keeps the run waiting for the OVERDUE_TIMES-th time within OVERDUE_WITHIN_S. When a request
+was refused because it ended processes, that is forgotten of processes that are ours: the request was the cause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from neuronpipe.launch.supervisor.replacement import ProcessKey
+from neuronpipe.protocol.run_directory import OVERDUE_FILE
+from neuronpipe.services.implementations import Implementation, Implementations
+from neuronpipe.services.memory import RunMemory
+
+OVERDUE_TIMES, OVERDUE_WITHIN_S = 3, 120.0
+UNKNOWN = "keeps the run waiting"
+
+
+class Overdue:
+    """lines: of the board, by process. directory: the run's."""
+
+    def __init__(self, lines: Mapping[ProcessKey, int], memory: RunMemory, directory: Path) -> None:
+        self._lines, self._directory = lines, directory
+        self._words, self._ready = memory.view("board", "overdue"), memory.view("board", "ready")
+        self._times: dict[ProcessKey, deque[float]] = {key: deque() for key in lines}
+        self._refused_requests = 0
+
+    def take(
+        self,
+        incarnations: Mapping[ProcessKey, int],
+        implementations: Mapping[ProcessKey, Implementation],
+        replaced: Collection[ProcessKey],
+    ) -> dict[ProcessKey, str]:
+        """The suspects since the last call, and what each has not done. replaced: processes that are being replaced,
+        which have a time limit of their own."""
+        named = [key for key, line in self._lines.items() if self._words[line] == incarnations[key] + 1]
+        for key in named:
+            self._words[self._lines[key]] = 0
+        named = [key for key in named if key not in replaced]
+        if not named:
+            return {}
+        suspects = [key for key in named if not _is_ours(key, implementations)] or named
+        reasons = self._reasons()
+        return {key: reasons.get(f"{key[0]}.{key[1]}", UNKNOWN) for key in suspects}
+
+    def is_hopeless(self, key: ProcessKey, now_s: float) -> bool:
+        """Whether this suspect is not to be started again. Call it once for each time that a process is one."""
+        times = self._times[key]
+        times.append(now_s)
+        while times[0] < now_s - OVERDUE_WITHIN_S:
+            times.popleft()
+        return len(times) >= OVERDUE_TIMES or not self._ready[self._lines[key]]
+
+    def pardon(self, refused_requests: int, implementations: Mapping[ProcessKey, Implementation]) -> None:
+        """Forget how often our own processes were suspected, once a request is refused that may have been the cause.
+        refused_requests: how many there were so far."""
+        if refused_requests != self._refused_requests:
+            self._refused_requests = refused_requests
+            for key, times in self._times.items():
+                if _is_ours(key, implementations):
+                    times.clear()
+
+    def _reasons(self) -> dict[str, str]:
+        """What the coordinator has written, by the names of processes."""
+        try:
+            lines = (self._directory / OVERDUE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return {}
+        return {name: reason for name, tab, reason in (line.partition("\t") for line in lines) if tab}
+
+
+def _is_ours(key: ProcessKey, implementations: Mapping[ProcessKey, Implementation]) -> bool:
+    return implementations[key] == Implementations().of(*key)
