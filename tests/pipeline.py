@@ -34,7 +34,7 @@ PATIENCE_S = 60.0 * SLOWER
 # Where other runs of this user are; and the size that pytest-xdist says every terminal has.
 NOT_INHERITED = ("XDG_RUNTIME_DIR", "LINES", "COLUMNS")
 _PSS = re.compile(r"^(Pss|Pss_Shmem|Pss_File):\s+(\d+) kB", re.MULTILINE)
-_PROGRESS = re.compile(r"neuronpipe: .*, \d+ s\n")
+_PROGRESS = re.compile(r"neuronpipe: (?:.*, \d+ s|quantization \w+: .*)\n")
 _marks = itertools.count()
 
 # What a script starts in the background ignores it, and so would our commands, which are ended by it.
@@ -50,7 +50,8 @@ class Done(NamedTuple):
 
 
 def beside_progress(errors: str) -> str:
-    """What a command says on stderr, without the lines of progress that it adds where the machine is slow."""
+    """What a command says on stderr, without the lines of progress that it adds where the machine is slow, and without
+    the quantization that a conversion has chosen."""
     return _PROGRESS.sub("", errors)
 
 

@@ -225,7 +225,7 @@ def test_predictors_of_more_than_ten_layers_stay_with_their_layers(tmp_path: Pat
     source = write_gguf(tmp_path / "m.gguf", recipe, powerinfer=True, extra=factors)
     imported = open_imported(source, convert(source, tmp_path / "p").manifest)
     for n in range(recipe.layers):
-        first, second = imported.layer(n)
+        first, second = imported.of_ffn(n)
         assert (first == np.float32(n + 0.1)).all()
         assert (second == np.float32(n + 0.2)).all()
 
@@ -240,7 +240,7 @@ def test_predictors_are_read_in_the_encoding_they_have(encoding: str, tmp_path: 
         for name, shape in shapes.items()
     }
     source = write_gguf(tmp_path / "m.gguf", TINY, encoding, powerinfer=True, more=stored)
-    first, second = open_imported(source, convert(source, tmp_path / "p").manifest).layer(1)
+    first, second = open_imported(source, convert(source, tmp_path / "p").manifest).of_ffn(1)
     kind = GGMLQuantizationType[encoding]
     for values, name in ((first, "blk.1.fc1.weight"), (second, "blk.1.fc2.weight")):
         np.testing.assert_array_equal(values, dequantize(quantize(stored[name], kind), kind))

@@ -23,6 +23,7 @@ from neuronpipe.plans.package.manifest import identity
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
+from tests.pipeline import beside_progress
 
 MAX_LINE_CHARACTERS, MAX_S = 1000, 10
 HEADER_BYTES = 16384  # about: most damage goes there
@@ -114,7 +115,7 @@ class Fuzzed:
         try:
             done = Call(*words)
             assert time.monotonic() - began < MAX_S, "it took too long"
-            lines = done.errors.splitlines()
+            lines = beside_progress(done.errors).splitlines()
             if done.code == 0:
                 assert not lines, done.errors
                 if self._made.exists():

@@ -232,7 +232,7 @@ def test_status_says_who_computes_with_which_numerics(run: Run, long_shell: Shel
     ("options", "why"),
     [
         (("--backend", "accelerator=opencl:nobody"), "no device is called that"),
-        (("--backend", "accelerator=opencl", "--gpu-memory", "64KiB"), "one block of every feed-forward takes"),
+        (("--backend", "accelerator=opencl", "--gpu-memory", "64KiB"), "did you mean 64MiB?"),
         (("--backend", "accelerator=cpu"), "an accelerator's backend is opencl"),
         (("--backend", "decode=opencl"), "write accelerator=opencl"),
         (("--gpu-memory", "1GiB"), "ask for one with --backend accelerator=opencl"),

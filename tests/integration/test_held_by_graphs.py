@@ -125,7 +125,7 @@ def test_a_fresh_one_is_tested_and_takes_its_place(run: Run, long_shell: Shell) 
     ("options", "why"),
     [
         (("--backend", "accelerator=onnx"), "does not say which provider"),
-        (("--backend", "accelerator=onnx:cpu", "--gpu-memory", "64KiB"), "one block of every feed-forward takes"),
+        (("--backend", "accelerator=onnx:cpu", "--gpu-memory", "64KiB"), "did you mean 64MiB?"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(shell: Shell, options: tuple[str, ...], why: str) -> None:

@@ -62,7 +62,7 @@ def by_http(**body: Any) -> dict[str, Any]:
 def by_wire(**options: Any) -> Generate | Refused:
     ask = Vocabulary(Generate).decode(encode(Generate(request="r", tokens=(1,), **options)))
     assert isinstance(ask, Generate)
-    checked = Admission(LIMITS, tokenizer=None, grammars=None).check(ask, 0)  # type: ignore[arg-type]
+    checked = Admission(LIMITS, tokenizer=None).check(ask, 0)  # type: ignore[arg-type]
     return checked if isinstance(checked, Refused) else ask
 
 

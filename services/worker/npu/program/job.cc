@@ -61,6 +61,9 @@ void Job::read_shape()
     shape.type = shape.trigger_type = chosen(m, "quantization", {{"q8", NP_Q8}, {"q4", NP_Q4}});
     if (json_has(m, "layout/matrices/gate/quantization"))
         shape.trigger_type = chosen(m, "layout/matrices/gate/quantization", {{"q3", NP_Q3}});
+    shape.embedding_type = shape.type;
+    if (json_has(m, "embedding_quantization"))
+        shape.embedding_type = chosen(m, "embedding_quantization", {{"q8", NP_Q8}});
     shape.activation = chosen(m, "model/activation", {{"relu", NP_RELU}, {"drelu", NP_DRELU}});
     shape.norm = chosen(m, "model/norm", {{"rms", NP_NORM_RMS}, {"layer", NP_NORM_LAYER}});
     shape.rotary = chosen(m, "model/positions", {{"rotary", 1}, {"learned", 0}});
