@@ -55,6 +55,9 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
                 sys.stderr.write("something is very wrong\n")
                 sys.stderr.flush()
                 os.abort()
+            case b"allocate":
+                os.write(2, b"memory allocation of 11264 bytes failed\n")
+                time.sleep(60)  # as a library in Rust that waits for a lock of its own
             case b"stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case b"recurse":

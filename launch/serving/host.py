@@ -40,7 +40,7 @@ from neuronpipe.launch.supervisor.watchdog import Watchdog, sight_of
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import gateway_bytes
+from neuronpipe.plans.plan.budget import gateway_bytes, templates_bytes
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
@@ -78,10 +78,11 @@ def offered(
     refuse_contradictions(arguments)
     offers: dict[str, Offer] = {}
     packages = _by_name(arguments, paths)
-    gateway = _gateway_bytes(package for _, package in packages.values())
+    limited = arguments.memory not in (None, AUTO)
+    gateway = _gateway_bytes((package for _, package in packages.values()), arguments.memory) if limited else 0
     for name, (path, package) in packages.items():
         asked = argparse.Namespace(**{**vars(arguments), "package": path})
-        if asked.memory not in (None, AUTO):
+        if limited:
             asked.memory = max(1, asked.memory - gateway)
         with _naming(path, arguments, gateway):
             plan = planned_here(asked, package, several=True, gateway=False, measured=measured).plan
@@ -102,9 +103,10 @@ def _by_name(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, 
     return found
 
 
-def _gateway_bytes(packages: Iterable[Package]) -> int:
-    """What a gateway of these packages takes."""
-    return gateway_bytes(sum(package.manifest.chat is not None for package in packages))
+def _gateway_bytes(packages: Iterable[Package], limit_bytes: int) -> int:
+    """What a gateway of these packages takes of a limit for it and all runs."""
+    chat_models = sum(package.manifest.chat is not None for package in packages)
+    return gateway_bytes(chat_models, templates_bytes(limit_bytes))
 
 
 @contextlib.contextmanager
@@ -125,15 +127,22 @@ def _of_package(said: str, path: Path, arguments: argparse.Namespace, gateway: i
     return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(gateway)}"
 
 
-def shared_limit_bytes(arguments: argparse.Namespace, path: Path, offers: Iterable[Offer]) -> int:
-    """What all runs together may take: --memory without the gateway's, else what is available now."""
-    gateway = _gateway_bytes(offer.package for offer in offers)
+def whole_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:
+    """What the gateway and all runs together may take: --memory, else what is available now."""
     if arguments.memory not in (None, AUTO):
-        return max(1, int(arguments.memory) - gateway)
+        return int(arguments.memory)
     device = probe(path)
     if arguments.memory == AUTO:
         return int(FOLLOWED_LIMIT * device.memory_total_bytes)
-    return max(1, device.memory_available_bytes - gateway)
+    return device.memory_available_bytes
+
+
+def shared_limit_bytes(arguments: argparse.Namespace, whole_bytes: int, offers: Iterable[Offer]) -> int:
+    """What all runs together may take of `whole_limit_bytes`. One that follows what is available leaves room for the
+    gateway already."""
+    if arguments.memory == AUTO:
+        return whole_bytes
+    return max(1, whole_bytes - _gateway_bytes((offer.package for offer in offers), whole_bytes))
 
 
 class Host:

@@ -28,10 +28,11 @@ from neuronpipe.launch.planning import (
     what_the_demo_is,
 )
 from neuronpipe.launch.progress import Elapsed, heard
-from neuronpipe.launch.serving.host import Host, offered, shared_limit_bytes
+from neuronpipe.launch.serving.host import Host, offered, shared_limit_bytes, whole_limit_bytes
 from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.budget import templates_bytes
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.pull.packages import package_names, packages_folder
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -130,10 +131,12 @@ def _serve_several(arguments: argparse.Namespace, paths: list[Path], key: str | 
     keep_alive_s = KEEP_ALIVE_S if arguments.keep_alive is None else arguments.keep_alive
     measured: list[str] = []
     offers = offered(arguments, paths, measured.append)
+    whole_bytes = whole_limit_bytes(arguments, paths[0])
     hosted = Hosted(
         packages=[(one.package, one.plan) for one in offers.values()],
-        limit_bytes=shared_limit_bytes(arguments, paths[0], offers.values()),
+        limit_bytes=shared_limit_bytes(arguments, whole_bytes, offers.values()),
         keep_alive_s=keep_alive_s,
+        templates_bytes=templates_bytes(whole_bytes),
     )
     listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
 

@@ -5,8 +5,10 @@ It is the sum of the layouts that sizes.py makes, and of what has none.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+from typing import Any
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
@@ -32,17 +34,20 @@ GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
 REQUESTS_BYTES = 16 * MIB  # of requests in flight: bodies, what they become, answers that wait
 GATEWAY_BYTES = 32 * MIB + REQUESTS_BYTES + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
 # A gateway runs the chat templates of packages, which are strangers' programs, in helper processes.
-TEMPLATE_GROWTH_BYTES = 64 * MIB  # by which one may grow: an allocation beyond it fails
-TEMPLATE_HELPER_BYTES = TEMPLATE_GROWTH_BYTES + 20 * MIB  # with its interpreter and libraries
+TEMPLATE_HELPER_BYTES = 20 * MIB  # of one: its interpreter and libraries
 MAX_TEMPLATE_HELPERS = 2  # of a gateway that serves several models
+# By how much a helper process may grow beyond that, which the kernel enforces, is a share of the limit. The least of
+# grammars compiles an enumeration of 6000 values with the demo's vocabulary in 6 MiB.
+HELPER_SHARE = 16  # one part in so many
+MIN_GRAMMARS_BYTES = 8 * MIB
+MIN_TEMPLATES_BYTES = 24 * MIB
+MAX_HELPER_GROWTH_BYTES = 64 * MIB
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: measured with PoCL (services/worker/gpu/README.md).
 DRIVER_BYTES = 272 * MIB
-# A stranger's grammars, in a helper process of the coordinator's: by how much it may grow (enforced by the kernel), and
-# what one token of the vocabulary takes while the library reads it (measured: 303 and 315 bytes with the tokens of
-# Llama 3 and Llama 2, of which 187 and 267 stay).
-GRAMMARS_BYTES = 64 * MIB
+# Of the coordinator's helper process for strangers' grammars: what one token of the vocabulary takes while the library
+# reads it (measured: 303 and 315 bytes with the tokens of Llama 3 and Llama 2, of which 187 and 267 stay).
 GRAMMAR_TOKEN_BYTES = 320
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # Of one cluster, besides its two entries (8) in the residency segment: the loader's two checksums (8), its lists of
@@ -58,9 +63,40 @@ MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
 
 
-def gateway_bytes(chat_models: int) -> int:
-    """Bytes of a gateway and its helper processes. chat_models: how many of its models have a chat template."""
-    return GATEWAY_BYTES + min(chat_models, MAX_TEMPLATE_HELPERS) * TEMPLATE_HELPER_BYTES
+def gateway_bytes(chat_models: int, growth_bytes: int) -> int:
+    """Return the bytes of a gateway and its helper processes.
+
+    chat_models: how many of its models have a chat template
+    growth_bytes: by how much chat templates may make one helper process grow
+    """
+    return GATEWAY_BYTES + min(chat_models, MAX_TEMPLATE_HELPERS) * (TEMPLATE_HELPER_BYTES + growth_bytes)
+
+
+def grammars_bytes(limit_bytes: int) -> int:
+    """Return by how many bytes grammars may make their helper process grow in a run with this memory limit."""
+    return min(max(MIN_GRAMMARS_BYTES, usable_bytes(limit_bytes) // HELPER_SHARE), MAX_HELPER_GROWTH_BYTES)
+
+
+def templates_bytes(limit_bytes: int) -> int:
+    """Return by how many bytes chat templates may make one helper process grow within this memory limit."""
+    # Rounded up, as grammars are rounded down: both never grow at the same byte of the limit, so that what is left for
+    # all else never shrinks while the limit grows.
+    return min(max(MIN_TEMPLATES_BYTES, -(-usable_bytes(limit_bytes) // HELPER_SHARE)), MAX_HELPER_GROWTH_BYTES)
+
+
+def untrusted_bytes(manifest: Manifest, shape: RunShape, limit_bytes: int) -> dict[str, Any]:
+    """Return what a run reserves for programs of strangers, by the fields of `Memory`."""
+    has_templates = manifest.chat is not None and shape.gateways > 0
+    return {
+        "grammars_bytes": grammars_bytes(limit_bytes),
+        "templates_bytes": templates_bytes(limit_bytes) if has_templates else 0,
+    }
+
+
+def trusted_bytes(manifest: Manifest, shape: RunShape, limit_bytes: int) -> int:
+    """Return what a limit leaves for all but programs of strangers. It never shrinks while the limit grows."""
+    reserved_bytes: int = sum(untrusted_bytes(manifest, shape, limit_bytes).values())
+    return usable_bytes(limit_bytes) - reserved_bytes
 
 
 def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
@@ -90,9 +126,8 @@ def memory_budget(
         **{f"{name}_bytes": layout.total_bytes for name, layout in made.items()},
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
-        + gateway_bytes(int(manifest.chat is not None)) * shape.gateways
-        + INTERPRETER_PER_PROCESS_BYTES
-        + GRAMMARS_BYTES
+        + gateway_bytes(int(manifest.chat is not None), 0) * shape.gateways
+        + INTERPRETER_PER_PROCESS_BYTES  # of the helper process for grammars
         + vocabulary_bytes(manifest)
         + _driver_bytes(manifest, shape)
         + tokenizer,
@@ -184,6 +219,7 @@ class Budgets:
         self._made: dict[tuple[RunShape, int], MemoryBudget] = {}
         self._least: dict[RunShape, MemoryBudget] = {}
         self._least_slots: dict[int, int] = {}
+        self._least_limits: dict[RunShape, int] = {}
 
     def of(self, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int) -> MemoryBudget:
         """As `memory_budget`."""
@@ -218,9 +254,14 @@ class Budgets:
         return slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes
 
     def least_limit_bytes(self, shape: RunShape) -> int:
-        """The smallest limit whose `usable_bytes` hold the least budget and the fewest slots."""
-        needed = self.least(shape).total_bytes() + self.least_slots_bytes(shape.workers)
-        return -(-needed * (100 + HEADROOM_PERCENT) // 100)
+        """The smallest limit whose `trusted_bytes` hold the least budget and the fewest slots."""
+        if shape not in self._least_limits:
+            needed = self.least(shape).total_bytes() + self.least_slots_bytes(shape.workers)
+            enough = -(-(needed + 2 * MAX_HELPER_GROWTH_BYTES) * (100 + HEADROOM_PERCENT) // 100)
+            self._least_limits[shape] = bisect.bisect_left(
+                range(enough), needed, key=lambda limit_bytes: trusted_bytes(self._manifest, shape, limit_bytes)
+            )
+        return self._least_limits[shape]
 
 
 def usable_bytes(limit_bytes: int) -> int:

@@ -26,6 +26,7 @@ def explain(plan: Plan) -> str:
     m, c = plan.memory, plan.compute
     parts = [
         ("interpreters", m.interpreters_bytes),
+        ("grammars and templates", m.grammars_bytes + m.templates_bytes),
         ("fixed tensors", m.fixed_bytes),
         ("KV cache", m.kv_bytes),
         ("exchange", m.exchange_bytes),
@@ -45,7 +46,7 @@ def explain(plan: Plan) -> str:
         f"memory  {_size(m.total_bytes())} of a limit of {_size(m.limit_bytes).strip()}, "
         f"the least for these processes is {_size(m.least_bytes).strip()}"
     )
-    lines += [f"  {name:<16}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / most)}" for name, size in parts]
+    lines += [f"  {name:<22}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / most)}" for name, size in parts]
     lines.append(
         f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
         f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"

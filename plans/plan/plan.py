@@ -17,7 +17,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 11
+VERSION = 12
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -131,6 +131,8 @@ class Memory(MemoryBudget):
 
     limit_bytes: int
     least_bytes: int  # the smallest limit this package accepts with these processes
+    grammars_bytes: int  # by which grammars may make their helper process grow
+    templates_bytes: int  # the same of chat templates; 0 where the run has no gateway, or the package no template
     trigger_slots: int
     value_slots: int
     slots_bytes: int
@@ -166,7 +168,7 @@ class Memory(MemoryBudget):
 
     def total_bytes(self) -> int:
         """What the run takes at most, by the planner's budget."""
-        return super().total_bytes() + self.slots_bytes
+        return super().total_bytes() + self.grammars_bytes + self.templates_bytes + self.slots_bytes
 
 
 @frozen(kw_only=True)

@@ -12,7 +12,14 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.assumptions import assumptions
-from neuronpipe.plans.plan.budget import MIB, Budgets, accelerator_bytes, least_chunk_tokens, usable_bytes
+from neuronpipe.plans.plan.budget import (
+    MIB,
+    Budgets,
+    accelerator_bytes,
+    least_chunk_tokens,
+    trusted_bytes,
+    untrusted_bytes,
+)
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
 from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.held import Accelerator, held_reasons, most_held
@@ -198,7 +205,7 @@ class _Planning:
         if device.accelerator is not None:
             self._shape = self._accelerated(device.accelerator)
         self._rates = rates(manifest, self._shape.mode, heat)
-        self._usable_bytes = usable_bytes(self._limit_bytes)
+        self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
 
     def _accelerated(self, accelerator: Accelerator) -> RunShape:
         """The shape with as many blocks as the device has room for."""
@@ -390,6 +397,7 @@ class _Planning:
             **{field.name: getattr(others, field.name) for field in dataclasses.fields(MemoryBudget)},
             limit_bytes=self._limit_bytes,
             least_bytes=self._budgets.least_limit_bytes(self._shape),
+            **untrusted_bytes(self._manifest, self._shape, self._limit_bytes),
             **regions.memory(self._manifest),
             follows=self._wanted.follows,
             ffn_bytes=self._budgets.ffn_bytes,
@@ -399,11 +407,13 @@ class _Planning:
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
         limit = self._budgets.least_limit_bytes(self._shape)
         chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
+        reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
             f"the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
             f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
-            f"{least_slots:,} for the neurons being computed; a smaller --context needs less",
+            f"{reserved_bytes:,} for grammars and templates, {least_slots:,} for the neurons being computed; "
+            "a smaller --context needs less",
             limit,
         )
 

@@ -19,6 +19,7 @@ from neuronpipe.plans.plan.budget import (
     accelerator_bytes,
     largest_read_bytes,
     memory_budget,
+    untrusted_bytes,
 )
 from neuronpipe.plans.plan.firing import has_hints
 from neuronpipe.plans.plan.held import MATRICES
@@ -238,12 +239,14 @@ class _Check:
             "slots_bytes": slots_layout(self._manifest, *slots, moved=memory.are_scales_moved).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
             "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
+            **untrusted_bytes(self._manifest, shape, memory.limit_bytes),
             "accelerator_bytes": accelerator_bytes(self._manifest, shape),
         }
+        if memory.limit_bytes < (least_bytes := expected["least_bytes"]):
+            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but these processes need {least_bytes}")
         for name, value in expected.items():
             if getattr(memory, name) != value:
-                self._fail(
-                    f"memory.{name}", f"{getattr(memory, name)}, but this package and these processes make {value}"
-                )
+                problem = f"{getattr(memory, name)}, but this package, these processes and this limit make {value}"
+                self._fail(f"memory.{name}", problem)
         if memory.total_bytes() > memory.limit_bytes:
             self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but the plan takes {memory.total_bytes()}")

@@ -83,7 +83,8 @@ class CoordinatorService:
         self._processes = WorkerProcesses(job.plan.compute, self._memory)
         model, limits = job.package.manifest.model, Limits.of(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
-        self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens)
+        grammars_bytes = job.plan.memory.grammars_bytes
+        self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens, grammars_bytes)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
         killed = self._processes.on_board("coordinator", 0).signal == signal.SIGKILL

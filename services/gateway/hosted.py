@@ -35,10 +35,13 @@ ORDERED = "it was ended"
 
 
 class HostedModels(Models):
-    """The packages of a command that serves several. end_server: called when that command is gone."""
+    """The packages of a command that serves several. templates_bytes: as in `Models`; end_server: called when that
+    command is gone."""
 
-    def __init__(self, models: Sequence[Model], pool: Pool, end_server: Callable[[], None]) -> None:
-        super().__init__(models)
+    def __init__(
+        self, models: Sequence[Model], pool: Pool, templates_bytes: int, end_server: Callable[[], None]
+    ) -> None:
+        super().__init__(models, templates_bytes)
         self._pool, self._end_server = pool, end_server
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, list[asyncio.Future[None]]] = {model.name: [] for model in models}

@@ -65,12 +65,12 @@ class Model:
 
 class Models:
     """All of them. This class serves one package with a run that is there; `HostedModels` many, with runs that come and
-    go."""
+    go. templates_bytes: by how much chat templates may make a helper process grow."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[Model], templates_bytes: int) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
-        self._templates = TemplatePool()
+        self._templates = TemplatePool(templates_bytes)
         for model in models:
             model.infill = Infill(self.holding(model))
             model.chat.templates = self._templates

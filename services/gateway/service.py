@@ -41,11 +41,12 @@ MAX_GROWTH_BYTES = 512 << 20
 @frozen(kw_only=True)
 class Hosted:
     """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
-    uses."""
+    uses. templates_bytes: by how much chat templates may make a helper process grow."""
 
     packages: Sequence[tuple[Package, Plan]]
     limit_bytes: int
     keep_alive_s: float
+    templates_bytes: int
 
 
 class GatewayService:
@@ -90,13 +91,17 @@ def _until_told(work: Coroutine[None, None, None], pulse: Pulse) -> None:
 async def _serve_run(
     package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None
 ) -> None:
+    from neuronpipe.plans.plan.budget import templates_bytes
     from neuronpipe.services.gateway.models import Model, Models, Run
 
-    model = Model(package, read_plan(run.path / PLAN_FILE))
+    plan = read_plan(run.path / PLAN_FILE)
+    model = Model(package, plan)
+    # A run that was started without a gateway has none in its plan.
+    growth_bytes = plan.memory.templates_bytes or templates_bytes(plan.memory.limit_bytes)
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
     with _end_reported(run, model.run.coordinator) if run_ended is not None else contextlib.nullcontext():
-        await _serve(Models([model]), listener, over)
+        await _serve(Models([model], growth_bytes), listener, over)
 
 
 @contextlib.contextmanager
@@ -135,7 +140,8 @@ async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket)
     over = asyncio.get_running_loop().create_future()
     takes_bytes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
     pool = Pool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
-    models = HostedModels([Model(*one) for one in hosted.packages], pool, lambda: over.set_result(None))
+    offered = [Model(package, plan) for package, plan in hosted.packages]
+    models = HostedModels(offered, pool, hosted.templates_bytes, lambda: over.set_result(None))
     await models.attach(link)
     await _serve(models, listener, over)
 

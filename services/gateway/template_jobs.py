@@ -15,7 +15,7 @@ from neuronpipe.services.gateway.call_format import CallFormat
 from neuronpipe.services.gateway.messages import ChatTurn
 
 WORK = "neuronpipe.services.gateway.template_work:prepare"
-JOB_S = 2.0  # to compile a template and to write one conversation; memory: TEMPLATE_GROWTH_BYTES of a plan
+JOB_S = 2.0  # to compile a template and to write one conversation; memory: `templates_bytes` of a plan
 MAX_PROMPT_BYTES = 8 << 20
 
 

@@ -41,9 +41,9 @@ def examine_template(template: ChatTemplate) -> TemplateFacts:
 
 
 def _answer(job: bytes) -> bytes:
-    from neuronpipe.plans.plan.budget import TEMPLATE_GROWTH_BYTES  # the planner: not before it is needed
+    from neuronpipe.plans.plan.budget import MAX_HELPER_GROWTH_BYTES  # the planner: not before it is needed
 
-    helper = Helper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES)
+    helper = Helper(WORK, memory_bytes=MAX_HELPER_GROWTH_BYTES)
     try:
         return helper.call(job, JOB_S)
     except (UntrustedError, ValueError) as error:  # ValueError: the conversation is too long

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, TEMPLATE_GROWTH_BYTES
+from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS
 from neuronpipe.services.gateway.template_jobs import JOB_S, WORK, TemplateError
 from neuronpipe.services.untrusted.awaiting import AwaitedHelper
 from neuronpipe.services.untrusted.helper import UntrustedError
 
 
 class TemplatePool:
-    """Runs jobs of `template_jobs.py`, in processes that start when they are needed. Belongs to one event loop."""
+    """Runs jobs of `template_jobs.py`, in processes that start when they are needed. Belongs to one event loop.
 
-    def __init__(self) -> None:
+    growth_bytes: by how much jobs may make one process grow
+    """
+
+    def __init__(self, growth_bytes: int) -> None:
+        self._growth_bytes = growth_bytes
         self._helpers: list[AwaitedHelper] = []
         self._free: asyncio.LifoQueue[AwaitedHelper] = asyncio.LifoQueue()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -37,7 +41,7 @@ class TemplatePool:
 
     async def _helper(self) -> AwaitedHelper:
         if self._free.empty() and len(self._helpers) < MAX_TEMPLATE_HELPERS:
-            self._helpers.append(AwaitedHelper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES))
+            self._helpers.append(AwaitedHelper(WORK, memory_bytes=self._growth_bytes))
             return self._helpers[-1]
         return await self._free.get()
 

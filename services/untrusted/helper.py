@@ -30,6 +30,7 @@ from neuronpipe.services.untrusted.starting import HelperProcess, forked, starte
 START_S = 60.0
 MAX_PAYLOAD_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10
+RUST_OUT_OF_MEMORY = b"memory allocation of"  # what Rust says before it ends the process
 Reason = Literal["failed", "time", "memory", "died", "unavailable"]
 
 
@@ -244,13 +245,15 @@ class Helper:
             self._restart(list(self._jobs), outcomes)
         elif code == -signal.SIGALRM:
             self._end(outcomes, "time")
-        elif code == -signal.SIGABRT and b"memory allocation" in last_words:
+        elif code == -signal.SIGABRT and RUST_OUT_OF_MEMORY in last_words:
             self._end(outcomes, "memory")
         else:
             self._end(outcomes, "died", last_words)
 
     def _end(self, outcomes: list[Outcome], reason: Reason, last_words: bytes = b"") -> None:
         """The process is over, and with it the job under way; the others go on in another process."""
+        if reason == "time" and RUST_OUT_OF_MEMORY in self._last_words():
+            reason = "memory"  # a library in Rust that was out of memory while it reported an error waits for itself
         jobs = list(self._jobs)
         if jobs and jobs[0].number == 0 and not self._failed_starts:
             self._failed_starts = 1  # something outside may have killed it

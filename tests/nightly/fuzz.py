@@ -35,7 +35,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.gguf_header import parse_gguf_header
     from neuronpipe.plans.package.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
-    from neuronpipe.plans.plan.budget import TEMPLATE_GROWTH_BYTES
+    from neuronpipe.plans.plan.budget import MAX_HELPER_GROWTH_BYTES
     from neuronpipe.plans.plan.plan import parse_plan
     from neuronpipe.protocol.codec import Vocabulary
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
@@ -125,7 +125,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
             if not allowed or following.take(allowed.bit_length() - 1):
                 break
 
-    templates = Helper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES)
+    templates = Helper(WORK, memory_bytes=MAX_HELPER_GROWTH_BYTES)
 
     def template(data: bytes) -> None:
         """In a helper process, whose limits are what bounds it."""

@@ -71,7 +71,7 @@ async def serving(keep_alive_s: float = math.inf, **takes_bytes: int) -> AsyncIt
         cast(Model, SimpleNamespace(name=name, run=None, facts=dict, chat=SimpleNamespace())) for name in takes_bytes
     ]
     over = asyncio.Event()
-    made = HostedModels(models, Pool(takes_bytes, 100, keep_alive_s), over.set)
+    made = HostedModels(models, Pool(takes_bytes, 100, keep_alive_s), 1 << 20, over.set)
     await made.attach(ours)
     command = Command(*await asyncio.open_connection(sock=theirs))
     assert await command.heard() == {"serving": True}

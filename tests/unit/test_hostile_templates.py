@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.plans.plan.budget import TEMPLATE_GROWTH_BYTES
+from neuronpipe.plans.plan.budget import MIN_TEMPLATES_BYTES
 from neuronpipe.services.gateway.messages import ChatTurn
 from neuronpipe.services.gateway.template_jobs import (
     JOB_S,
@@ -80,7 +80,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def helper() -> Iterator[Helper]:
     """As the gateway's, but a fork, which starts at once."""
-    forked = Helper(prepare, memory_bytes=TEMPLATE_GROWTH_BYTES)
+    forked = Helper(prepare, memory_bytes=MIN_TEMPLATES_BYTES)
     yield forked
     forked.dispose()
 
@@ -102,7 +102,7 @@ def test_a_hostile_template_ends_at_the_limits_and_a_good_one_is_written_after_i
     ("text", "reason", "limit"),
     [
         ("{{ 7 ** (7 ** 9) }}", "time", "0.25 s"),
-        ("{{ 'x' * 10 ** 9 }}", "memory", "64 MiB"),
+        ("{{ 'x' * 10 ** 9 }}", "memory", "24 MiB"),
         (LOOPS + ENDS, "time", "s"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_template_that_is_only_hostile_to_tools_is_reported(helper: Helper) ->
 
 
 def test_the_program_that_a_gateway_starts_answers() -> None:
-    program = Helper(WORK, memory_bytes=TEMPLATE_GROWTH_BYTES)
+    program = Helper(WORK, memory_bytes=MIN_TEMPLATES_BYTES)
     try:
         assert WrittenPrompt.decoded(program.call(job(GOOD), 20)).text == "[user]Hi"
         turns = [ChatTurn("user", "\ud800 ä \0 😀" * 1000)] * 100

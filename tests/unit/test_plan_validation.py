@@ -111,6 +111,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory.moved_scales_bytes", 64, "memory.moved_scales_bytes"),
     ("memory.moved_scales_from", 64, "memory.moved_scales_from"),
     ("memory.least_bytes", 1, "memory.least_bytes"),
+    ("memory.grammars_bytes", 0, "memory.grammars_bytes"),
+    ("memory.grammars_bytes", 1 << 40, "memory.grammars_bytes"),
+    ("memory.templates_bytes", 1, "memory.templates_bytes"),
     ("memory.limit_bytes", 1, "memory.limit_bytes"),
 ]
 

@@ -15,6 +15,7 @@ from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, 
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import (
+    Chat,
     FileEntry,
     Manifest,
     Predictor,
@@ -23,7 +24,7 @@ from neuronpipe.plans.package.manifest import (
     SilentLayer,
     Source,
 )
-from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget
+from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget, trusted_bytes
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.pins import pins_within
@@ -97,6 +98,11 @@ def predicted(plain: Manifest) -> Manifest:
         ),
         files={**plain.files, "predictor.safetensors": FileEntry(MIB, "0" * 64)},
     )
+
+
+def with_template(plain: Manifest) -> Manifest:
+    """The same package with a chat template."""
+    return dataclasses.replace(plain, chat=Chat(begin="", end=""))
 
 
 def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
@@ -265,6 +271,31 @@ def test_the_least_is_the_least_to_the_byte(tokenizer_bytes: int) -> None:
         plan(m, facts, Wanted(memory_bytes=least - 1))
 
 
+@given(limit_bytes=st.integers(1, 3 * GIB), more_bytes=st.integers(0, 40))
+def test_a_larger_limit_never_leaves_less_for_all_but_programs_of_strangers(limit_bytes: int, more_bytes: int) -> None:
+    m = with_template(manifest())
+    shape = dataclasses.replace(RunShape.of(plan(m, device(), Wanted()).compute), gateways=1)
+    left = [trusted_bytes(m, shape, bytes_) for bytes_ in (limit_bytes, limit_bytes + more_bytes)]
+    assert left == sorted(left)
+
+
+@pytest.mark.parametrize("gateway", [False, True])
+def test_what_is_reserved_for_grammars_and_templates_scales_with_the_limit(gateway: bool) -> None:
+    """A constant 64 MiB for grammars nearly doubled the least limit of the demo."""
+    m, facts = with_template(manifest()), device()
+    if gateway:
+        served = ProcessSpec(role="gateway", index=0, core=None)
+        facts = dataclasses.replace(facts, processes=(*facts.processes, served))
+    limits = least_bytes(m, facts), 510 * MIB, 16 * GIB
+    made = [plan(m, facts, Wanted(memory_bytes=limit)).memory for limit in limits]
+    grammars_mib = [memory.grammars_bytes / MIB for memory in made]
+    assert grammars_mib == pytest.approx([max(8, limits[0] / 1.02 / 16 / MIB), 31.25, 64], abs=1e-3)
+    templates_mib = [memory.templates_bytes / MIB for memory in made]
+    assert templates_mib == pytest.approx([24, 31.25, 64] if gateway else [0, 0, 0], abs=1e-3)
+    for memory in made:
+        assert memory.total_bytes() - memory.slots_bytes > memory.grammars_bytes + memory.templates_bytes
+
+
 def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> None:
     with pytest.raises(UserError, match=r"--ffn-resident 1\.0%: the least"):
         plan(manifest(), device(), Wanted(ffn_resident_share=0.01))
@@ -353,7 +384,7 @@ def test_the_budget_has_a_field_for_every_layout_of_a_run_and_of_just_its_size(
     laid_out = run_layouts(m, made) | private_layouts(m, made)
     budget = {name: getattr(made.memory, f"{name}_bytes", None) for name in laid_out}
     assert budget == {name: layout.total_bytes for name, layout in laid_out.items()}
-    no_layout = ("interpreters", "private", "bookkeeping", "staging")
+    no_layout = ("interpreters", "private", "bookkeeping", "staging", "grammars", "templates")
     rest = sum(getattr(made.memory, f"{name}_bytes") for name in no_layout)
     assert made.memory.total_bytes() == rest + sum(layout.total_bytes for layout in laid_out.values())
 
@@ -489,6 +520,7 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
     assert read_plan(file) == made
     assert made.id in explain(made)
     assert "decode.1" in explain(made)
+    assert re.search(r"\n  grammars and templates +62\.7 MiB ", explain(made))
 
 
 def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:

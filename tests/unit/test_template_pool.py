@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, TEMPLATE_GROWTH_BYTES
+from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, MIN_TEMPLATES_BYTES
 from neuronpipe.services.gateway import template_pool
 from neuronpipe.services.gateway.messages import ChatTurn
 from neuronpipe.services.gateway.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
@@ -30,7 +30,7 @@ def job(text: str) -> bytes:
 
 def test_a_template_that_hangs_leaves_a_process_to_the_other_models() -> None:
     async def serve() -> None:
-        pool = TemplatePool()
+        pool = TemplatePool(MIN_TEMPLATES_BYTES)
         hanging = [asyncio.ensure_future(pool.run("hostile", job(HANGING))) for _ in range(3)]
         await asyncio.sleep(0.05)
         began = time.monotonic()
@@ -48,7 +48,7 @@ def test_a_template_that_hangs_leaves_a_process_to_the_other_models() -> None:
 
 def test_hanging_templates_of_many_models_delay_a_good_one_by_a_limit_or_two() -> None:
     async def serve() -> None:
-        pool = TemplatePool()
+        pool = TemplatePool(MIN_TEMPLATES_BYTES)
         names = [f"hostile {number}" for number in range(MAX_TEMPLATE_HELPERS)]
         hanging = [asyncio.ensure_future(pool.run(name, job(HANGING))) for name in names for _ in range(2)]
         await asyncio.sleep(0.05)
@@ -65,7 +65,7 @@ def test_the_process_stays_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process, "IDLE_S", 0.05)
 
     async def serve() -> None:
-        helper = AwaitedHelper(prepare, memory_bytes=TEMPLATE_GROWTH_BYTES)
+        helper = AwaitedHelper(prepare, memory_bytes=MIN_TEMPLATES_BYTES)
         pids = set()
         for _ in range(2):
             assert WrittenPrompt.decoded(await helper.call(job(GOOD), 5)).text == "Hi"
@@ -79,7 +79,7 @@ def test_the_process_stays_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_conversation_that_is_too_long_for_a_process_is_an_error_of_its_own() -> None:
     async def serve() -> None:
-        pool = TemplatePool()
+        pool = TemplatePool(MIN_TEMPLATES_BYTES)
         with pytest.raises(TemplateError, match="more than"):
             await pool.run("good", b"x" * (20 << 20))
         assert WrittenPrompt.decoded(await pool.run("good", job(GOOD))).text == "Hi"

@@ -65,6 +65,7 @@ def test_a_job_is_answered_by_one_process_that_starts_on_demand(helper: Helper) 
         (b"loop", SHORT_S, "time"),
         (b"sleep 60", SHORT_S, "time"),
         (b"stop", SHORT_S, "time"),
+        (b"allocate", SHORT_S, "memory"),
         (b"eat", LONG_S, "memory"),
         (b"grow 40", LONG_S, "memory"),
         (b"exit 0", LONG_S, "died"),

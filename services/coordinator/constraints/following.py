@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Protocol, Self
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.budget import GRAMMARS_BYTES, vocabulary_bytes
+from neuronpipe.plans.plan.budget import vocabulary_bytes
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import RefusalCode
 from neuronpipe.protocol.messages.request import Calls, Generate
@@ -135,10 +135,10 @@ class FollowedAnswers:
         self.descriptor = self._helper.descriptor
 
     @classmethod
-    def of(cls, manifest: Manifest, tokenizer: Tokenizer, end_tokens: Iterable[int]) -> Self:
-        """Those of a package, within what the memory budget has for them."""
+    def of(cls, manifest: Manifest, tokenizer: Tokenizer, end_tokens: Iterable[int], memory_bytes: int) -> Self:
+        """Those of a package, within the memory that the plan has for them."""
         grammars = Grammars(tokenizer, manifest.model.vocabulary, end_tokens)
-        return cls(grammars, GRAMMARS_BYTES, vocabulary_bytes(manifest))
+        return cls(grammars, memory_bytes, vocabulary_bytes(manifest))
 
     @property
     def due_s(self) -> float:
