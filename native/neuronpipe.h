@@ -391,7 +391,8 @@ typedef struct {
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
                             uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
-/* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
+/* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. A count of 0 says
+ * that none can be freed now: until the next grant of this part, pairs that lack its slots are read as two parts. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
 /* Queue ids; parts: NP_REQUEST_TRIGGER, _VALUE or both, for one read; priority 0 demand, 1 prefetch, 2 guess; flags: NP_ENTRY_PINNED sets
  * that bit. Returns how many were taken, from the first on: fewer than count when the queue of this kind and priority is full. Words that are not absent are pinned if asked, and

@@ -183,6 +183,23 @@ static uint32_t with_other_part(np_loader *loader, uint32_t entry)
     return end - first <= loader->reading.most_read_bytes ? both : entry;
 }
 
+/* Whether a pair is queued again as two parts. slots_lack: the parts without a free slot, as bits of their numbers. Neighbours of such parts
+ * are joined over the parts between them, so that two reads bring the bytes of one twice. A pair therefore waits for both slots as long as
+ * the cache can free some. When it cannot, block windows hold them all, and the part that has a slot must not wait for the other one. */
+static int is_split(const np_loader *loader, uint32_t entry, int priority, int slots_lack)
+{
+    uint64_t first, end;
+    range_of(loader, entry, &first, &end);
+    if (end - first > loader->reading.most_read_bytes)
+        return 1;
+    if ((entry & PARTS) != PARTS)
+        return slots_lack != 0;
+    for (int part = 0; part < NP_LOADER_PARTS; part++)
+        if (priority == NP_FOR_DEMAND && slots_lack >> part & 1 && loader->parts[part].exhausted)
+            return 1;
+    return 0;
+}
+
 /* Put the first cluster of this queue into a read. Returns 0 when it has to wait, and all behind it. */
 static int take_first(np_loader *loader, gathering *hand, int kind, int priority)
 {
@@ -204,13 +221,14 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
         drop_first(line);
         return 1;
     }
-    uint64_t first, end;
-    range_of(loader, *entry, &first, &end);
-    /* Neither part may wait for the other's slots: block windows may hold them all. And both may be more than a read. */
-    if (kind == NP_QUEUE_BOTH && (slots_lack || end - first > loader->reading.most_read_bytes)) {
-        for (int part = 0; part < NP_LOADER_PARTS; part++)
-            if ((*entry & part_bits[part]) && np_loader_enqueue(&loader->queues[part][priority], *entry & ~(PARTS ^ part_bits[part]), 0))
-                *entry &= ~part_bits[part];
+    if (kind == NP_QUEUE_BOTH && is_split(loader, *entry, priority, slots_lack)) {
+        for (int part = 0; part < NP_LOADER_PARTS; part++) {
+            np_queue *alone = &loader->queues[part][priority];
+            if (!(*entry & part_bits[part]) || !np_loader_enqueue(alone, *entry & ~(PARTS ^ part_bits[part]), 0))
+                continue;
+            *entry &= ~part_bits[part];
+            alone->starved += line->starved && alone->starved + 1 == alone->count; /* it was counted as a pair */
+        }
         if (*entry & PARTS)
             return 0;
         drop_first(line);

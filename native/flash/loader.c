@@ -179,6 +179,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
         np_set_add(state->ours, slots[i]);
         state->free[state->free_count++] = slots[i];
     }
+    state->exhausted = count == 0;
     return (int)count;
 }
 
@@ -273,6 +274,7 @@ void np_loader_reset(np_loader *loader)
     np_warm_up_forget(loader);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
+        part->exhausted = 0;
         while (part->free_count)
             np_set_drop(part->ours, part->free[--part->free_count]);
     }

@@ -27,6 +27,7 @@ typedef struct {
     np_loader_part config;
     uint32_t *free; /* [slot_count] stack */
     uint32_t free_count;
+    int exhausted;  /* the last grant was empty: the cache can free no slot until windows move on */
     uint64_t *ours; /* a bit for each slot that is free here or being filled; another one holds a cluster, or the cache keeps it */
     size_t mapped_bytes; /* of the slots, from the first on: copying into them costs no page faults */
 } np_part_state;

@@ -28,11 +28,13 @@ class Reset(Message):
 
 @message
 class Grant(Message):
-    """From the cache: these slots are free; they belong to the loader until it has put a cluster into them.
+    """From the cache: these slots are free; they belong to the loader until it has put a cluster into them. Without
+    slots: the loader waits for some and none can be freed now. Until it gets some, it reads the parts of a cluster one
+    by one, where it would else wait until both have a slot.
 
     generation: that of the last `Reset`
     part: 0 trigger, 1 value
-    slots: slot numbers, little-endian uint32
+    slots: slot numbers, little-endian uint32; empty once for each time that they are used up
     """
 
     generation: int

@@ -231,6 +231,10 @@ class FreeSlots:
         self._granted += count
         return self._lowest(count)
 
+    def on_the_way(self, received: int) -> int:
+        """Return how many slots were granted that the loader did not have yet when it had received so many."""
+        return self._granted - received
+
     def _lowest(self, count: int) -> Iterator[int]:
         while count:
             first = self._free.index(1, self._next)
@@ -247,7 +251,7 @@ class FreeSlots:
         """
         if self.region.holds_everything:
             return self.take(self._left)
-        want = max(0, self.region.reserve + waiting - free - (self._granted - received))
+        want = max(0, self.region.reserve + waiting - free - self.on_the_way(received))
         granted = array("I", self.take(want))
         if len(granted) < want:
             kept = [slot for slot in evict(want - len(granted)) if slot < self.region.slots]  # others are to be empty

@@ -165,6 +165,7 @@ class CacheService:
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
+        self._exhausted = [False, False]  # of either part: the loader was told that no slot can be freed
         self._follow_next_s = 0.0
         self._follow_until_s: float | None = None  # what stays is looked through at least until then
 
@@ -180,6 +181,7 @@ class CacheService:
         self._generation = int(lib.np_word_load(self._generation_word)) + 1
         lib.np_word_store(self._generation_word, self._generation)
         self._settled = False
+        self._exhausted = [False, False]
         self._resizing.restarted()
         self._reset_at = time.monotonic()
         self._link.send(Reset(generation=self._generation))
@@ -332,7 +334,16 @@ class CacheService:
         )
         for part, (free, waiting, received) in enumerate(said):
             granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
-            self._hungry |= self._grant(part, granted) + free == 0 and waiting > 0
+            if self._grant(part, granted) + free == 0 and waiting > 0:
+                self._hungry = True
+                self._say_exhausted(part, received)
+
+    def _say_exhausted(self, part: int, received: int) -> None:
+        """Tell the loader, once until its next slots, that those of this part that are not pinned are all in use: it
+        waits for none of them before it reads the other part."""
+        if not self._exhausted[part] and not self._regions[part].on_the_way(received):
+            self._exhausted[part] = True
+            self._link.send(Grant(generation=self._generation, part=part, slots=b""))  # type: ignore[arg-type]
 
     def _grant(self, part: int, slots: Iterable[int]) -> int:
         """Returns how many they were."""
@@ -340,6 +351,8 @@ class CacheService:
         for piece in packed(slots):
             self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
             count += len(piece) // 4
+        if count:
+            self._exhausted[part] = False
         return count
 
     def _evict(self, part: int, want: int) -> array[int]:

@@ -301,12 +301,35 @@ static void test_both_parts_of_a_cluster_are_one_read(const char *engine)
     stop(loader);
 }
 
-static void test_a_pair_whose_one_part_finds_no_slot_does_not_keep_the_other_waiting(void)
+/* Else the parts of neighbours would come as two reads, each over what the other one brings. */
+static void test_pairs_wait_for_slots_of_both_parts_and_are_read_once(void)
+{
+    for (int priority = 0; priority < 2; priority++) {
+        np_loader *loader = start_reading("threads", &(np_loader_reading){
+            .most_read_bytes = 8 * STRIDE, .merge_gap_bytes = STRIDE, .prefetch_depth = DEPTH});
+        grant(loader, 0, 0, 4);
+        const uint32_t ids[] = {5, 6, 7, 8};
+        REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 4, priority, 0), 4);
+        REQUIRE_EQUAL(run_dry(loader), 0);
+        REQUIRE_EQUAL(state_of(loader).waited_for_slot, priority ? 0 : 4);
+        grant(loader, 1, 0, 4);
+        REQUIRE_EQUAL(run_dry(loader), 8);
+        for (int part = 0; part < 2; part++)
+            require_present(part, 8);
+        const np_loader_state state = state_of(loader);
+        REQUIRE(state.reads == 1 && state.bytes == 4 * STRIDE && state.gap_bytes == 0);
+        stop(loader);
+    }
+}
+
+static void test_a_pair_does_not_wait_for_a_slot_that_cannot_be_freed(void)
 {
     np_loader *loader = start("threads");
     grant(loader, 0, 0, 4);
     const uint32_t ids[] = {5, 6};
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 2, 0, 0), 2);
+    REQUIRE_EQUAL(run_dry(loader), 0);
+    REQUIRE_EQUAL(np_loader_grant(loader, 1, NULL, 0), 0); /* windows hold all slots of the other part */
     REQUIRE_EQUAL(run_dry(loader), 2);
     require_present(0, 5);
     require_present(0, 6);
@@ -481,7 +504,8 @@ int main(void)
     test_a_failure_is_forgiven_in_another_epoch();
     test_reset_keeps_demands();
     test_a_dead_loaders_claims_are_forgotten();
-    test_a_pair_whose_one_part_finds_no_slot_does_not_keep_the_other_waiting();
+    test_pairs_wait_for_slots_of_both_parts_and_are_read_once();
+    test_a_pair_does_not_wait_for_a_slot_that_cannot_be_freed();
     test_guesses_leave_room_in_the_flash_and_slots_for_demands();
     test_waits_for_slots_and_takes_demands_first();
     test_full_queue_and_bad_arguments();

@@ -102,6 +102,38 @@ def test_a_loader_keeps_its_slots_when_a_reset_comes_late(package: Package, fold
             assert (said.generation, said.trigger_free, said.trigger_granted) == (2, 3, 3)
 
 
+def test_a_cache_says_once_that_no_slot_can_be_freed(package: Package, folder: Path) -> None:
+    """Else the loader would wait for both slots of a cluster that lacks one, while windows hold all of them."""
+    job, _ = make_job("cache", package, folder)
+    with open_context() as context:
+        control = Listener(context, CONTROL, job.endpoints["control"])
+        loader = Listener(context, CACHE, job.endpoints["cache"])
+        with serving(CacheService(job), "cache-0", control):
+            assert loader.receive(PATIENCE_MS) == ("cache-0", Reset(generation=1))
+            loader.send("cache-0", ResetDone(generation=1))
+            granted, empty = [0, 0], [0, 0]
+            for _ in range(3):
+                while (received := loader.receive(200)) is not None:
+                    if isinstance(received[1], Grant):
+                        granted[received[1].part] += len(received[1].slots) // 4
+                        empty[received[1].part] += not received[1].slots
+                # They are used up, and no residency entry names one that could be evicted.
+                triggers, values = granted
+                loader.send(
+                    "cache-0",
+                    SlotCounts(
+                        generation=1,
+                        trigger_free=0,
+                        value_free=0,
+                        value_waiting=100_000,
+                        trigger_granted=triggers,
+                        value_granted=values,
+                    ),
+                )
+            assert all(granted)
+            assert empty == [0, 1]
+
+
 def test_a_demand_from_before_the_reset_is_loaded_after_it(package: Package, folder: Path) -> None:
     job, memory = make_job("loader", package, folder)
     words = memory.view("residency", "trigger_entries")
