@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from functools import cached_property
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ class Chat:
     async def _find_report(self) -> TemplateReport:
         name = self._package.manifest.name
         try:
-            report = TemplateReport.decoded(await self.templates.run(name, report_job(self._source)))
+            report = TemplateReport.decoded(await self.templates.run(name, report_job(self._source), math.inf))
         except TemplateError as error:
             report = TemplateReport(error=str(error))
         if report.error is not None:

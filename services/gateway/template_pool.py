@@ -1,18 +1,23 @@
 """The helper processes in which a gateway runs the chat templates of its models.
 
 A template that hangs or fills its memory ends its own job and a helper process, which the next job starts again. Jobs
-of one model run one after the other, so that a model holds one of several processes at most.
+of one model run one after the other, so that a model holds one of several processes at most. A job that would wait
+longer than TURN_S is refused, so that a template that hangs collects no queue of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 
 from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS
+from neuronpipe.services.gateway.problems import unavailable
 from neuronpipe.services.gateway.template_jobs import JOB_S, WORK, TemplateError
 from neuronpipe.services.untrusted.awaiting import AwaitedHelper
 from neuronpipe.services.untrusted.helper import UntrustedError
+
+TURN_S = 2 * JOB_S
 
 
 class TemplatePool:
@@ -27,11 +32,18 @@ class TemplatePool:
         self._free: asyncio.LifoQueue[AwaitedHelper] = asyncio.LifoQueue()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def run(self, model: str, job: bytes) -> bytes:
-        """Return the answer to a job of this model's template. Raises TemplateError, which names the limit that the
-        template has reached."""
-        async with self._turns[model]:
-            helper = await self._helper()
+    async def run(self, model: str, job: bytes, turn_s: float | None = None) -> bytes:
+        """Return the answer to a job of this model's template. turn_s: how many seconds the job waits for those before
+        it; None: TURN_S. Raises TemplateError, which names the limit that the template has reached, and Problem (503)
+        when the jobs before it take too long."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(TURN_S if turn_s is None else turn_s):
+                    await stack.enter_async_context(self._turns[model])
+                    helper = await self._helper()
+            except TimeoutError:
+                message = "the chat templates of other requests take long; try again"
+                raise unavailable("templates_busy", message) from None
             try:
                 return await helper.call(job, JOB_S)
             except (UntrustedError, ValueError) as error:  # ValueError: the job is too long

@@ -9,6 +9,7 @@ import pytest
 from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, MIN_TEMPLATES_BYTES
 from neuronpipe.services.gateway import template_pool
 from neuronpipe.services.gateway.messages import ChatTurn
+from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
 from neuronpipe.services.gateway.template_pool import TemplatePool
 from neuronpipe.services.gateway.template_work import prepare
@@ -57,6 +58,27 @@ def test_hanging_templates_of_many_models_delay_a_good_one_by_a_limit_or_two() -
         pool.close()
         for future in hanging:
             future.cancel()
+
+    asyncio.run(serve())
+
+
+def test_jobs_behind_a_template_that_hangs_are_refused_when_they_have_waited_for_two_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def serve() -> None:
+        monkeypatch.setattr(template_pool, "JOB_S", 0.3)
+        monkeypatch.setattr(template_pool, "TURN_S", 0.6)
+        pool = TemplatePool()
+        began = time.monotonic()
+        results = await asyncio.gather(*(pool.run("hostile", job(HANGING)) for _ in range(40)), return_exceptions=True)
+        assert time.monotonic() - began < 2.0
+        busy = [one for one in results if isinstance(one, Problem)]
+        assert len(busy) >= 38
+        assert {(one.status, one.code) for one in busy} == {(503, "templates_busy")}
+        assert all(("retry-after", "1") in one.headers for one in busy)
+        answers = await asyncio.gather(*(pool.run("good", job(GOOD)) for _ in range(200)))
+        assert {WrittenPrompt.decoded(answer).text for answer in answers} == {"Hi"}
+        pool.close()
 
     asyncio.run(serve())
 
