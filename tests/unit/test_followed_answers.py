@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,24 @@ def test_a_grammar_that_takes_too_long_is_refused_and_tokens_go_before_those_tha
     assert re.search("longer than 0.2 s|MiB", slow[0].failure.message)
     for one in slow:
         one.close()
+
+
+def test_grammars_that_wait_for_too_long_are_refused_at_once_and_later_ones_are_not(
+    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "WITHIN_S", 0.2)
+    monkeypatch.setattr(following, "WAITING_S", 0.5)
+    began = time.monotonic()
+    slow = [answers.start(ask(K_PATTERNS[0])) for _ in range(20)]
+    known(answers, *slow)
+    assert time.monotonic() - began < 3.0
+    codes = [one.failure.code for one in slow if one.failure is not None]
+    assert codes[0] == "bad_request"
+    assert codes.count("starting") >= 10
+    monkeypatch.setattr(following, "WITHIN_S", LONG_S)
+    answer = answers.start(ask("json"))
+    known(answers, answer)
+    assert answer.failure is None
 
 
 def test_what_the_library_says_of_its_own_failure_is_not_the_clients(

@@ -5,7 +5,8 @@
     pending (a token taken)   the next mask is there                   its text is in no step, its token is not told yet
     known                     its next token is sampled                it takes part in steps
 
-Tokens go before compilations, of which one is under way at a time. What a helper process knew of answers is lost with
+Tokens go before compilations, of which one is under way at a time. One that has waited for WAITING_S is refused, so
+that grammars which take as long as they may form no long queue. What a helper process knew of answers is lost with
 it; each is followed again from its source and tokens.
 """
 
@@ -37,6 +38,7 @@ from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.untrusted.helper import Helper, Outcome, UntrustedError
 
 WITHIN_S = 2.0
+WAITING_S = 10.0
 PATIENCE_S = 0.002  # of a step, for its texts to stay together: those of which it is not known by then miss it
 REPLAYED_TOKENS_PER_S = 2000
 
@@ -93,6 +95,7 @@ class FollowedAnswer:
         self._owner = owner
         self.number, self.source = number, source
         self.tokens: list[int] = []
+        self.arrived_s = time.monotonic()
         self.attempts = 0  # of a mask, that have failed
         self.pending = True
         self.allowed = b""
@@ -192,7 +195,13 @@ class FollowedAnswers:
         """One compilation at a time, so that a token waits for one at most."""
         while self._to_open and not self._asked:
             answer = self._to_open.popleft()
-            if not answer.closed:
+            if answer.closed:
+                continue
+            begins = not answer.tokens and not answer.attempts
+            if begins and time.monotonic() - answer.arrived_s > WAITING_S:
+                message = "grammar: those of other requests take long to compile; try again"
+                answer.settle(Failure("starting", message))
+            else:
                 timeout_s = WITHIN_S + len(answer.tokens) / REPLAYED_TOKENS_PER_S
                 self._submit(answer, Request(answer.number, answer.source, answer.tokens, 0), timeout_s)
 
