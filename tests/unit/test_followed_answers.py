@@ -155,6 +155,29 @@ def test_a_hostile_grammar_is_refused_within_its_limits_or_followed_and_others_g
             assert bystander.failure is None
 
 
+UNREADABLE = {
+    "number": '{"type":"integer","minimum":1%s}' % ("0" * 400),
+    "infinity": '{"const":1e999}',
+    "nesting": '{"not":' * 180 + "{}" + "}" * 180,
+    "half a character": json.dumps({"enum": ["\ud800"]}),
+    "half a name": json.dumps({"properties": {"\ud800": {}}}),
+}
+
+
+@pytest.mark.parametrize("schema", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_schema_that_the_library_cannot_read_is_its_authors_error(answers: FollowedAnswers, schema: str) -> None:
+    function = Function(name="f", arguments=schema)
+    calls = Calls(functions=(function,), before="<c>", between=" ", next="", after="</c>", marker="<c>", text=True)
+    for request in (ask(schema), ask(None, calls=calls)):
+        code, message = failure(answers, request)
+        assert code == "bad_request", message
+        assert message.startswith("grammar: ")
+
+
+def test_a_regex_with_half_a_character_is_its_authors_error(answers: FollowedAnswers) -> None:
+    assert failure(answers, ask("\ud800", "regex"))[0] == "bad_request"
+
+
 @pytest.mark.parametrize("text", [True, False], ids=["auto", "required"])
 def test_a_function_with_a_hostile_schema_is_refused_within_the_limits(
     answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch, text: bool

@@ -90,7 +90,10 @@ class Grammars:
 
     def _compile(self, grammar: str, syntax: GrammarSyntax) -> Any:
         _library()
-        return self._matcher(_source(grammar, syntax))
+        try:
+            return self._matcher(_source(grammar, syntax))
+        except (ValueError, RecursionError) as error:  # the library reads numbers, nesting and texts more strictly
+            raise GrammarError(_one_line(error)) from None
 
     def _compile_calls(self, calls: Calls, grammar: str | None) -> Any:
         library = _library()
@@ -100,14 +103,14 @@ class Grammars:
             lark = as_lark(calls, None if grammar is None else _as_part(grammar), self._special)
             try:
                 return self._matcher(library.LLMatcher.grammar_from_lark(lark))
-            except GrammarError:
+            except (GrammarError, ValueError):
                 for one in calls.functions:  # the error speaks of our grammar: which of the schemas is it about?
                     try:
                         self._matcher(library.LLMatcher.grammar_from_json_schema(json.dumps(schema_of(one))))
-                    except GrammarError as error:
+                    except (GrammarError, ValueError) as error:
                         raise CallsError(f"the arguments of {one.name!r}: {error}") from None
                 raise
-        except CallsError as error:
+        except (CallsError, ValueError, RecursionError) as error:
             raise GrammarError(_one_line(error)) from None
 
     def _matcher(self, source: str) -> Any:
