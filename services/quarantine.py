@@ -39,14 +39,18 @@ FINGERPRINT, PLACE, WEIGHT, LAST_DEATH_S = range(len(LEDGER_ENTRY))
 
 
 def fingerprint(request: Generate | Score | Tokenize) -> int:
-    """A number, never 0, of what a request asks for: not of its name and its owner, nor of its seed, which differs each
-    time where the client gives none."""
+    """Return a number, never 0, of what one sequence computes: not of its name and its owner. Sequences of a request
+    differ in their seeds, and each has a place of its own."""
     nameless = dataclasses.replace(request, request="")
     if not isinstance(nameless, Tokenize):
         nameless = dataclasses.replace(nameless, owner="")
-    if isinstance(nameless, Generate):
-        nameless = dataclasses.replace(nameless, seed=0)
     return int.from_bytes(hashlib.blake2b(encode(nameless), digest_size=8).digest(), "little") or 1
+
+
+def request_fingerprint(request: Generate | Score | Tokenize) -> int:
+    """Return the fingerprint without the seed, which differs each time where the client gives none: by this a request
+    that was found to end processes is refused, whichever of its sequences was the cause."""
+    return fingerprint(dataclasses.replace(request, seed=0) if isinstance(request, Generate) else request)
 
 
 @frozen
@@ -93,7 +97,7 @@ class Ledger:
         return self.slots
 
     def under_way(self) -> dict[int, list[int]]:
-        """The places of each request under way, by fingerprint: several sequences may differ in their seeds alone."""
+        """The places of what is under way, by fingerprint: several sequences may have the same."""
         places: dict[int, list[int]] = {}
         for entry in map(self.get, range(self.slots + 1)):
             if entry[FINGERPRINT]:

@@ -24,7 +24,7 @@ from neuronpipe.services.coordinator.prefixes import (
 )
 from neuronpipe.services.coordinator.sequences import Generation, Scoring, Sequence, retry_after_s
 from neuronpipe.services.coordinator.steps import OutstandingStep
-from neuronpipe.services.quarantine import ENDED, Quarantine, fingerprint
+from neuronpipe.services.quarantine import ENDED, Quarantine, fingerprint, request_fingerprint
 
 MAX_READING_S = 10.0
 ENDING = "the run is ending"
@@ -120,7 +120,7 @@ class Requests:
     def _examine(self, client: bytes, ask: Generate | Score | Tokenize, now: float) -> list[Tell]:
         """Answer a request, unless it ended processes. Should it end this one, the next coordinator knows of it."""
         name = fingerprint(ask)
-        if self._quarantine.is_refused(name, now):
+        if self._ended_processes(ask, name, now):
             return [Tell(client, Refused(request=ask.request, code="ended_a_process", message=ENDED))]
         self._quarantine.admits(name)
         if isinstance(ask, Tokenize):
@@ -129,6 +129,16 @@ class Requests:
             answers = self._admit(client, ask, name, now)
         self._quarantine.admits(0)
         return answers
+
+    def _ended_processes(self, ask: Generate | Score | Tokenize, name: int, now: float) -> bool:
+        """Whether this sequence ended processes, or another one of its request."""
+        request = request_fingerprint(ask)
+        if self._quarantine.is_refused(request, now):
+            return True
+        if not self._quarantine.is_refused(name, now):
+            return False
+        self._quarantine.convict(request, now)
+        return True
 
     def _admit(self, client: bytes, ask: Generate | Score, name: int, now: float) -> list[Tell]:
         """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
@@ -267,6 +277,7 @@ class Requests:
             self._shares.ended((sequence.client, sequence.owner), sequence.own_tokens)
             if isinstance(message, Refused) and message.code == "ended_a_process":
                 self._quarantine.convict(sequence.fingerprint, now)
+                self._quarantine.convict(request_fingerprint(sequence.ask), now)
             self._quarantine.ends(sequence.fingerprint, sequence.slot)
             if isinstance(sequence, Generation):
                 self._ended_cached_tokens += sequence.cached_tokens

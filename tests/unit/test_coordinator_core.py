@@ -42,6 +42,7 @@ from neuronpipe.services.coordinator.events import (
 from neuronpipe.services.coordinator.sampling import as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.steps import BESIDE_DECODE_TOKENS
+from neuronpipe.services.quarantine import Quarantine
 
 from tests.direct_constraints import DirectConstraints
 from tests.unit.test_layers import ROOT, imports
@@ -69,7 +70,11 @@ NO_GRAMMARS = DirectConstraints(Grammars(LETTERS, 200, [END]))
 
 
 def make_scheduler(
-    tokenizer: Letters = LETTERS, accelerator: str = "", constraints: Constraints = NO_GRAMMARS, **changes: Any
+    tokenizer: Letters = LETTERS,
+    accelerator: str = "",
+    constraints: Constraints = NO_GRAMMARS,
+    quarantine: Quarantine | None = None,
+    **changes: Any,
 ) -> Scheduler:
     """accelerator: the numerics of one; none by default."""
     limits: dict[str, Any] = {
@@ -81,7 +86,11 @@ def make_scheduler(
     } | changes
     processes = [*PROCESSES, ("accelerator", 0)] if accelerator else PROCESSES
     scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), processes, tokenizer, constraints
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits),
+        processes,
+        tokenizer,
+        constraints,
+        quarantine=quarantine,
     )
     for process in processes:
         scheduler.handle(ProcessReady(process, (NUMERICS | {"accelerator": accelerator}).get(process[0], "")), 0.0)

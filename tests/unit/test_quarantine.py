@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -18,6 +19,7 @@ from neuronpipe.services.quarantine import (
     Ledger,
     Quarantine,
     fingerprint,
+    request_fingerprint,
 )
 
 from tests.unit.test_coordinator_core import finish, make_scheduler, receive, sent, told
@@ -118,8 +120,11 @@ def test_more_suspects_than_places_keep_the_latest(ledger: Ledger) -> None:
 
 
 def test_a_fingerprint_is_of_what_is_computed_not_of_names() -> None:
-    same = {fingerprint(Generate(request=name, prompt="x", owner=name, seed=ord(name))) for name in "ab"}
-    assert len(same) == 1
+    asks = [Generate(request=name, prompt="x", owner=name) for name in "ab"]
+    assert len(set(map(fingerprint, asks))) == 1
+    sequences = [dataclasses.replace(asks[0], seed=seed) for seed in range(3)]
+    assert len(set(map(fingerprint, sequences))) == 3, "each has a place of its own"
+    assert len(set(map(request_fingerprint, sequences))) == 1
     differing = [
         Generate(request="a", prompt="x"),
         Generate(request="a", prompt="y"),
@@ -188,6 +193,26 @@ def test_sequences_that_shared_a_deadly_step_are_computed_alone(killed: bool) ->
     (refused,) = [action.message for action in actions if isinstance(action, Tell)]
     assert refused.code == "ended_a_process"  # type: ignore[union-attr]
     assert len(sent(actions)) == 1, "the sequence that is cleared goes on"
+
+
+def test_the_deadly_one_of_several_sequences_is_found_and_with_it_the_request(ledger: Ledger) -> None:
+    sequences = [Generate(request=str(seed), prompt="abc", seed=seed) for seed in range(4)]
+    quarantine = Quarantine(ledger)
+    names = list(map(fingerprint, sequences))
+    for _ in range(2):  # in step with each other, with a bystander among them
+        for slot, name in enumerate([*names[:3], BYSTANDER]):
+            quarantine.computes(name, slot, 12 - slot)
+        quarantine = died(ledger)
+    for name, place in ((names[0], 20), (BYSTANDER, 20), (names[2], 10)):  # one after the other
+        assert quarantine.runs_apart(name)
+        quarantine.computes(name, 0, place)
+    quarantine = died(ledger)
+    assert quarantine.is_refused(names[2], 1.0)
+    assert not quarantine.is_refused(BYSTANDER, 1.0)
+    scheduler = make_scheduler(quarantine=quarantine)
+    for ask in (sequences[2], sequences[3], dataclasses.replace(sequences[0], seed=99)):
+        (refused,) = told(receive(scheduler, ask, 1.0))
+        assert refused.code == "ended_a_process"
 
 
 def test_kills_at_random_steps_refuse_nobody() -> None:
