@@ -28,9 +28,13 @@ MAX_CONNECTIONS = 512
 HEAD_S = 5.0
 MAX_HEAD_BYTES = 32 << 10
 STALLED_S = 10.0
-READ_BYTES = 64 << 10  # at once from a connection
+READ_BYTES = 16 << 10  # at once from a connection: 2,700 chunks of a byte take 10 ms
 WRITE_BYTES = 32 << 10  # that wait for a reader before a stream waits too; the kernel holds SEND_BUFFER_BYTES more
 SEND_BUFFER_BYTES = 64 << 10
+FREE_LINE_ENDS, BYTES_PER_LINE_END = (
+    4096,
+    64,
+)  # of a body in chunks: each chunk has two, and costs as much as a kilobyte
 ABORT_KEY = "neuronpipe.abort"
 REQUEST_ID = b"x-request-id"
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
@@ -87,6 +91,7 @@ class BoundedProtocol(H11Protocol):
         self._stalled_due: asyncio.TimerHandle | None = None
         self._unread, self._unsent = Charge(account), Charge(account)
         self._idle_since = self.loop.time()
+        self._in_chunks, self._chunked_bytes, self._line_ends = False, 0, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse connections beyond the limit where none is idle; the others have a while to send a request."""
@@ -111,7 +116,14 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count what cannot be handled yet: the beginning of a head, requests behind the one under way."""
+        """Count what cannot be handled yet: the beginning of a head, requests behind the one under way. A body in
+        chunks of a few bytes ends its connection."""
+        if self._in_chunks:
+            self._chunked_bytes += len(data)
+            self._line_ends += data.count(b"\r\n")
+            if self._line_ends > FREE_LINE_ENDS + self._chunked_bytes // BYTES_PER_LINE_END:
+                self.transport.abort()
+                return
         super().data_received(data)
         try:
             self._unread.grow(len(self.conn.trailing_data[0]) - self._unread.held_bytes)
@@ -151,6 +163,10 @@ class BoundedProtocol(H11Protocol):
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().handle_events()
         waiting = self.is_idle
+        if waiting:
+            self._in_chunks = False
+        elif not self._in_chunks and any(name == b"transfer-encoding" for name, _ in self.cycle.scope["headers"]):
+            self._in_chunks, self._chunked_bytes, self._line_ends = True, 0, 0
         if not waiting:
             cast(MutableMapping[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
         if not waiting and self._head_due is not None:

@@ -151,6 +151,21 @@ def test_bodies_that_never_end_take_no_more_memory_than_is_planned_and_keep_nobo
         assert gateway.memory_info().rss - before < 2 * REQUESTS_BYTES
 
 
+def test_a_body_in_chunks_of_a_byte_is_ended_and_one_in_sensible_chunks_is_read(server: Server) -> None:
+    head = request("POST", "/v1/completions", {}, Transfer_Encoding="chunked", Content_Length="").removesuffix(b"{}")
+    with server.connect() as line, contextlib.suppress(ConnectionError):
+        line.sendall(head)
+        sent = 0
+        while sent < 32 << 20:
+            sent += line.send(b"1\r\n \r\n" * 1000)
+    assert sent < 32 << 20
+    body = json.dumps(ASK | {"prompt": "x" * 20_000}).encode()
+    for size in (20, 5000):
+        chunks = [body[at : at + size] for at in range(0, len(body), size)]
+        data = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+        assert exchange(server, head + data + b"0\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
 def test_a_body_with_two_ends_is_refused(server: Server) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
