@@ -79,6 +79,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None and arguments.picture.suffix != ".svg":
         raise UserError(f"{arguments.picture}: pictures are SVG; give a name that ends in .svg")
     if arguments.package is DEMO:
+        if arguments.device != THIS_MACHINE:
+            read_device(arguments.device)  # who names the model alone is told of the device that is missing
         raise UserError(f"simulate {arguments.device}: {no_model_named()}")
     model, package = _model(arguments.package, plain=arguments.json)
     with Elapsed(plain=arguments.json) as elapsed:

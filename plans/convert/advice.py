@@ -33,6 +33,11 @@ def refuse_no_source(path: Path) -> None:
             f"{path}: no such file or directory; a repository on Hugging Face is downloaded and converted with "
             f"`neuronpipe pull {match[1]}`"
         )
+    if path.name == str(path):
+        raise UserError(
+            f"{path}: no such file or directory; expected a Hugging Face model's folder or a GGUF file, and "
+            "`neuronpipe pull ORG/NAME` gets a model from a hub"
+        )
     raise UserError(f"{path}: cannot be read: No such file or directory")
 
 

@@ -44,11 +44,19 @@ class Reference:
     def parse(cls, text: str) -> Reference:
         """Raises UserError saying what is expected."""
         match = _REFERENCE.fullmatch(text)
+        if match is None and text.endswith(".gguf") and ":" not in text:
+            raise UserError(
+                f"{quoted(text)} names no repository; a GGUF file on this disk needs no pull: "
+                "`neuronpipe chat FILE.gguf`, and one at a hub is ORG/NAME:FILE.gguf"
+            )
         if match is None:
             raise UserError(f"{quoted(text)} names no repository; expected ORG/NAME[:FILE.gguf][@REVISION]{EXAMPLE}")
         file = match["file"]
         if file is not None and not (file.endswith(".gguf") and is_file_of_repository(file)):
-            raise UserError(f"{quoted(file)}: only a .gguf file of a repository can be named")
+            raise UserError(
+                f"{quoted(file)}: only a .gguf file of a repository can be named, in full; "
+                f"`neuronpipe pull {match['repository']}` says which there are, if there are several"
+            )
         if file is not None and (part := part_of(file)) is not None:
             file = part.names[0]  # every part names the model
         return cls(match["repository"], file, match["revision"])

@@ -58,6 +58,17 @@ def test_what_names_no_repository_is_refused(text: str) -> None:
         Reference.parse(text)
 
 
+def test_a_quantization_in_place_of_a_file_is_told_how_to_find_the_file() -> None:
+    with pytest.raises(UserError, match=r"'Q4_K_M'.* in full; `neuronpipe pull org/m-GGUF` says which there are"):
+        Reference.parse("org/m-GGUF:Q4_K_M")
+
+
+@pytest.mark.parametrize("text", ["./model.gguf", "model.gguf", "/models/a b.gguf"])
+def test_a_file_on_this_disk_needs_no_pull(text: str) -> None:
+    with pytest.raises(UserError, match=r"needs no pull: `neuronpipe chat FILE\.gguf`, and one at a hub is ORG/NAME:"):
+        Reference.parse(text)
+
+
 @pytest.mark.parametrize("text", ["", ".hidden", "a/b", "..", "-x", "a b", "x" * 97, "é"])
 def test_a_name_is_a_file_name_that_looks_the_same_everywhere(text: str) -> None:
     with pytest.raises(UserError, match="is no name for a package"):

@@ -309,6 +309,7 @@ def test_a_device_file_with_an_absurd_value_names_file_and_field(
         ((PHONE, SMALL, "--batch", "0"), "--batch 0: between 1 and"),
         ((PHONE, SMALL, "--picture", "picture.png"), "ends in .svg"),
         ((PHONE,), "name a model: a shape, or a package"),
+        ((SMALL,), f"{SMALL!r}: is no device; known are oneplus-12"),
         ((PHONE, SMALL, "--mode", "exact", "--policy", "powerinfer2"), "--mode exact: of our own system"),
     ],
 )

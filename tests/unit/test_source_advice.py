@@ -49,6 +49,14 @@ def test_a_path_that_is_no_repository_is_only_missing(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nothing" / "here").endswith("cannot be read: No such file or directory")
 
 
+def test_a_word_that_is_no_path_is_told_what_a_source_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="expected a Hugging Face model's folder or a GGUF file, and `neuronpipe pull ORG"
+    ):
+        convert(Path("llama3"), tmp_path / "package", quantization="q4")
+
+
 def test_one_file_of_a_checkpoint_stands_for_its_directory(source: Path) -> None:
     assert f"`neuronpipe convert '{source}'`" in refusal(source / "model.safetensors")
 
