@@ -67,6 +67,16 @@ def gguf_files(path: Path) -> list[Path]:
     return [path] if part is None else [path.with_name(name) for name in part.names]
 
 
+def place_among_parts(path: Path) -> str:
+    """Which part of a GGUF model a file is, for the end of an error about it; empty where it is no part."""
+    part = part_of(path.name)
+    return (
+        ""
+        if part is None or part.count == 1
+        else f"; it is part {part.number} of the {part.count} that the model is in"
+    )
+
+
 def model_stem(name: str) -> str:
     """The name of a GGUF model without its suffix, its folder, and which part the file is."""
     part = part_of(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from neuronpipe.plans.convert.checkpoint import OpenFile
 from neuronpipe.plans.convert.gguf_header import MAX_TENSORS, GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.gguf_parts import gguf_files, part_of
+from neuronpipe.plans.gguf_parts import gguf_files, part_of, place_among_parts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -40,9 +40,7 @@ def open_parts(path: Path, open_file: OpenFile) -> list[OpenPart]:
             with file.beginning() as beginning:
                 header = parse_gguf_header(beginning, part)
         except UserError as error:
-            if len(paths) == 1:
-                raise
-            raise UserError(f"{error}; it is part {number + 1} of the {len(paths)} that the model is in") from None
+            raise UserError(f"{error}{place_among_parts(part)}") from None
         _require_place(header, part, number, len(paths))
         if header.powerinfer != (parts[0].header if parts else header).powerinfer:
             raise UserError(f"{part}: magic: is another than that of {paths[0].name}: parts of two models")

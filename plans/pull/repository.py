@@ -4,6 +4,7 @@ needs. Only data is ever taken: configuration, tokenizer, chat template and weig
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import field
 
@@ -139,10 +140,10 @@ class Snapshot:
         return f"it has {', '.join(shown[:MAX_SHOWN])}{more}"
 
     def _refuse_without_weights(self) -> None:
-        if any(name.endswith(".gguf") for name in self.files):
-            raise UserError(
-                f"{self.repository}: {self._ggufs()}; name one: `neuronpipe pull {self.repository}:FILE.gguf`"
-            )
+        if models := gguf_models(self.files):
+            which, file = ("it", next(iter(models))) if len(models) == 1 else ("one", "FILE.gguf")
+            reference = shlex.quote(f"{self.repository}:{file}")
+            raise UserError(f"{self.repository}: {self._ggufs()}; name {which}: `neuronpipe pull {reference}`")
         if any(_PICKLES.fullmatch(name) for name in self.files):
             raise UserError(
                 f"{self.repository}: has pickled weights and no safetensors; pickles can run code and are not read; "

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.plans.gguf_parts import gguf_file, gguf_files, model_stem
+from neuronpipe.plans.gguf_parts import gguf_file, gguf_files, model_stem, place_among_parts
 from neuronpipe.plans.package.fields import one_line, read_json
 from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
 from neuronpipe.plans.package.reader import Package
@@ -81,7 +81,8 @@ class Origin:
                 if stat.S_ISREG(status.st_mode):
                     versions.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
         except OSError as error:
-            raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}") from None
+            missing = Path(error.filename or source)
+            raise UserError(f"{missing}: cannot be read: {error.strerror}{place_among_parts(missing)}") from None
         path = os.fsencode(os.path.realpath(source)).decode(errors="backslashreplace")
         return cls(path, hashlib.sha256("\n".join(versions).encode(errors="backslashreplace")).hexdigest())
 

@@ -134,6 +134,14 @@ def test_a_truncated_part_is_named(folder: Path) -> None:
     assert refusal(folder).startswith(f"{path}: ")
 
 
+def test_a_missing_part_is_named_to_those_who_keep_packages(folder: Path) -> None:
+    (folder / part(2)).unlink()
+    for named in (folder, folder / part(1), folder / part(2)):
+        with pytest.raises(UserError, match=re.escape(f"{folder / part(2)}: cannot be read")) as caught:
+            Origin.of(named)
+        assert str(caught.value).endswith("; it is part 2 of the 4 that the model is in")
+
+
 def test_every_part_is_the_same_model_to_those_who_keep_packages(folder: Path) -> None:
     assert is_source(folder)
     first, third, whole = (Origin.of(folder / name) for name in (part(1), part(3), "."))

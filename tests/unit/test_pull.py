@@ -280,7 +280,7 @@ def test_a_gguf_file_is_pulled(hub: Hub, tmp_path: Path) -> None:
     folder.mkdir()
     file = write_gguf(folder / "tiny.Q8_0.gguf", TINY)
     hub.mirror.add("org/model-GGUF", folder)
-    assert "name one: `neuronpipe pull org/model-GGUF:FILE.gguf`" in hub.refused("org/model-GGUF")
+    assert "name it: `neuronpipe pull org/model-GGUF:tiny.Q8_0.gguf`" in hub.refused("org/model-GGUF")
     assert "it has tiny.Q8_0.gguf" in hub.refused("org/model-GGUF:other.gguf")
     asked = ("org/model-GGUF:tiny.Q8_0.gguf", "--activation", "relu")
     hub.mirror.refuse[file.name] = 503

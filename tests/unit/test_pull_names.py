@@ -209,7 +209,13 @@ def test_a_tokenizer_of_sentencepiece_comes_where_there_is_no_other() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("config.json", "a.Q4_0.gguf"), r"it has a.Q4_0.gguf; name one: `neuronpipe pull org/model:FILE.gguf`"),
+        (("config.json", "a.Q4_0.gguf"), r"it has a.Q4_0.gguf; name it: `neuronpipe pull org/model:a.Q4_0.gguf`"),
+        (("a.gguf", "b.gguf"), r"it has a.gguf, b.gguf; name one: `neuronpipe pull org/model:FILE.gguf`"),
+        (("a b.gguf",), r"name it: `neuronpipe pull 'org/model:a b.gguf'`"),
+        (
+            ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"),
+            r"it has m.gguf in 2 parts; name it: `neuronpipe pull org/model:m.gguf`",
+        ),
         (("config.json", "pytorch_model-1-of-2.bin"), "pickles can run code and are not read"),
         (("config.json", "README.md"), "has neither model.safetensors nor"),
         (("model.safetensors", "tokenizer.json"), "config.json: the repository has no such file"),
