@@ -7,10 +7,12 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -83,7 +85,7 @@ def generate_request(arguments: argparse.Namespace) -> Generate:
     if arguments.logprobs is not None and not arguments.json:
         raise UserError("--logprobs: only with --json, which has a place for them")
     options = sampled_as_asked(arguments)
-    prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
+    prompt = arguments.prompt if arguments.prompt is not None else _standard_input(getattr(arguments, "package", None))
     if not prompt:
         raise UserError("the prompt is empty: give -p TEXT, or pipe a text into standard input")
     if len(prompt) > MAX_PROMPT_CHARACTERS:
@@ -97,10 +99,18 @@ def sampled_as_asked(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"max_tokens": arguments.max_tokens, "stop": tuple(arguments.stop), **sampling_options(arguments)}
 
 
-def _standard_input() -> str:
+def _standard_input(package: Path | None) -> str:
+    """The prompt that is piped in. package: with which a person at a terminal could chat instead."""
     if sys.stdin.isatty():
+        from neuronpipe.launch.planning import DEMO  # only a mistake pays for it
+        from neuronpipe.plans.pull.packages import packages_folder
+
+        word = ""
+        if package is not None and package != DEMO:
+            word = " " + shlex.quote(package.name if package.parent == packages_folder() else str(package))
         raise UserError(
-            "no prompt: give -p TEXT, or pipe a text into standard input; `neuronpipe chat` holds a conversation"
+            "no prompt: give TEXT or -p TEXT, or pipe a text into standard input; "
+            f"`neuronpipe chat{word}` holds a conversation"
         )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")

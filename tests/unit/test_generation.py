@@ -6,13 +6,15 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from neuronpipe.launch import progress
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.generation import awaited, generate
+from neuronpipe.launch.generation import add_generation_arguments, awaited, generate, generate_request
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.verbs import status as verb
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
@@ -154,3 +156,26 @@ def test_status_says_that_memory_warms_up_until_it_is_warm() -> None:
     facts = {"run": "/run", "model": "m", "package": "/p"}
     assert "\nwarming up: 25 %, 1.00 GiB of 4.00 GiB\n" in verb.render(facts, COLD)
     assert "warming up" not in verb.render(facts, WARM)
+
+
+@pytest.mark.parametrize(
+    ("package", "chat"),
+    [
+        (None, "chat"),  # as of `ask`, which names none
+        (DEMO, "chat"),
+        (Path("/data/neuronpipe/packages/Qwen3-0.6B"), "chat Qwen3-0.6B"),
+        (Path("/models/my model"), "chat '/models/my model'"),
+    ],
+)
+def test_who_gives_no_prompt_is_told_of_a_chat_with_that_model(
+    monkeypatch: pytest.MonkeyPatch, package: Path | None, chat: str
+) -> None:
+    monkeypatch.setenv("NEURONPIPE_DATA", "/data/neuronpipe")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    parser = argparse.ArgumentParser()
+    add_generation_arguments(parser)
+    arguments = parser.parse_args([])
+    if package is not None:
+        arguments.package = package
+    with pytest.raises(UserError, match=f"`neuronpipe {chat}` holds a conversation"):
+        generate_request(arguments)
