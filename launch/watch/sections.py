@@ -59,12 +59,12 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     rows = _pairs()
     limit = max(1, shot.memory_limit_bytes)
     used = [(REGIONS[one.name], one.used_bytes / limit) for one in shot.regions if one.name in REGIONS]
-    others = max(0, shot.memory_bytes - sum(one.used_bytes for one in shot.regions)) / limit
-    rows.add_row("memory", bar([*used, (OTHERS, others)], max(10, room - 2)))
+    others_bytes = max(0, shot.memory_bytes - sum(one.used_bytes for one in shot.regions))
+    rows.add_row("memory", bar([*used, (OTHERS, others_bytes / limit)], max(10, room - 2)))
     total = f"{show_bytes(shot.memory_bytes)} of {show_bytes(limit)}"
     rows.add_row("", listed([total, f"peak {show_bytes(shot.memory_peak_bytes)}"], room, ", "))
     regions = [key(REGIONS.get(one.name, ""), one.name, _used(one)) for one in shot.regions]
-    rows.add_row("", listed([*regions, key(OTHERS, "processes")], room))
+    rows.add_row("", listed([*regions, key(OTHERS, "processes", show_bytes(others_bytes))], room))
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
     if shot.withheld_bytes:

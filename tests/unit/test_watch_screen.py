@@ -81,6 +81,14 @@ def test_lines_break_between_what_is_said_never_within(columns: int) -> None:
     assert not any(line.rstrip().endswith("■") for line in lines)
 
 
+def test_what_processes_take_is_shown_beside_the_regions() -> None:
+    view = View("run")
+    view.show(dataclasses.replace(SHOT, memory_bytes=(2 << 30) + (100 << 20)))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render([view], 80))
+    assert "■ processes 100.0 MiB" in console.export_text()
+
+
 def test_cores_and_memory_of_processes_make_way_for_what_they_do() -> None:
     (narrow,) = [line for line in shown(40) if line.startswith("process ")]
     (wide,) = [line for line in shown(60) if line.startswith("process ")]
