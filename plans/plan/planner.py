@@ -410,7 +410,7 @@ class _Planning:
         reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
-            f"the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
+            f"the least for this package is {limit:,} bytes ({-(-limit // MIB)} MiB): "
             f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
             f"{reserved_bytes:,} for grammars and templates, {least_slots:,} for the neurons being computed; "
             "a smaller --context needs less",

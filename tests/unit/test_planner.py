@@ -296,6 +296,16 @@ def test_what_is_reserved_for_grammars_and_templates_scales_with_the_limit(gatew
         assert memory.total_bytes() - memory.slots_bytes > memory.grammars_bytes + memory.templates_bytes
 
 
+@given(tokenizer_bytes=st.integers(1, 10 * MIB))
+def test_the_least_that_an_error_names_in_mib_is_enough(tokenizer_bytes: int) -> None:
+    m = manifest()
+    m = dataclasses.replace(m, files={**m.files, "tokenizer.json": FileEntry(tokenizer_bytes, "0" * 64)})
+    with pytest.raises(UserError) as caught:
+        plan(m, device(), Wanted(memory_bytes=MIB))
+    (shown_mib,) = re.findall(r"\((\d+) MiB\)", str(caught.value))
+    plan(m, device(), Wanted(memory_bytes=int(shown_mib) * MIB))
+
+
 def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> None:
     with pytest.raises(UserError, match=r"--ffn-resident 1\.0%: the least"):
         plan(manifest(), device(), Wanted(ffn_resident_share=0.01))

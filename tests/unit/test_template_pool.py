@@ -68,7 +68,7 @@ def test_jobs_behind_a_template_that_hangs_are_refused_when_they_have_waited_for
     async def serve() -> None:
         monkeypatch.setattr(template_pool, "JOB_S", 0.3)
         monkeypatch.setattr(template_pool, "TURN_S", 0.6)
-        pool = TemplatePool()
+        pool = TemplatePool(MIN_TEMPLATES_BYTES)
         began = time.monotonic()
         results = await asyncio.gather(*(pool.run("hostile", job(HANGING)) for _ in range(40)), return_exceptions=True)
         assert time.monotonic() - began < 2.0
