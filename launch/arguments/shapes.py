@@ -53,8 +53,8 @@ def flash_of_a_shape(measured: Path, device: Device) -> str:
     if device.flash is None:
         return "no package exists whose flash could be measured: what flash takes is not expected"
     name = "the demo model" if measured == DEMO else measured.name
-    is_brief = device.profile is None or not device.profile.steps
-    how = "measured in brief" if is_brief else "of the device profile"
+    in_full = device.profile is not None and device.profile.steps  # a start measures no steps
+    how = "of the device profile" if in_full else "measured in brief"
     return (
         f"speeds are {how}, with flash as it reads the file of {name}; a package of this shape may lie on faster or "
         "slower flash"

@@ -13,6 +13,8 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
+from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.points import StepPoint
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -164,7 +166,13 @@ def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeyp
     assert device.flash is not None
     assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_of_a_shape(place, device)
     profile = described(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
-    assert "speeds are of the device profile" in flash_of_a_shape(place, dataclasses.replace(device, profile=profile))
+    assert profile is not None
+    start = dataclasses.replace(device, profile=profile)
+    assert "speeds are measured in brief" in flash_of_a_shape(place, start), "a start measures no steps"
+    time_us = Figure(median=1.0, spread=0.0)
+    step = StepPoint(mode="exact", workers=1, kernels_us=time_us, step_us=time_us, between_us=time_us)
+    full = dataclasses.replace(device, profile=dataclasses.replace(profile, steps=(step,)))
+    assert "speeds are of the device profile" in flash_of_a_shape(place, full)
     assert "not expected" in flash_of_a_shape(place, dataclasses.replace(device, flash=None))
 
 
