@@ -140,6 +140,14 @@ class Cost:
         next_ms = 1e3 * size_bytes / self.curve.bytes_per_s(size_bytes, min(float(depth), at_once))
         return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
+    def storage_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
+        """Return the time of the storage for these reads, or of the loader on a core of its own where that is longer:
+        one process submits, checks and copies all of them."""
+        flash_ms = self.flash_ms(reads, read_bytes, at_once, depth)
+        if flash_ms is None or not reads or self.shares_core:
+            return flash_ms
+        return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
+
     def reading_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
         """The processor time of reads, so many asked for together, as it delays workers that compute meanwhile: spread
         over their cores, or on a core of its own."""
@@ -157,13 +165,21 @@ class Cost:
 
     def _read_cpu_ms(self, size_bytes: float, at_once: float, *, in_groups: bool = False) -> float:
         if self.profile is None or self.profile.flash is None or not self.profile.flash.costs:
-            alone_us = ASSUMED_READ_US + ASSUMED_READ_US_PER_KIB * size_bytes / 1024
+            alone_us = self._assumed_submit_us() + ASSUMED_READ_US_PER_KIB * size_bytes / 1024
         else:
             alone_us = self.profile.read_cpu_us(int(size_bytes), at_once)
         if in_groups:
             return alone_us / 1e3
         measured = self._measured(lambda profile: profile.read_factor(self.workers))
         return (measured or (ASSUMED_READ_FACTOR if self._no_run_measured else 1.0)) * alone_us / 1e3
+
+    def _assumed_submit_us(self) -> float:
+        """Return the assumed processor time to submit and reap a read: no more than the smallest read took in all when
+        the curve was measured, which one core did."""
+        if self.curve is None:
+            return ASSUMED_READ_US
+        fastest_us = min(1e6 * point.request_bytes / point.bytes_per_s for point in self.curve.points)
+        return min(ASSUMED_READ_US, fastest_us)
 
     def read_delay_ms(self, *, together: bool) -> float:
         """What a read that a worker waits for takes beyond the flash's own time, named together with others or by

@@ -8,6 +8,7 @@ neurons that nearly always fire, then a slow tail.
 from __future__ import annotations
 
 import itertools
+import math
 
 from neuronpipe.plans.package.activity import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
@@ -77,13 +78,29 @@ class Rates:
         first `share`."""
         if not self.by_frequency:
             return share
-        parts = [
-            (x0, x1, touched(min(1.0, read * (y1 - y0) / (x1 - x0)), neurons))
-            for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
-        ]
+        parts = [(x0, x1, touched(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
         within = sum((min(x1, share) - x0) * wanted for x0, x1, wanted in parts if x0 < share)
         wanted_in_all = sum((x1 - x0) * wanted for x0, x1, wanted in parts)
         return within / wanted_in_all if wanted_in_all else share
+
+    def rates_along_curve(self, read: float) -> tuple[tuple[float, float, float], ...]:
+        """Return (first share, last share, rate) of each stretch of the neurons, hottest first, where this share of all
+        neurons is read. No neuron is read more often than always: what that leaves, colder ones make up for."""
+        slopes = [(x0, x1, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)]
+        always, left = 0.0, 1.0  # share of neurons that are always read; share of activations of the others
+        for x0, x1, slope in sorted(slopes, key=lambda stretch: -stretch[2]):
+            if left <= 0 or (read - always) * slope / left < 1.0:
+                break
+            always, left = always + x1 - x0, left - slope * (x1 - x0)
+        scale = (read - always) / left if left > 1e-9 else math.inf
+        return tuple((x0, x1, min(1.0, scale * slope) if slope else 0.0) for x0, x1, slope in slopes)
+
+    def clusters_wanted(self, read: float, neurons: int) -> float:
+        """Return the share of the clusters of so many neurons that a token wants of a chosen expert. Where the order of
+        neurons tells how hot they are, neighbours are alike, so that fewer clusters hold all that is wanted."""
+        if not self.by_frequency or read >= 1.0:
+            return touched(read, neurons)
+        return sum((x1 - x0) * touched(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
 
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
@@ -144,6 +161,11 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     if whole_experts:
         return assumed_expert_misses(manifest.model.experts_per_token / manifest.model.experts, resident_share)
     return interpolated(ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES, resident_share)
+
+
+def was_measured(manifest: Manifest, mode: Mode) -> bool:
+    """Return whether the package has an activity profile that says what a cache misses in this mode."""
+    return manifest.profile(mode) is not None or manifest.profile("exact") is not None
 
 
 def assumed_expert_misses(chosen: float, resident_share: float) -> float:

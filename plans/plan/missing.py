@@ -11,9 +11,13 @@ import math
 
 from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
+from neuronpipe.plans.plan.assumed import assumed_miss_rate
+from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, was_measured
 from neuronpipe.plans.plan.plan import Flash, Mode
 from neuronpipe.protocol.frozen import frozen
+
+# Where a token wants so much of a chosen expert's clusters, the cache sees whole experts come and go.
+NEARLY_WHOLE = 0.9
 
 
 @frozen
@@ -42,7 +46,8 @@ def parts(
     of theirs."""
     clusters, mixture, held = manifest.clusters, manifest.model.experts > 1, slots.held
     neurons, left = manifest.layout.cluster_neurons, manifest.clusters - slots.on_device
-    of_one = touched(share, neurons) * rates.chosen * clusters
+    of_expert = rates.clusters_wanted(share, neurons)
+    of_one = of_expert * rates.chosen * clusters
     together = clusters * union(min(1.0, of_one / clusters), tokens)
     elsewhere = slots.on_device / clusters
     if not all_wanted and slots.on_device:
@@ -65,11 +70,19 @@ def parts(
     share_staying = stays / clusters
     within = share_staying if all_wanted else rates.clusters_within(share_staying, share, neurons)
     unpinned, cached = together * (1 - within), resident - stays
-    if unpinned >= cached:  # the cache holds less than a step wants of it: all is gone before the next step
+    modelled = rates.by_frequency and not all_wanted and not was_measured(manifest, mode)
+    if unpinned >= cached and not (
+        modelled and tokens == 1
+    ):  # the cache holds less than a step wants of it: all is gone before the next step
         return Parts(wanted, min(int(wanted), int(unpinned / scale)))
     # Of whole experts, the cache has what is not pinned as if that was the whole model.
     cached_share = cached / (clusters - stays) if all_wanted else resident / clusters
-    rate = miss_rate(manifest, mode, cached_share, whole_experts=all_wanted)
+    if not modelled:
+        rate = miss_rate(manifest, mode, cached_share, whole_experts=all_wanted)
+    elif mixture and of_expert >= NEARLY_WHOLE:
+        rate = miss_rate(manifest, mode, cached_share, whole_experts=True)
+    else:
+        rate = assumed_miss_rate(rates, share, neurons, cached_share, share_staying)
     missed_one = of_one / scale * min(1 - within, rate * (1 - within) if all_wanted else rate)
     one_wanted = of_one * (1 - elsewhere)
     if tokens == 1:

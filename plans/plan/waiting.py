@@ -40,8 +40,8 @@ class Waiting:
         return found.reads if found.named == Named.AHEAD else max(1.0, found.reads / self.layers)
 
     def flash_ms(self, found: Reads) -> float | None:
-        """The storage's time for all of them."""
-        return self.cost.flash_ms(found.reads, found.read_bytes, self.at_once(found), self.depth)
+        """The time of the storage for all of them, or of a loader on a core of its own where that is longer."""
+        return self.cost.storage_ms(found.reads, found.read_bytes, self.at_once(found), self.depth)
 
     def exposed_ms(self, found: Reads, delay_ms: float | None = None) -> float | None:
         """Of the flash time, what nothing hides: layer by layer, but for what is read ahead. delay_ms: of a read in a
@@ -71,7 +71,11 @@ class Waiting:
         assert one_ms is not None
         assert busy_ms is not None
         assert least_ms is not None
-        takes_ms = queued(one_ms + delay_ms, reads, busy_ms, least_ms, hidden_ms)
+        if self.cost.shares_core:
+            takes_ms = queued(one_ms + delay_ms, reads, busy_ms, least_ms, hidden_ms)
+        else:
+            left_ms = min(backlog(reads, busy_ms, hidden_ms), reads * least_ms)
+            takes_ms = one_ms + delay_ms + left_ms
         last_ms = waited_for_last(takes_ms, hidden_ms / (1 + reads))
         return layers * max(last_ms, each_ms + delay_ms - hidden_ms)
 
@@ -98,6 +102,23 @@ def queued(alone: float, reads: float, busy: float, least_busy: float, within: f
     In any unit of time."""
     after_all, idle = alone + reads * least_busy, 1 - reads * busy / within if within else 0.0
     return after_all if idle <= 0 else min(after_all, alone / idle)
+
+
+def backlog(reads: float, busy: float, within: float) -> float:
+    """Return the mean work that is left, in the unit of time of `busy` and `within`, after so many reads have come at
+    random times within some time, each of which keeps a server of its own busy for so long.
+
+    This is the mean maximum of a Brownian motion over that time, with the mean and the variance of the work that comes
+    less what is served: the heavy-traffic limit of the queue M/D/1 that begins empty. A loader that works on a core of
+    its own serves reads while the workers compute; one that shares a core does not, see `queued`.
+    """
+    if reads <= 0 or busy <= 0:
+        return 0.0
+    mean, deviation = reads * busy - within, busy * math.sqrt(reads)
+    x = mean / deviation
+    below, density = 0.5 * math.erfc(-x / math.sqrt(2)), math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    overshoot = density if abs(x) < 1e-6 else (below - 0.5) / x
+    return max(0.0, mean * below + deviation * (density + overshoot))
 
 
 def waited_for_last(takes: float, before_end: float) -> float:

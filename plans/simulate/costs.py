@@ -33,13 +33,15 @@ class Read:
 
 
 class Costs(Protocol):
-    """parts: what a read brings. whole: both come in one. rows, value_rows: of Gate, and of each other matrix, that are
-    computed of what is looked up, and of what fires."""
+    """parts: what a read brings. whole: both come in one. gates_name_values: value parts are named one by one, while
+    the gates of a layer are computed. rows, value_rows: of Gate, and of each other matrix, that are computed of what is
+    looked up, and of what fires."""
 
     parts: Parts
     rows: float
     value_rows: float
     whole: bool
+    gates_name_values: bool
 
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
         """One core's time for weights that are there; all cores compute."""
@@ -67,6 +69,7 @@ class FileCosts:
         cores = fast[len(fast) - system.compute_cores(device) :]
         self._computes = sum(core.computes_gb_per_s for core in cores) * 1e9 / len(cores)
         self.parts, self.rows, self.value_rows, self.whole = Parts.of(model), 1.0, 1.0, False
+        self.gates_name_values = False
         self._range = self.parts.whole_bytes * model.spec.neurons * model.spec.experts_per_token
         self._quants = model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         self._messages = system.name == "ours"  # the others are one process
@@ -111,6 +114,7 @@ class PlannedCosts:
         self.parts = Parts(layout.trigger_part_bytes, layout.value_read_bytes(moved=moved))
         self.rows, self.value_rows = triggers / max(1.0, looked), values / self._matrices / max(1.0, fire)
         self.whole = plan.flash.bundle
+        self.gates_name_values = plan.compute.mode != "predicted" and not plan.flash.bundle
         self._clusters = layout.clusters * model.experts_per_token
         value_row = row_bytes(manifest.quantization, model.width)
         trigger_bytes = triggers * row_bytes(manifest.trigger_quantization, model.width)
@@ -135,7 +139,7 @@ class PlannedCosts:
         of = round(at_once) if in_order else self._clusters
         reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
         delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
-        took_s = (_known(self._cost.flash_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
+        took_s = (_known(self._cost.storage_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
         loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
         share = count / max(1.0, at_once)
         return Read(reads * share, size * share, took_s * share, loader_s * share)

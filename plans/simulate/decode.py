@@ -171,6 +171,8 @@ class _Token:
         if not self._system.pipeline:
             after = [*computes_from, *self._reads(layer, triggers, reads_from)]
             return self._on_cores("neurons", layer, all_bytes, after, value=round(fire), tokens=repeat)
+        if self._costs.gates_name_values:
+            return self._named_by_gates(layer, reads_from, computes_from)
         here_bytes = max(0.0, all_bytes - self._computed_bytes(triggers, values))
         ends = self._on_cores("neurons", layer, here_bytes, computes_from, value=round(fire), tokens=repeat)
         return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
@@ -182,6 +184,26 @@ class _Token:
         first = 1 if self._system.reads == "two-phase" else others
         rows = first * looked * self._costs.rows + (1 + others - first) * fire * self._costs.value_rows
         return rows * self._model.row_bytes
+
+    def _named_by_gates(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
+        """Compute a layer block after block, as the engine does in exact mode: the resident gates of a block, then the
+        resident values of those that fired. Missing values are read when their gate has fired."""
+        t, n, costs, repeat = self._traffic, self._number, self._costs, self._here.repeat
+        looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
+        triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
+        of_missing_gates = values * triggers / max(1.0, looked)
+        named = values - of_missing_gates
+        value_bytes = costs.value_rows * self._model.value_rows * self._model.row_bytes
+        gate_bytes = max(0.0, looked - triggers) * costs.rows * self._model.row_bytes
+        resident_bytes = max(0.0, fire - values) * value_bytes
+        ends = self._pipelined(layer, triggers, of_missing_gates, reads_from, computes_from)
+        after = computes_from
+        for _ in range(READ_GROUPS):
+            gates = self._on_cores("neurons", layer, gate_bytes / READ_GROUPS, after, tokens=repeat)
+            read = self._read(layer, named / READ_GROUPS, costs.parts.value_bytes, gates, values, first=False)
+            after = self._on_cores("neurons", layer, resident_bytes / READ_GROUPS, gates, tokens=repeat)
+            ends += [*after, self._cluster(layer, named * value_bytes / READ_GROUPS, [read])]
+        return ends
 
     def _pipelined(
         self, layer: int, triggers: float, values: float, reads_from: list[Task], computes_from: list[Task]

@@ -208,8 +208,9 @@ def texts_of(
         tokens = [steps[n % len(steps)] for n in range(count)]
     else:
         model, layout = model_of(manifest), manifest.layout
-        if mode != "predicted":
-            model = dataclasses.replace(model, predicted=model.active)
+        if mode != "predicted":  # a value part is wanted where the gate fires, whether or not Up is positive too
+            gates_fire = rates(manifest, mode).value_read
+            model = dataclasses.replace(model, active=gates_fire, predicted=gates_fire)
         work = _generated(model, wishes.preset, count, wishes.seed, 1)
         tokens, sampled = in_clusters(work, model.spec.experts, layout.cluster_neurons)
     return [Text(tokens[:SKIPPED_TOKENS]), Text(tokens[SKIPPED_TOKENS:])], sampled

@@ -169,22 +169,16 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
     assert "--mode exact" in capsys.readouterr().err
 
 
-# Of shapes that are not all in memory, what keeps plan and simulation apart: the planner's wait for value parts that
-# gates name one by one, and miss rates of single neurons in a fraction of memory, which are assumed alike for all
-# shapes; and that SmallThinker-21B's hot experts fill five of six places.
+# What keeps plan and simulation apart:
+# - SmallThinker-21B: a fifth of its experts are hot and fill five of six places. The simulator's routers have them; the
+#   planner knows of hot experts only from an activity profile, and plans up to three times as many misses.
+# - TurboSparse-Mixtral-47B: the planner has the misses of a run of its (15 and 55 % resident); generated texts miss up
+#   to twice as many single neurons of experts, and a half more whole experts.
 APART = {
-    ("turbosparse-100m", "exact", 0.6), ("turbosparse-100m", "predicted", 0.3), ("turbosparse-100m", "predicted", 0.6),
-    ("turbosparse-mixtral-47b", "predicted", 0.6), ("turbosparse-mixtral-2b", "predicted", 0.6),
-    ("smallthinker-21b", "exact", 0.3), ("smallthinker-4b", "exact", 0.6), ("smallthinker-100m", "exact", 0.6),
+    ("smallthinker-21b", "exact", 0.3), ("smallthinker-21b", "exact", 0.6),
+    ("turbosparse-mixtral-47b", "exact", 0.6), ("turbosparse-mixtral-47b", "predicted", 0.6),
 }  # fmt: skip
-APART_ON = {
-    "oneplus-12": {
-        ("turbosparse-mistral-7b", "exact", 0.6), ("turbosparse-1b", "exact", 0.3), ("turbosparse-1b", "exact", 0.6),
-        ("turbosparse-mixtral-47b", "exact", 0.3), ("turbosparse-mixtral-47b", "exact", 0.6),
-        ("turbosparse-mixtral-2b", "exact", 0.6),
-    },
-    "oneplus-ace-2": set(),
-}  # fmt: skip
+APART_ON = {"oneplus-12": {("turbosparse-mixtral-47b", "exact", 0.3)}, "oneplus-ace-2": set()}
 IN_EVERY_RUN = {
     ("qwen3-30b-a3b", "exact", 0.3), ("smallthinker-4b", "exact", 0.3), ("turbosparse-mixtral-2b", "exact", 0.3),
     ("qwen3-moe-100m", "exact", 0.6), ("turbosparse-mistral-7b", "predicted", 0.6),
@@ -199,7 +193,7 @@ def compared() -> Iterator[Any]:
                     case = (name, mode, share)
                     marks = [] if case in IN_EVERY_RUN and device == "oneplus-12" else [pytest.mark.nightly]
                     if case in APART | APART_ON[device]:
-                        marks.append(pytest.mark.xfail(strict=True, reason="one cost model is another matter"))
+                        marks.append(pytest.mark.xfail(strict=True, reason="misses are not expected alike"))
                     yield pytest.param(device, *case, marks=marks, id=f"{device}-{name}-{mode}-{share}")
 
 
