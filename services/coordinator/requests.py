@@ -276,6 +276,7 @@ class Requests:
             self._free.give_back(sequence.slot, sequence.content(), now)
             self._shares.ended((sequence.client, sequence.owner), sequence.own_tokens)
             if isinstance(message, Refused) and message.code == "ended_a_process":
+                assert isinstance(sequence, Generation | Scoring)
                 self._quarantine.convict(sequence.fingerprint, now)
                 self._quarantine.convict(request_fingerprint(sequence.ask), now)
             self._quarantine.ends(sequence.fingerprint, sequence.slot)
