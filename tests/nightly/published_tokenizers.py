@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from neuronpipe.plans.plan.budget import GRAMMAR_TOKEN_BYTES, MIN_GRAMMARS_BYTES
+from neuronpipe.plans.plan.budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate
 from neuronpipe.services.coordinator.constraints.following import FollowedAnswers
 from neuronpipe.services.coordinator.constraints.grammar import Grammars
@@ -139,7 +139,7 @@ def tried(path: Path) -> list[str]:
     vocabulary = max(tokenizer._library.get_vocab().values()) + 1
     ends, wrong = ends_of(tokenizer), []
     grammars, vocabulary_bytes = Grammars(tokenizer, vocabulary, ends), GRAMMAR_TOKEN_BYTES * vocabulary
-    answers = FollowedAnswers(grammars, MIN_GRAMMARS_BYTES, vocabulary_bytes)
+    answers = FollowedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, vocabulary_bytes)
     began = time.monotonic()
     first = answers.start(Generate(request="r", prompt="x", grammar="json"))
     answers.wait([first], 60)
