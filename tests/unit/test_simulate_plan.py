@@ -211,7 +211,7 @@ def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode:
 
 
 def test_a_shape_on_a_phone_is_simulated_under_the_plan_that_it_would_have(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["qwen3-moe-100m", "--memory", "150MiB"]
+    words = ["qwen3-moe-100m", "--memory", "180MiB"]
     assert main(["simulate", "oneplus-12", *words, "--tokens", "12", "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
     assert main(["plan", *words, "--device", "oneplus-12", "--json"]) == 0
