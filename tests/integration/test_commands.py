@@ -169,7 +169,7 @@ def test_up_and_serve_have_room_for_texts_that_cost_one_text_hardly_anything(she
     """Both had as many KV caches as the limit holds with the fewest neurons; then one, since a second took as much from
     neurons, whether or not it ever came. Slots have its memory until it does."""
     for gateway in ((), ("--gateway",)):
-        limit = shell.json("plan", "--sequences", "2", *gateway)["memory"]["least_bytes"]
+        limit = shell.json("plan", "--sequences", "2", *gateway)["memory"]["least_bytes"] + (8 << 20)
         one, two = (
             shell.json("plan", "--sequences", count, "--memory", str(limit), *gateway)["expected"]["tokens_per_s"]
             for count in ("1", "2")

@@ -172,9 +172,9 @@ def test_it_passes_the_suite_of_its_role(shell: Shell, program: Path, tmp_path: 
 def test_rows_are_ready_before_the_device_asks(
     shell: Shell, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, worker: str
 ) -> None:
-    """A device that takes 30 ms for a product; half of the neurons stream from flash meanwhile."""
+    """A device that takes 30 ms for a product; a third of the neurons streams from flash meanwhile."""
     monkeypatch.setenv(DEVICE, "1000,30000")
-    plan, options = planned(shell, DEMO, "--backend", "prefill=onnx:cpu"), {}
+    plan, options = planned(shell, DEMO, "--backend", "prefill=onnx:cpu", "--ffn-resident", "65%"), {}
     use = "prefill=tests.npu_device:Phone"
     if worker == "ours":
         options = {"cwd": Path(__file__).parents[2]}
