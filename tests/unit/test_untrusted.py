@@ -107,9 +107,9 @@ def test_memory_within_the_limit_is_given_to_threads_too(helper: Helper) -> None
 def test_what_preparing_takes_is_no_memory_of_jobs(work: str | process.Prepare) -> None:
     helper = Helper(work, memory_bytes=16 * MIB, setup=b"grow 24", setup_bytes=32 * MIB)
     helper.call(b"grow 8", LONG_S)
-    assert reason(helper, b"grow 16") == "memory"
+    assert reason(helper, b"grow 128") == "memory"
     helper.dispose()
-    greedy = Helper(work, memory_bytes=16 * MIB, setup=b"grow 64", setup_bytes=32 * MIB)
+    greedy = Helper(work, memory_bytes=16 * MIB, setup=b"grow 192", setup_bytes=32 * MIB)
     assert reason(greedy, b"pid") == "unavailable"
     greedy.dispose()
 
