@@ -126,13 +126,12 @@ class Quarantine:
     """Which requests are suspected, and which are refused. Without sockets and clock.
 
     ledger: None keeps nothing, for a coordinator without predecessors
-    refused: how many requests were found to be the cause of deaths
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger or Ledger(memoryview(bytearray(8 * len(LEDGER_ENTRY) * (SUSPECTS + 1))).cast("Q"))
         self._suspects = self._ledger.suspects()
-        self.refused = 0
+        self._refused = 0  # requests found to be the cause of deaths, since `take_refused`
 
     @classmethod
     def after(cls, words: memoryview, *, killed: bool, now: float) -> Quarantine:
@@ -162,7 +161,7 @@ class Quarantine:
             for name in causes:
                 suspect = self._suspects[name]
                 self._suspects[name] = dataclasses.replace(suspect, weight=CERTAIN - KILL_WEIGHT)
-        self.refused += len(causes) == 1
+        self._refused += len(causes) == 1
         self._ledger.keep(self._suspects)
 
     def _certain(self, names: Iterable[int]) -> list[int]:
@@ -172,6 +171,12 @@ class Quarantine:
         self._suspects = {
             name: suspect for name, suspect in self._suspects.items() if now - suspect.last_death_s < FORGET_AFTER_S
         }
+
+    def take_refused(self) -> int:
+        """How many requests were found to be the cause of deaths since this was last called. A request that is refused
+        again is no new one: it must not have the supervisor forget deaths that it did not cause."""
+        refused, self._refused = self._refused, 0
+        return refused
 
     # ---- requests --------------------------------------------------------------------------------------------
     def is_refused(self, name: int, now: float) -> bool:
@@ -199,7 +204,7 @@ class Quarantine:
     def convict(self, name: int, now: float) -> None:
         """A request ended processes for certain: while they computed a step of it alone, say."""
         self._suspects[name] = Suspect(0, CERTAIN, int(now))
-        self.refused += 1
+        self._refused += 1
         self._ledger.keep(self._suspects)
 
     def ends(self, name: int, slot: int) -> None:

@@ -88,11 +88,11 @@ class CoordinatorService:
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
         killed = self._processes.on_board("coordinator", 0).signal == signal.SIGKILL
-        quarantine = Quarantine.after(self._memory.view("board", "ledger"), killed=killed, now=time.monotonic())
+        self._quarantine = Quarantine.after(self._memory.view("board", "ledger"), killed=killed, now=time.monotonic())
         self._quarantined = self._memory.view("board", "quarantined")
-        self._quarantined[0] += quarantine.refused
+        self._quarantined[0] += self._quarantine.take_refused()
         reservation = Reservation.of(job.package.manifest, job.plan, self._kv_tokens.tolist())
-        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, quarantine)
+        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, self._quarantine)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
@@ -432,7 +432,7 @@ class CoordinatorService:
         elif isinstance(message, Refused):
             self._meter.request_refused(client, message.request)
             if message.code == "ended_a_process":
-                self._quarantined[0] += 1
+                self._quarantined[0] += self._quarantine.take_refused()
         try:
             self._control.send(client, message)
         except (Lost, Full):
