@@ -22,7 +22,7 @@ from neuronpipe.launch.chat.wrapping import SoftWrap
 from neuronpipe.launch.client import Client, show_warm_up, starting
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import CANNOT_WIPE, SILENT_S, Elapsed, heard
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import RANGES, Generate
@@ -103,7 +103,7 @@ def _standard_input(package: Path | None) -> str:
     """The prompt that is piped in. package: with which a person at a terminal could chat instead."""
     if sys.stdin.isatty():
         from neuronpipe.launch.planning import DEMO  # only a mistake pays for it
-        from neuronpipe.plans.pull.packages import packages_folder
+        from neuronpipe.plans.pull.package_library import packages_folder
 
         word = ""
         if package is not None and package != DEMO:

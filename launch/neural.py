@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.quality import Quality, allows_npu, show_quality
+from neuronpipe.plans.planner.mode_choice import Quality, allows_npu, show_quality
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -27,8 +27,8 @@ CORES = Prompts()
 
 def processor_here() -> str | None:
     """This machine's chip, where a runtime for its neural processor is installed."""
-    from neuronpipe.services.worker.npu.chips import find_chip
-    from neuronpipe.services.worker.npu.providers import Provider, require_modules
+    from neuronpipe.services.offload.npu.chips import find_chip
+    from neuronpipe.services.offload.npu.providers import Provider, require_modules
 
     found = find_chip()
     if found is None or found.chip is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from neuronpipe.plans.device.probe import cache_folder
+from neuronpipe.plans.measure.probe import cache_folder
 
 SHOWN = "notices"
 """The folder of the empty files, in the cache folder: NOTICE-SUBJECT."""

@@ -23,12 +23,11 @@ from neuronpipe.launch.neural import CORES, Prompts, prompts_here
 from neuronpipe.launch.progress import Elapsed
 from neuronpipe.launch.searching import add_gpu_memory_argument, searched
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.probe import probe
-from neuronpipe.plans.package.activity import Activity
+from neuronpipe.plans.measure.probe import probe
+from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.plan import (
+from neuronpipe.plans.plan.document import (
     BACKEND_ROLES,
     DEFAULT_BACKEND,
     GATEWAY,
@@ -36,18 +35,19 @@ from neuronpipe.plans.plan.plan import (
     Plan,
     read_plan,
 )
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique
-from neuronpipe.plans.plan.quality import Quality, show_quality
-from neuronpipe.plans.plan.search import Found, Search
-from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES
-from neuronpipe.plans.plan.validate import validate
-from neuronpipe.plans.pull.packages import FIRST_MODEL, package_path, refuse_unknown
-from neuronpipe.plans.pull.sources import is_source
+from neuronpipe.plans.plan.memory_budget import MIB
+from neuronpipe.plans.planner.mode_choice import Quality, show_quality
+from neuronpipe.plans.planner.planner import BASELINES, TECHNIQUES, Technique
+from neuronpipe.plans.planner.search import Found, Search
+from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES
+from neuronpipe.plans.planner.validation import validate
+from neuronpipe.plans.pull.package_library import FIRST_MODEL, package_path, refuse_unknown
+from neuronpipe.plans.pull.source_models import is_source
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
-    from neuronpipe.services.implementations import Implementations, Use
+    from neuronpipe.services.runtime.implementations import Implementations, Use
 
 PLANNING = "planning"
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
@@ -100,7 +100,7 @@ def refuse_missing(path: Path) -> None:
     """Raises UserError for what is no path, no name of a package, or that of a shape; a word with blanks passes."""
     if os.path.exists(path):
         return
-    from neuronpipe.plans.simulate.models import refuse_shape  # only a mistake pays for it
+    from neuronpipe.plans.lab.simulate.models import refuse_shape  # only a mistake pays for it
 
     refuse_shape(str(path))
     refuse_unknown(path)
@@ -369,7 +369,7 @@ def _check_backends(plan: Plan, manifest: Manifest) -> None:
     """Raises UserError for a backend that there is not, or that cannot compute this model."""
     wanted = {(spec.role, spec.backend) for spec in plan.compute.processes if spec.backend != DEFAULT_BACKEND}
     if wanted:
-        from neuronpipe.services.worker.backend import create_backend, phase_of, require
+        from neuronpipe.services.steps.backend import create_backend, phase_of, require
 
         for role, text in sorted(wanted):
             phase = phase_of(role)
@@ -433,14 +433,14 @@ def add_use_argument(parser: argparse.ArgumentParser) -> None:
 
 def implementations(texts: Iterable[str], plan: Plan) -> Implementations:
     """What was asked for, checked against the plan's processes. Raises UserError."""
-    from neuronpipe.services.implementations import Implementations  # only verbs that start a run pay for it
+    from neuronpipe.services.runtime.implementations import Implementations  # only verbs that start a run pay for it
 
     return Implementations(checked_uses(texts, plan))
 
 
 def checked_uses(texts: Iterable[str], plan: Plan) -> list[Use]:
     """The same one by one."""
-    from neuronpipe.services.implementations import Implementations, Use
+    from neuronpipe.services.runtime.implementations import Implementations, Use
 
     uses = [Use.parse(text, Path.cwd()) for text in texts]
     Implementations(uses).check((spec.role, spec.index) for spec in plan.compute.processes)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from neuronpipe.launch.client import Client
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.messages.client import Scored, Status
 from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory

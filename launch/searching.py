@@ -12,18 +12,18 @@ import math
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
+from neuronpipe.plans.cost.access_frequency import Heat
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.held import Accelerator
-from neuronpipe.plans.plan.plan import ACCELERATOR, Mode, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, device_facts
-from neuronpipe.plans.plan.quality import allowed_modes
-from neuronpipe.plans.plan.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
-from neuronpipe.plans.plan.sequences import plan_for_several
+from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.plans.planner.mode_choice import allowed_modes
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts
+from neuronpipe.plans.planner.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
+from neuronpipe.plans.planner.sequence_count import plan_for_several
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -200,8 +200,8 @@ def asked_accelerator(backend: str | None, memory_bytes: int | None, manifest: M
                 f"{ACCELERATOR}=opencl, or measure it with `neuronpipe profile device`"
             )
         return None
-    from neuronpipe.services.worker.backend import create_backend, require
-    from neuronpipe.services.worker.holder import HolderBackend
+    from neuronpipe.services.offload.offload_backend import HolderBackend
+    from neuronpipe.services.steps.backend import create_backend, require
 
     made = create_backend(backend, "accelerator")
     require(made, manifest, "accelerator", f"--backend {ACCELERATOR}={backend}")
@@ -217,7 +217,7 @@ def measured_accelerator(
     measured = profile.accelerator if profile is not None else None
     if measured is None:
         return None
-    from neuronpipe.services.worker.backend import create_backend
+    from neuronpipe.services.steps.backend import create_backend
 
     if create_backend(measured.backend, "accelerator").supports(manifest, "accelerator") is not None:
         return None
@@ -234,7 +234,7 @@ def measured_accelerator(
 
 def still_there(accelerator: Accelerator, backend: str) -> str | None:
     """Why a device that was measured cannot be used now; None: it can."""
-    from neuronpipe.services.worker.gpu.device import describe
+    from neuronpipe.services.offload.gpu.device import describe
 
     try:
         found = describe(backend.partition(":")[2])

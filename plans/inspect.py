@@ -6,18 +6,18 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from neuronpipe.plans.choice import why
+from neuronpipe.plans.cost.activation_rates import ranks, unmeasured_predictor
+from neuronpipe.plans.cost.read_sizes import units
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.activity import interpolated
+from neuronpipe.plans.package.activity_profile import interpolated
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import DEFAULT_RECALL, PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
-from neuronpipe.plans.plan.firing import ranks, unmeasured_predictor
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.reading import units
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.quantization_choice import why
 
 BAR_WIDTH = 64
 MIB = 1 << 20

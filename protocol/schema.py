@@ -12,7 +12,7 @@ What a field may hold is read once per class from its annotation and turned into
 
 Messages are read patiently: a newer peer may send fields that are not known here. Files are read strictly: unknown and
 repeated fields, numbers that are not finite or need more than 64 bits, and text that a terminal would obey are refused.
-plans/package/fields.py reads what somebody else laid out, field by field.
+plans/strict_json.py reads what somebody else laid out, field by field.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.device.probe import BUNDLES, probe
+from neuronpipe.plans.measure.probe import BUNDLES, probe
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neuronpipe.protocol.messages.request import Calls, Generate
-from neuronpipe.services.coordinator.constraints.following import Failure
-from neuronpipe.services.coordinator.constraints.grammar import Grammar, GrammarError, Grammars
+from neuronpipe.services.coordinator.text.constrained_answers import Failure
+from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 
 
 class DirectAnswer:

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.plans.plan.sizes import slots_layout
+from neuronpipe.plans.plan.document import read_plan
+from neuronpipe.plans.plan.segment_sizes import slots_layout
 
 
 def move_scales(plan: Path, manifest: Manifest) -> None:

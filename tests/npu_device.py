@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-from neuronpipe.services.job import Job
-from neuronpipe.services.worker.backend import Placement
-from neuronpipe.services.worker.npu import backend
-from neuronpipe.services.worker.npu.graphs import MIDDLE, Graph
+from neuronpipe.services.offload.npu import backend
+from neuronpipe.services.offload.npu.graphs import MIDDLE, Graph
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.steps.backend import Placement
 from neuronpipe.services.worker.prefill import PrefillService
 
 DEVICE = "NPU_DEVICE"

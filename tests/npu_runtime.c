@@ -111,7 +111,7 @@ const void *OrtGetApiBase(void)
     start_s = start_us * 1e-6;
     for (size_t n = 0; n < PLACES; n++)
         table[n] = (void *)done;
-    table[2] = (void *)message_of; /* places as in services/worker/npu/program/ort.h */
+    table[2] = (void *)message_of; /* places as in services/offload/npu/program/ort.h */
     table[3] = (void *)create_environment;
     table[7] = (void *)create_session;
     table[9] = (void *)run;

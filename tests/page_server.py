@@ -13,7 +13,7 @@ from typing import Any
 
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, PAGE_INDEX
-from neuronpipe.services.gateway.problems import Problem, unavailable
+from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
 
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ProcessSpec
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.document import ProcessSpec
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.job import Job
-from neuronpipe.services.memory import RunMemory, create_segments
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.run_memory import RunMemory, create_segments
 
 ROLES = ("coordinator", "loader", "cache", "prefill", "decode")
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
-from neuronpipe.plans.pull.packages import VARIABLE
-from neuronpipe.plans.pull.sources import Asked, Work, made_of, make, make_as_asked
+from neuronpipe.plans.pull.package_library import VARIABLE
+from neuronpipe.plans.pull.source_models import Asked, Work, made_of, make, make_as_asked
 from neuronpipe.protocol.errors import UserError, escaped
-from neuronpipe.services.gateway.template_once import examine_template
+from neuronpipe.services.gateway.templates.single_job import examine_template
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.choice import Choice
+    from neuronpipe.plans.convert.block_conversion import Progress as Told
     from neuronpipe.plans.convert.conversion import Encoded, Report
-    from neuronpipe.plans.convert.work import Progress as Told
     from neuronpipe.plans.package.reader import Package
+    from neuronpipe.plans.quantization_choice import Choice
 
 _OPTION = re.compile(
     r"--(activation|tokenizer|no-predictor|context)\b"

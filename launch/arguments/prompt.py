@@ -9,7 +9,7 @@ from typing import Any
 
 from neuronpipe.launch.formats import parse_text
 from neuronpipe.launch.planning import add_package_argument
-from neuronpipe.plans.pull.packages import package_path
+from neuronpipe.plans.pull.package_library import package_path
 from neuronpipe.protocol.errors import UserError
 
 RULE = "; a first word that holds a blank and is no path is TEXT already"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO, Planned, Subject, memory_warning, planned_for
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.probe import BUNDLES, probe
-from neuronpipe.plans.package.activity import Activity
+from neuronpipe.plans.lab.simulate.models import known_models
+from neuronpipe.plans.measure.probe import BUNDLES, probe
+from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.pull.packages import package_names, packages_folder
-from neuronpipe.plans.simulate.models import known_models
+from neuronpipe.plans.pull.package_library import package_names, packages_folder
 from neuronpipe.protocol.errors import UserError
 
 

@@ -15,11 +15,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from neuronpipe.plans.demo.corpus import documents
-from neuronpipe.plans.device.crew import Member, measured_together
+from neuronpipe.plans.measure.benchmark_processes import Member, measured_together
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 LEAD_TOKENS = 4  # before the tokens that `tg` counts: a text must begin with something
 DEFAULT_PROMPT_TOKENS, DEFAULT_DECODE_TOKENS = 512, 128

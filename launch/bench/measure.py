@@ -16,11 +16,11 @@ from neuronpipe.launch.bench.planned import errors, planned
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.cost.access_frequency import Heat
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.plan import Plan, reads_whole
+from neuronpipe.plans.plan.document import Plan, reads_whole
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Generate
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
+from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.budget import held_bytes
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.plan import Expected, Plan
-from neuronpipe.plans.plan.speed import expected
+from neuronpipe.plans.plan.document import Expected, Plan
+from neuronpipe.plans.plan.memory_budget import held_bytes
 
 MAX_FRACTION = 1.05  # of what memory was measured to do: runs and measurements differ by as much
 MIN_ERROR = -0.25

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes, trigger_row_bytes
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.frozen import frozen
 
 ROWS = ("gate_rows", "up_rows", "down_rows")

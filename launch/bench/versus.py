@@ -13,11 +13,11 @@ from neuronpipe.launch.bench.asking import Repetition
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.conformance.trial import Candidate
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
+from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation, Implementations, Use
 
 PATIENCE_S = 60.0
 Row = dict[str, Any]

@@ -79,8 +79,8 @@ class Conversation:
 
     def _written(self) -> str:
         # Only packages with a template pay for the import.
-        from neuronpipe.services.gateway.template_jobs import Refused, TemplateError, TemplateSource
-        from neuronpipe.services.gateway.template_once import write_prompt
+        from neuronpipe.services.gateway.templates.single_job import write_prompt
+        from neuronpipe.services.gateway.templates.template_jobs import Refused, TemplateError, TemplateSource
 
         chat, text = self._package.manifest.chat, self._package.chat_template()
         assert chat is not None

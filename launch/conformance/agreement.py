@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from neuronpipe.plans.plan.plan import ACCELERATOR
+from neuronpipe.plans.plan.document import ACCELERATOR
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray

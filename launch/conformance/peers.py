@@ -17,10 +17,10 @@ from neuronpipe.protocol.channel import Channel
 from neuronpipe.protocol.codec import MAGIC, Message, encode
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.messages.lifecycle import Beat, Drained, Hello, Ready
-from neuronpipe.services.cache.service import CacheService
-from neuronpipe.services.coordinator.service import CoordinatorService
-from neuronpipe.services.job import Job
-from neuronpipe.services.loader.service import LoaderService
+from neuronpipe.services.cache.cache_service import CacheService
+from neuronpipe.services.coordinator.coordinator_service import CoordinatorService
+from neuronpipe.services.loader.loader_service import LoaderService
+from neuronpipe.services.runtime.job import Job
 
 RECORD = "NEURONPIPE_CONFORMANCE_RECORD"
 LATE_S, PAUSE_S = 1.2, 0.002

@@ -13,7 +13,7 @@ from neuronpipe.launch.conformance.agreement import Answers
 from neuronpipe.launch.scoring import score
 from neuronpipe.launch.supervisor.start import LiveRun
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Finished, Scored, Status, Token

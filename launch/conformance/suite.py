@@ -24,11 +24,11 @@ from neuronpipe.launch.conformance.probe import Probe
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.manifest import BUNDLES
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Status
-from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
+from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation, Implementations, Use
 
 TEXT_TOKENS = 24
 TEXTS = 3

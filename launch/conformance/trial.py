@@ -18,14 +18,14 @@ from neuronpipe.launch.conformance.probe import ANSWERED_TOKENS, Probe
 from neuronpipe.launch.supervisor import control
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import Budgets
-from neuronpipe.plans.plan.held import Accelerator
-from neuronpipe.plans.plan.plan import GATEWAY, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
-from neuronpipe.plans.plan.planner import plan as make_plan
+from neuronpipe.plans.plan.document import GATEWAY, Plan
+from neuronpipe.plans.plan.memory_budget import Budgets
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted
+from neuronpipe.plans.planner.planner import plan as make_plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.implementations import Implementations
+from neuronpipe.services.runtime.implementations import Implementations
 
 CONTEXT_TOKENS = 64
 SLOTS_BYTES = 128 << 20  # at most, where that is enough; and half of the neurons, so that some are always missing

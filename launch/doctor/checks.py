@@ -158,7 +158,7 @@ def _prompts(used: str) -> str:
 
 def _device_checks(directory: Path) -> list[Check]:
     try:
-        from neuronpipe.plans.device.probe import probe
+        from neuronpipe.plans.measure.probe import probe
 
         device = probe(directory, brief=False)
     except (UserError, OSError) as error:
@@ -237,7 +237,7 @@ def _memory_speed(device: Device) -> Check:
 
 def _kept_figures(directory: Path) -> Check:
     """What starts go by: when it was measured, how busy the machine was, whether it is measured again."""
-    from neuronpipe.plans.device.probe import kept_state
+    from neuronpipe.plans.measure.probe import kept_state
 
     state, now = kept_state(directory), time.time()
     parts = [
@@ -264,7 +264,7 @@ def _when(taken_at: float, busy: float) -> str:
 
 
 def _unless_doubtful(name: str, found: str, measured: FlashCurve | DeviceProfile) -> Check:
-    from neuronpipe.plans.device.kept import doubt
+    from neuronpipe.plans.measure.cached_profile import doubt
 
     if (why := doubt(measured)) is None:
         return Check(name=name, state="ok", found=found)

@@ -12,16 +12,16 @@ from neuronpipe.launch.doctor.checks import Check
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.npu.chips import Chip, android_property, find_chip
-from neuronpipe.services.worker.npu.files import Contexts, folder_of, neurons_there
-from neuronpipe.services.worker.npu.providers import Provider, require_modules
+from neuronpipe.services.offload.npu.chips import Chip, android_property, find_chip
+from neuronpipe.services.offload.npu.graph_files import Contexts, folder_of, neurons_there
+from neuronpipe.services.offload.npu.providers import Provider, require_modules
 
 CHIP, RUNTIME, CONTEXTS = "neural chip", "npu runtime", "npu contexts"
 LOAD_TIMEOUT_S = 60
 ASK_VERSION = (
-    "from neuronpipe.services.worker.npu.chips import chip_of\n"
-    "from neuronpipe.services.worker.npu.providers import Provider\n"
-    "from neuronpipe.services.worker.npu.sessions import Runtime\n"
+    "from neuronpipe.services.offload.npu.chips import chip_of\n"
+    "from neuronpipe.services.offload.npu.providers import Provider\n"
+    "from neuronpipe.services.offload.npu.sessions import Runtime\n"
     "print(Runtime(Provider('qnn', chip_of('{soc}'))).qnn_version())\n"
 )
 

@@ -21,7 +21,7 @@ def accelerator_options(backend: str | None) -> str | None:
         raise UserError(f"--backend accelerator={backend}: those of {BACKEND} are measured")
     if backend is None and importlib.util.find_spec("pyopencl") is None:
         return None
-    from neuronpipe.services.worker.gpu.device import describe
+    from neuronpipe.services.offload.gpu.device import describe
 
     try:
         found = describe(options)
@@ -36,7 +36,7 @@ def accelerator_count(options: str | None) -> int:
     """How many figures there are of it."""
     if options is None:
         return 0
-    from neuronpipe.services.worker.gpu.measure import POINTS
+    from neuronpipe.services.offload.gpu.gpu_measurement import POINTS
 
     return POINTS
 
@@ -46,6 +46,6 @@ def with_accelerator(profile: DeviceProfile, options: str | None, progress: Call
     `accelerator_count(options)` times. Raises UserError where its driver fails."""
     if options is None:
         return profile
-    from neuronpipe.services.worker.gpu.measure import measure_accelerator
+    from neuronpipe.services.offload.gpu.gpu_measurement import measure_accelerator
 
     return dataclasses.replace(profile, accelerator=measure_accelerator(options, progress))

@@ -21,16 +21,16 @@ from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
 from neuronpipe.launch.profile.beginning import is_demo, refuse_beside, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
-from neuronpipe.plans.package.activity import ProfileMode
+from neuronpipe.plans.package.activity_profile import ProfileMode
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import MODES, Plan
+from neuronpipe.plans.plan.document import MODES, Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
 if TYPE_CHECKING:
     import numpy as np
-    from neuronpipe.plans.activity.records import RecordingFolder, Windows
-    from neuronpipe.plans.predictor.texts import Texts
+    from neuronpipe.plans.activity.recording import RecordingFolder, Windows
+    from neuronpipe.plans.predictor.calibration_texts import Texts
     from neuronpipe.protocol.messages.client import Scored
     from numpy.typing import NDArray
 
@@ -115,9 +115,9 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
 
 
 def _measured(arguments: argparse.Namespace, package: Package) -> Package:
-    from neuronpipe.plans.activity.keep import keep
-    from neuronpipe.plans.activity.measure import measure
-    from neuronpipe.plans.activity.records import RecordingFolder
+    from neuronpipe.plans.activity.recorded_profile import measure
+    from neuronpipe.plans.activity.recording import RecordingFolder
+    from neuronpipe.plans.activity.stored_profile import keep
 
     name, windows = _windows(arguments, package)
     package, plan = package_and_plan(_plan_arguments(arguments))
@@ -135,7 +135,7 @@ def _measured(arguments: argparse.Namespace, package: Package) -> Package:
 
 def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Windows]:
     """The text by its name, and what of it is computed from a start of its own."""
-    from neuronpipe.plans.predictor import texts
+    from neuronpipe.plans.predictor import calibration_texts as texts
 
     tokens = DEFAULT_TOKENS if arguments.tokens is None else arguments.tokens
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
@@ -157,8 +157,8 @@ def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _imported(arguments: argparse.Namespace, package: Package) -> Package:
-    from neuronpipe.plans.activity.imported import import_activity
-    from neuronpipe.plans.activity.keep import keep
+    from neuronpipe.plans.activity.powerinfer_statistics import import_activity
+    from neuronpipe.plans.activity.stored_profile import keep
 
     measured = import_activity(package, arguments.import_activity, arguments.import_tokens)
     if arguments.import_tokens is None:
@@ -195,7 +195,7 @@ def record(
     from neuronpipe.launch.planning import implementations
     from neuronpipe.launch.scoring import score
     from neuronpipe.launch.supervisor.start import started_run
-    from neuronpipe.plans.activity.records import token_record
+    from neuronpipe.plans.activity.recording import token_record
     from neuronpipe.services.worker.recording import RECORDING, activity_file
 
     total, done = sum(map(len, windows)), sum(map(len, windows[: folder.windows_done]))

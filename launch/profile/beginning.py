@@ -13,7 +13,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError, named
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.texts import Texts
+    from neuronpipe.plans.predictor.calibration_texts import Texts
 
 MAX_DEFAULT_TOKENS = 16384
 DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
@@ -40,7 +40,7 @@ def text_name(package: Package, file: Path | None) -> str:
 
 def texts_of(arguments: argparse.Namespace, package: Package) -> Texts:
     """To calibrate and to judge on: of `--text`, or the package's own. Raises UserError."""
-    from neuronpipe.plans.predictor import texts
+    from neuronpipe.plans.predictor import calibration_texts as texts
 
     model, tokens = package.manifest.model, arguments.tokens
     if tokens is None:

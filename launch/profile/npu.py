@@ -13,7 +13,7 @@ from typing import Any
 
 from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.package.npu import SCALINGS
+from neuronpipe.plans.package.npu_section import SCALINGS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -45,9 +45,9 @@ def refuse_others(given: Set[str]) -> None:
 def main(arguments: argparse.Namespace, package: Package) -> int:
     """Measure, keep, and say what was found."""
     _require_supported(package)
-    from neuronpipe.services.worker.npu.measure import keep, measure
-    from neuronpipe.services.worker.npu.providers import Provider
-    from neuronpipe.services.worker.npu.sessions import Runtime
+    from neuronpipe.services.offload.npu.accuracy_measurement import keep, measure
+    from neuronpipe.services.offload.npu.providers import Provider
+    from neuronpipe.services.offload.npu.sessions import Runtime
 
     texts = texts_of(arguments, package)
     with Progress("measuring", "tokens", plain=arguments.json, steady=True) as progress:
@@ -68,8 +68,8 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
 
 def _require_supported(package: Package) -> None:
     """Raises UserError for a package that no neural processor can compute here, or where the runtime is missing."""
-    from neuronpipe.services.worker.npu.backend import OnnxBackend
-    from neuronpipe.services.worker.npu.providers import Provider, require_modules
+    from neuronpipe.services.offload.npu.backend import OnnxBackend
+    from neuronpipe.services.offload.npu.providers import Provider, require_modules
 
     require_modules(Provider("cpu"))
     if why := OnnxBackend("cpu").supports(package.manifest, "prefill"):

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Sequence
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.plans.device.difference import Difference
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.kept import doubt
-from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DecodePoint
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES, DecodePoint
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
+from neuronpipe.plans.device.profile_difference import Difference
+from neuronpipe.plans.measure.cached_profile import doubt
 from neuronpipe.protocol.errors import named
 
 UNSTEADY = 0.15  # a figure whose repetitions lie so far apart is marked

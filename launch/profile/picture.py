@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.svg import FAINT, GRID, Svg, add_line, add_text, finished, new_page, round_above
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
-from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.frozen import frozen
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")

@@ -25,20 +25,20 @@ from neuronpipe.launch.client import Client
 from neuronpipe.launch.progress import passing
 from neuronpipe.launch.searching import measured_accelerator
 from neuronpipe.launch.supervisor.start import started_run
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.io_wait import Named
+from neuronpipe.plans.cost.token_time import decode_reads, expected
 from neuronpipe.plans.device.accelerator import InRun
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.figures import MIN_FIGURE, Figure
-from neuronpipe.plans.device.points import ReadDelay, ReadFactor, StepMode, StepPoint
-from neuronpipe.plans.device.probe import decode_cores
+from neuronpipe.plans.device.measured_figures import MIN_FIGURE, Figure
+from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor, StepMode, StepPoint
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.measure.probe import decode_cores
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.held import Accelerator, held_steps_bytes, held_weights_bytes
-from neuronpipe.plans.plan.plan import ACCELERATOR, Expected, Plan
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
-from neuronpipe.plans.plan.speed import decode_reads, expected
-from neuronpipe.plans.plan.waiting import Named
+from neuronpipe.plans.plan.document import ACCELERATOR, Expected, Plan
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_steps_bytes, held_weights_bytes
+from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 
@@ -101,8 +101,8 @@ def _cases(workers: int) -> tuple[tuple[StepMode, int], ...]:
 
 
 def _make_package(target: Path) -> Package:
-    from neuronpipe.plans.synth.make import synthesize  # these bring numpy
-    from neuronpipe.plans.synth.shapes import SHAPES
+    from neuronpipe.plans.lab.synth.shapes import SHAPES
+    from neuronpipe.plans.lab.synth.synthesize import synthesize  # these bring numpy
 
     model = dataclasses.replace(SHAPES["turbosparse-1b"], layer_kinds=(LayerKind(LAYERS),))
     return synthesize("steps", model, target)

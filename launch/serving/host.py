@@ -1,5 +1,5 @@
 """Serving several packages: the command starts a gateway, and then starts and ends runs as that asks. What they say to
-each other is in services/gateway/hosted.py.
+each other is in services/gateway/runs/hosted_packages.py.
 
     neuronpipe serve A B ──forks── gateway
          │  ▲                        │   ▲
@@ -38,15 +38,15 @@ from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
 from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.launch.supervisor.watchdog import Watchdog, sight_of
 from neuronpipe.native import lib
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import gateway_bytes, templates_bytes
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.memory_budget import gateway_bytes, templates_bytes
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
-from neuronpipe.services.gateway.service import Hosted, serve_hosted
-from neuronpipe.services.implementations import Implementations
-from neuronpipe.services.pulse import Pulse, shared_words
+from neuronpipe.services.gateway.gateway_service import Hosted, serve_hosted
+from neuronpipe.services.runtime.implementations import Implementations
+from neuronpipe.services.runtime.listener import HOSTED_NAME, Listener
+from neuronpipe.services.runtime.pulse import Pulse, shared_words
 
 LAST_WORDS_S = 3.0
 MAX_BYTES = 1 << 16

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.runtime.listener import Listener
 
 FIRST_S, MOST_S = 1.0, 60.0
 STEADY_S = 300.0  # a run that was served for so long owes nothing to the ones before it

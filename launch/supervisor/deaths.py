@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.replacement import ProcessKey
-from neuronpipe.plans.device.limits import read_oom_kills
+from neuronpipe.plans.device.process_limits import read_oom_kills
 
 RESTARTS, WITHIN_S = 5, 30.0
 

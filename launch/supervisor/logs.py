@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from neuronpipe.plans.device.probe import cache_folder
-from neuronpipe.plans.plan.plan import ProcessSpec
+from neuronpipe.plans.measure.probe import cache_folder
+from neuronpipe.plans.plan.document import ProcessSpec
 
 FAILURE = "failure"
 FAILURE_BYTES = 1 << 12

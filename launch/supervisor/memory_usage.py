@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from neuronpipe.protocol.segments import BLOCK_BYTES
-from neuronpipe.services.monitor.processes import ProcessMemory, process_memory
+from neuronpipe.services.monitor.process_usage import ProcessMemory, process_memory
 
 INTERVAL_S = 0.25
 COST_FACTOR = 50  # a scan that takes 10 ms is made every 500 ms at most

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
-from neuronpipe.plans.device.limits import pressure_files, read_memory, read_stalled_share
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.device.process_limits import pressure_files, read_memory, read_stalled_share
+from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.lending.pressure import Pressure
-from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.cache.memory_pressure import Pressure
+from neuronpipe.services.runtime.run_memory import RunMemory
 
 USED_S = 2.5  # a coordinator says every second that the run is used
 IDLE_LOOK_S = 5.0

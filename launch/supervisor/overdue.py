@@ -1,4 +1,5 @@
-"""Processes that keep the run waiting, as the coordinator says on the board (services/overdue.py): who is suspected,
+"""Processes that keep the run waiting, as the coordinator says on the board
+(services/coordinator/scheduling/overdue_processes.py): who is suspected,
 and who is not started again.
 
 Where several processes are named, those that are not ours are suspected first. A process that was never ready is not
@@ -14,8 +15,8 @@ from pathlib import Path
 
 from neuronpipe.launch.supervisor.replacement import ProcessKey
 from neuronpipe.protocol.run_directory import OVERDUE_FILE
-from neuronpipe.services.implementations import Implementation, Implementations
-from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.runtime.implementations import Implementation, Implementations
+from neuronpipe.services.runtime.run_memory import RunMemory
 
 OVERDUE_TIMES, OVERDUE_WITHIN_S = 3, 120.0
 UNKNOWN = "keeps the run waiting"

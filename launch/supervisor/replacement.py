@@ -14,7 +14,7 @@ import socket
 from typing import Any, Literal
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.implementations import SWAPPABLE, Implementation
+from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation
 
 ProcessKey = tuple[str, int]
 """Role and index."""

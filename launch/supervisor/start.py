@@ -19,12 +19,12 @@ from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, Supervisor, preload
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.implementations import Implementations
+from neuronpipe.services.runtime.implementations import Implementations
+from neuronpipe.services.runtime.listener import Listener
 
 MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 

@@ -42,24 +42,24 @@ from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.launch.supervisor.watchdog import Watchdog, sights_of
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
-from neuronpipe.plans.plan.sizes import private_layouts
+from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.segment_sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
-from neuronpipe.services.job import Job
-from neuronpipe.services.memory import Epoch, RunMemory, create_segments
-from neuronpipe.services.monitor.processes import helpers_of
-from neuronpipe.services.pinning import pin
-from neuronpipe.services.pulse import Pulse, shared_words
-from neuronpipe.services.run_summary import run_summary
-from neuronpipe.services.wakefulness import BOARD_CHANGED
-from neuronpipe.services.worker.backend import BACKENDS
+from neuronpipe.services.coordinator.sleep import BOARD_CHANGED
+from neuronpipe.services.monitor.process_usage import helpers_of
+from neuronpipe.services.runtime.core_pinning import pin
+from neuronpipe.services.runtime.implementations import OURS, Implementation, Implementations, implementation_facts
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.listener import Listener
+from neuronpipe.services.runtime.pulse import Pulse, shared_words
+from neuronpipe.services.runtime.run_memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.runtime.run_summary import run_summary
+from neuronpipe.services.steps.backend import BACKENDS
 
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0

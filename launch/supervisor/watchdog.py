@@ -4,7 +4,8 @@
     a signal stopped     STOPPED_S                SIGKILL
     hangs at its work    HANG_S, or STEP_HANG_S   SIGABRT, which counts as a crash; then SIGKILL
 
-A process hangs when it works (services/pulse.py) and shows no progress: its pulse stays the same, and while a worker
+A process hangs when it works (services/runtime/pulse.py) and shows no progress: its pulse stays the same, and while a
+worker
 computes a step, no process of the run writes a span of the trace. Time counts on the process's own terms, so that a
 machine that was suspended or is overloaded leads to no kill: of a process that runs or waits for the disk only the
 processor time counts that it used, of one that sleeps no more than MAX_GAP_S between two looks. A process that a
@@ -21,7 +22,7 @@ import math
 from collections.abc import Mapping
 
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.services.pulse import processor_time_s
+from neuronpipe.services.runtime.pulse import processor_time_s
 
 STOPPED_S, HANG_S, STEP_HANG_S = 5.0, 10.0, 60.0
 LOOK_S, IDLE_LOOK_S = 1.0, 5.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from neuronpipe.protocol.spans import KINDS
-from neuronpipe.services.monitor.rings import Row
+from neuronpipe.services.monitor.span_rings import Row
 
 _KINDS = {kind.number: kind for kind in KINDS}
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from neuronpipe.launch.svg import FAINT, GRID, INK, Svg, add_line, add_text, finished, new_page, round_above
-from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
-from neuronpipe.services.monitor.groups import GROUP_OF, GROUPS, NUMBER
-from neuronpipe.services.monitor.rings import Row, Span
+from neuronpipe.services.monitor.span_groups import GROUP_OF, GROUPS, NUMBER
+from neuronpipe.services.monitor.span_rings import Row, Span
 from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24

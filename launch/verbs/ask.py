@@ -10,7 +10,7 @@ from neuronpipe.launch.chat.conversation import asked_in_conversation
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.pull.packages import package_path
+from neuronpipe.plans.pull.package_library import package_path
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 

@@ -22,7 +22,7 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
-from neuronpipe.plans.device.probe import measure_beaten, probe
+from neuronpipe.plans.measure.probe import measure_beaten, probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
@@ -151,7 +151,7 @@ def _for_batch(cases: tuple[Case, ...], arguments: argparse.Namespace, sequences
 
 def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:
     from neuronpipe.launch.trace.picture import write_picture  # these bring numpy, too
-    from neuronpipe.services.monitor.rings import RunTrace
+    from neuronpipe.services.monitor.span_rings import RunTrace
 
     with RunTrace.open(live.directory.read(), client.status().processes) as trace:
         write_picture(file, trace.take(), title)

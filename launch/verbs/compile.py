@@ -15,8 +15,8 @@ from neuronpipe.launch.formats import as_typed, show_bytes
 from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.plans.plan.sizes import product_blocks
+from neuronpipe.plans.plan.document import read_plan
+from neuronpipe.plans.plan.segment_sizes import product_blocks
 from neuronpipe.protocol.errors import UserError
 
 
@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from neuronpipe.services.worker.npu import files
-    from neuronpipe.services.worker.npu.backend import OnnxBackend
-    from neuronpipe.services.worker.npu.chips import Chip, chip_of, find_chip
-    from neuronpipe.services.worker.npu.providers import Provider, require_modules
-    from neuronpipe.services.worker.npu.sessions import Runtime
+    from neuronpipe.services.offload.npu import graph_files as files
+    from neuronpipe.services.offload.npu.backend import OnnxBackend
+    from neuronpipe.services.offload.npu.chips import Chip, chip_of, find_chip
+    from neuronpipe.services.offload.npu.providers import Provider, require_modules
+    from neuronpipe.services.offload.npu.sessions import Runtime
 
     if arguments.package is DEMO and arguments.output is None:
         raise UserError("compile: name the package to which the graphs belong, or a folder for them with -o DIR")

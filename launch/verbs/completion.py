@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.launch import cli
-from neuronpipe.plans.pull.packages import VARIABLE
+from neuronpipe.plans.pull.package_library import VARIABLE
 from neuronpipe.protocol.frozen import frozen
 
 SHELLS = ("bash", "zsh", "fish")

@@ -11,12 +11,12 @@ from neuronpipe.launch.conformance.suite import Result, Suite
 from neuronpipe.launch.planning import PLANNING, add_package_argument, open_package
 from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.searching import asked_accelerator
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.plan.document import ACCELERATOR, Plan
+from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.implementations import SWAPPABLE, Implementation
+from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation
 
 WORKERS, SEQUENCES = 2, 3
 RESIDENT = 0.5

@@ -14,21 +14,21 @@ from typing import Any
 from neuronpipe.launch.arguments.making import choice_line, package_as_asked
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.choice import why
 from neuronpipe.plans.convert import Encoded, convert
-from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Report
+from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
-from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.pull.packages import checked_name
-from neuronpipe.plans.pull.sources import Asked
+from neuronpipe.plans.pull.package_library import checked_name
+from neuronpipe.plans.pull.source_models import Asked
+from neuronpipe.plans.quantization_choice import why
+from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import escaped
-from neuronpipe.services.gateway.template_once import examine_template
+from neuronpipe.services.gateway.templates.single_job import examine_template
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,8 @@ from neuronpipe.launch.doctor.checks import checks, render
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.pull.packages import refuse_unknown
-from neuronpipe.plans.pull.sources import is_source
+from neuronpipe.plans.pull.package_library import refuse_unknown
+from neuronpipe.plans.pull.source_models import is_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,8 +10,8 @@ import json
 
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument, open_package
-from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.inspect import describe, render
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 
 
@@ -38,7 +38,9 @@ def _activations(arguments: argparse.Namespace, package: Package) -> int:
     from neuronpipe.launch.progress import Progress
 
     with Progress("computing", "tokens", plain=arguments.json, steady=True) as progress:
-        from neuronpipe.plans.synth import measure  # numpy and the kernels: only for this, and they take a while
+        from neuronpipe.plans.lab.synth import (
+            measured_statistics as measure,  # numpy and the kernels: only for this, and they take a while
+        )
 
         statistics = measure.measure(package, arguments.preset, arguments.tokens, progress)
     print(json.dumps(statistics) if arguments.json else measure.render(statistics))

@@ -9,7 +9,7 @@ from typing import Any
 from neuronpipe.launch.formats import as_typed, shell_line, show_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull.packages import (
+from neuronpipe.plans.pull.package_library import (
     is_under_way,
     package_names,
     packages_folder,
@@ -17,7 +17,7 @@ from neuronpipe.plans.pull.packages import (
     pulls_folder,
     unfinished_pull,
 )
-from neuronpipe.plans.pull.sources import origin_of
+from neuronpipe.plans.pull.source_models import origin_of
 from neuronpipe.protocol.errors import UserError, escaped
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from neuronpipe.launch import cli
 from neuronpipe.launch.arguments.settings import VARIABLE as CONFIG
-from neuronpipe.plans.pull.packages import VARIABLE as DATA
+from neuronpipe.plans.pull.package_library import VARIABLE as DATA
 
 EXIT_CODES = {
     "0": "done",

@@ -19,10 +19,10 @@ from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.texts import read_text
+from neuronpipe.plans.predictor.calibration_texts import read_text
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,14 +23,14 @@ from neuronpipe.launch.planning import (
     planned_for,
     refuse_contradictions,
 )
-from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.plans.plan import tradeoffs
-from neuronpipe.plans.plan.explain import difference, explain
-from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, read_plan
-from neuronpipe.plans.simulate.described import caveats, described
-from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
-from neuronpipe.plans.simulate.models import known_models, model_named, shape_named
-from neuronpipe.plans.simulate.unmade import assumed_of, unmade_manifest
+from neuronpipe.plans.lab.simulate.device_description import caveats, described
+from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
+from neuronpipe.plans.lab.simulate.models import known_models, model_named, shape_named
+from neuronpipe.plans.lab.simulate.shape_manifest import assumed_of, unmade_manifest
+from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
+from neuronpipe.plans.plan.report import difference, explain
+from neuronpipe.plans.planner import tradeoffs
 from neuronpipe.protocol.errors import UserError, quoted
 
 

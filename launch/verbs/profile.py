@@ -28,7 +28,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.profile import Profiled
+    from neuronpipe.plans.predictor.profiling import Profiled
 
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
@@ -150,8 +150,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> Profiled:
     """What was found, and the package with it."""
-    from neuronpipe.plans.predictor.imported import open_imported  # these take a while: progress is shown by now
-    from neuronpipe.plans.predictor.profile import profile
+    from neuronpipe.plans.predictor.imported_predictor import (
+        open_imported,  # these take a while: progress is shown by now
+    )
+    from neuronpipe.plans.predictor.profiling import profile
 
     width = package.manifest.model.width
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
@@ -186,7 +188,7 @@ def _given(arguments: argparse.Namespace) -> set[str]:
 
 def _silent(arguments: argparse.Namespace) -> int:
     """Thresholds instead of a predictor."""
-    from neuronpipe.plans.predictor import silent
+    from neuronpipe.plans.predictor import thresholds as silent
 
     known = {"package", "silent", "text", "tokens", "json"}
     refuse_beside("--silent", _given(arguments), known, "thresholds need no predictor")

@@ -18,14 +18,14 @@ from neuronpipe.launch.profile.picture import write_picture
 from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.kept import keep_profile
-from neuronpipe.plans.device.measure import measure_flash, measure_profile
-from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.plans.plan.plan import ACCELERATOR
-from neuronpipe.plans.pull.packages import refuse_unknown
-from neuronpipe.plans.pull.sources import is_source
+from neuronpipe.plans.measure.cached_profile import keep_profile
+from neuronpipe.plans.measure.device_measurement import measure_flash, measure_profile
+from neuronpipe.plans.measure.probe import profile_path, this_device
+from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.plan.document import ACCELERATOR
+from neuronpipe.plans.pull.package_library import refuse_unknown
+from neuronpipe.plans.pull.source_models import is_source
 from neuronpipe.protocol.errors import UserError
 
 

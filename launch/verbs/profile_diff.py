@@ -9,10 +9,10 @@ from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.profile.page import render_difference
-from neuronpipe.plans.device.difference import difference
-from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.pull.packages import package_path
+from neuronpipe.plans.device.profile_difference import difference
+from neuronpipe.plans.measure.probe import profile_path, this_device
+from neuronpipe.plans.pull.package_library import package_path
 from neuronpipe.protocol.errors import UserError
 
 

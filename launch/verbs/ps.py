@@ -20,7 +20,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.gateway.listener import HOSTED_NAME
+from neuronpipe.services.runtime.listener import HOSTED_NAME
 
 PATIENCE_S = 2.0
 MAX_HEALTH_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from neuronpipe.launch.verbs.convert import (
     render,
 )
 from neuronpipe.plans.convert import Encoded
-from neuronpipe.plans.pull.packages import VARIABLE, checked_name, unfinished_pull
+from neuronpipe.plans.pull.package_library import VARIABLE, checked_name, unfinished_pull
 from neuronpipe.plans.pull.pull import Need, pull
 from neuronpipe.plans.pull.repository import Reference
 from neuronpipe.protocol.errors import UserError

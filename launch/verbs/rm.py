@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull.packages import (
+from neuronpipe.plans.pull.package_library import (
     package_names,
     packages_folder,
     pull_names,

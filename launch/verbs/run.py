@@ -27,10 +27,10 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.supervisor.logs import last_line
 from neuronpipe.launch.supervisor.start import started_run
+from neuronpipe.plans.cost.activation_rates import unmeasured_predictor
 from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.firing import unmeasured_predictor
-from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
+from neuronpipe.plans.plan.document import ACCELERATOR, Plan
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 from neuronpipe.protocol.links import CONTROL
 

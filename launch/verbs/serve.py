@@ -32,15 +32,15 @@ from neuronpipe.launch.serving.host import Host, offered, shared_limit_bytes, wh
 from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import templates_bytes
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.pull.packages import package_names, packages_folder
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.memory_budget import templates_bytes
+from neuronpipe.plans.pull.package_library import package_names, packages_folder
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
-from neuronpipe.services.gateway.service import Hosted, serve
-from neuronpipe.services.implementations import Implementations
+from neuronpipe.services.gateway.gateway_service import Hosted, serve
+from neuronpipe.services.runtime.implementations import Implementations
+from neuronpipe.services.runtime.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
 
 HOST, PORT = "127.0.0.1", 8080
 KEEP_ALIVE_S = 300.0

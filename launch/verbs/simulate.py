@@ -24,24 +24,30 @@ from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.probe import probe
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_file import (
+    THIS_MACHINE,
+    DeviceModel,
+    known_devices,
+    read_device,
+    this_machine,
+)
+from neuronpipe.plans.lab.simulate.events import Done
+from neuronpipe.plans.lab.simulate.models import SimulatedModel, known_models, model_named, model_of
+from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
+from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
+from neuronpipe.plans.lab.simulate.systems import SYSTEMS, system_named
+from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
+from neuronpipe.plans.lab.synth.trajectory import PRESETS
+from neuronpipe.plans.measure.probe import probe
+from neuronpipe.plans.number_format import show_number
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.plans.plan.plan import MODES
-from neuronpipe.plans.plan.search import UNLIMITED_BYTES
-from neuronpipe.plans.simulate.described import described
-from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
-from neuronpipe.plans.simulate.events import Done
-from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model_named, model_of
-from neuronpipe.plans.simulate.recording import Recording
-from neuronpipe.plans.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
-from neuronpipe.plans.simulate.systems import SYSTEMS, system_named
-from neuronpipe.plans.simulate.unmade import unmade_manifest
-from neuronpipe.plans.synth.trajectory import PRESETS
+from neuronpipe.plans.plan.document import MODES
+from neuronpipe.plans.planner.search import UNLIMITED_BYTES
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
-from neuronpipe.services.monitor.rings import Row, Span
+from neuronpipe.services.monitor.span_rings import Row, Span
 
 TRACED_TOKENS = 3
 _NUMBER = {kind.name: kind.number for kind in KINDS}
@@ -195,7 +201,7 @@ def _shown(result: Result) -> Iterator[str]:
     busy = ", ".join(f"{unit} {share:.0%}" for unit, share in result.busy.items())
     yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
     yield f"memory     {show_bytes(result.memory_bytes)}"
-    yield "simulated; `plans/simulate/PAPER.md` says how far such figures are off"
+    yield "simulated; `plans/lab/simulate/PAPER.md` says how far such figures are off"
 
 
 def rows_of(traces: tuple[tuple[Done, ...], ...]) -> list[Row]:

@@ -15,7 +15,7 @@ from neuronpipe.launch.progress import Elapsed
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.misses import is_far_above
+from neuronpipe.services.runtime.miss_counts import is_far_above
 
 SEGMENTS = ("fixed", "kv", "slots")
 

@@ -12,10 +12,10 @@ from neuronpipe.launch.conformance.trial import Candidate, run_trial
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.replacement import MAX_PATIENCE_S
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.plans.plan.document import Plan, read_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
-from neuronpipe.services.implementations import SWAPPABLE, Implementation, parse_process
+from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation, parse_process
 
 PATIENCE_S = 20.0
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
+from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.synth.shapes import SHAPES
 from neuronpipe.protocol.errors import UserError
 
 
@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     package = None if arguments.output is None else _package(arguments)
     if arguments.gguf is not None:
         with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
-            from neuronpipe.plans.synth.twin import write_twin
+            from neuronpipe.plans.lab.synth.gguf_counterpart import write_twin
 
             write_twin(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
     result = {} if package is None else _made(package)
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _package(arguments: argparse.Namespace) -> Package:
     with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:
-        from neuronpipe.plans.synth.make import synthesize  # takes a while: progress is shown by now
+        from neuronpipe.plans.lab.synth.synthesize import synthesize  # takes a while: progress is shown by now
 
         return synthesize(
             arguments.name,

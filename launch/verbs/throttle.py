@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, attach
-from neuronpipe.plans.device.heat import Heat, read_heat
+from neuronpipe.plans.device.thermal import Heat, read_heat
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Throttle
 

@@ -14,10 +14,10 @@ from neuronpipe.launch.client import attach
 from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.monitor.rings import Row, RunTrace
+from neuronpipe.services.monitor.span_rings import Row, RunTrace
 
 POLL_S = 0.005  # a ring of 4096 spans holds tens of milliseconds of a small model
 MAX_SECONDS = 3600.0

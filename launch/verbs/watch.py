@@ -168,7 +168,7 @@ def _invite(places: list[str], host: str, port: int) -> int:
     """Let others watch one run, until it ends or Ctrl-C."""
     from neuronpipe.services.monitor.observer import Observer
     from neuronpipe.services.monitor.watch_server import WatchServer
-    from neuronpipe.services.reach import reached_at
+    from neuronpipe.services.runtime.reachable_addresses import reached_at
 
     if len(places) > 1:
         raise UserError("--invite lets others watch one run; name one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from neuronpipe.services.monitor.groups import GROUPS
+from neuronpipe.services.monitor.span_groups import GROUPS
 from rich.text import Text
 
 FAINT, STRONG, BAD = "bright_black", "bold", "bold red"

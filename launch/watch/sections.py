@@ -20,10 +20,10 @@ from neuronpipe.launch.watch.charts import (
     listed,
     spark,
 )
-from neuronpipe.plans.figures import show_number
-from neuronpipe.plans.plan.plan import BACKEND_ROLES
+from neuronpipe.plans.number_format import show_number
+from neuronpipe.plans.plan.document import BACKEND_ROLES
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot
-from neuronpipe.services.monitor.groups import GROUPS
+from neuronpipe.services.monitor.span_groups import GROUPS
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text

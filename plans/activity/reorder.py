@@ -12,9 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.activity.keep import Stored, write_profiles
-from neuronpipe.plans.activity.measure import Frequencies, binned, hottest_first
-from neuronpipe.plans.package.activity import ALWAYS, BATCHES, ActivityProfile, Points, Policy, ProfileMode, Unit
+from neuronpipe.plans.activity.recorded_profile import Frequencies, binned, hottest_first
+from neuronpipe.plans.activity.stored_profile import Stored, write_profiles
+from neuronpipe.plans.package.activity_profile import (
+    ALWAYS,
+    BATCHES,
+    ActivityProfile,
+    Points,
+    Policy,
+    ProfileMode,
+    Unit,
+)
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import CHAT_TEMPLATE, Manifest
 from neuronpipe.plans.package.reader import Package

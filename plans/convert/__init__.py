@@ -1,6 +1,6 @@
 """From the model files people have to a package."""
 
+from neuronpipe.plans.convert.block_conversion import Progress
 from neuronpipe.plans.convert.conversion import Encoded, convert
-from neuronpipe.plans.convert.work import Progress
 
 __all__ = ["Encoded", "Progress", "convert"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.plans.convert.end_tokens import ids_at
-from neuronpipe.plans.package.fields import Record, read_file, read_json
 from neuronpipe.plans.package.manifest import MAX_TEMPLATE_BYTES
+from neuronpipe.plans.strict_json import Record, read_file, read_json
 from neuronpipe.protocol.errors import UserError, quoted
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"

@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from neuronpipe.plans.choice import KEPT_BY, Choice, default_quantization, why
-from neuronpipe.plans.convert.advice import refuse_no_source
+from neuronpipe.plans.convert.block_conversion import Progress, Work
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequencies
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal
-from neuronpipe.plans.convert.pieces import pieces_of, read_frequencies
+from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.convert.work import Progress, Work
-from neuronpipe.plans.gguf_parts import gguf_file
+from neuronpipe.plans.gguf_part_names import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
-from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, NeuronOrder, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import EMBEDDINGS, Chat, Manifest, Predictor, package_rank
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
+from neuronpipe.plans.quantization_choice import KEPT_BY, Choice, default_quantization, why
+from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
 
 PACKAGE_PLACE = "package"  # in the place where interrupted work stays

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 CLOSES = "the chat template closes turns with it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
 

@@ -33,7 +33,7 @@ from neuronpipe.plans.convert.powerinfer import (
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.gguf_parts import model_stem
+from neuronpipe.plans.gguf_part_names import model_stem
 from neuronpipe.plans.models.family import (
     SAY_WHICH,
     Family,
@@ -44,8 +44,8 @@ from neuronpipe.plans.models.family import (
 )
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, Router, SpecError, runs_of
-from neuronpipe.plans.package.fields import Record, one_line
 from neuronpipe.plans.package.manifest import Source
+from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 

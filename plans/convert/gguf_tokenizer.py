@@ -21,8 +21,8 @@ from neuronpipe.plans.convert.scored_bpe import (
     whole_pieces,
 )
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
-from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError, named, quoted
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

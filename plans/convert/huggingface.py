@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.advice import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface_end, huggingface_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
@@ -20,15 +19,16 @@ from neuronpipe.plans.convert.checkpoint import (
     take_tensors,
 )
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
+from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.fields import Record, one_line, read_json
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
+from neuronpipe.plans.strict_json import Record, one_line, read_json
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 from numpy.typing import NDArray
 

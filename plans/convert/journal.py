@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from neuronpipe.plans.package.fields import read_json
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.strict_json import read_json
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

@@ -15,7 +15,7 @@ from neuronpipe.plans.models import falcon, opt
 from neuronpipe.plans.models.family import Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 # Of each architecture that its sparse graph knows: how queries and keys lie, and what its feed-forward computes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 

@@ -20,9 +20,9 @@ from neuronpipe.plans.convert.scored_bpe import (
     scored_bpe,
     whole_pieces,
 )
-from neuronpipe.plans.package.fields import Record, read_file, read_json
 from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import panics_are_errors
+from neuronpipe.plans.strict_json import Record, read_file, read_json
 from neuronpipe.protocol.errors import UserError, named, quoted
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from neuronpipe.plans.package.fields import open_file
+from neuronpipe.plans.strict_json import open_file
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from neuronpipe.plans.convert.advice import refuse_missing_tokenizer
+from neuronpipe.plans.convert.refusals import refuse_missing_tokenizer
 from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
-from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import open_tokenizer
+from neuronpipe.plans.strict_json import read_file
 from neuronpipe.protocol.errors import UserError
 
 

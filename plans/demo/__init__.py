@@ -1,1 +1,1 @@
-"""The demo model: how it was trained, and the package that the first command runs."""
+"""The demo model's package, which the first command runs, and the text that it learned."""

@@ -1,1 +1,1 @@
-"""The device profile: what this machine is and may do (probe.py), and who runs on which core (cores.py)."""
+"""Facts about a device: its cores, its limits, its temperature and its device profile."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from neuronpipe.plans.device.figures import Figure, between, between_all
-from neuronpipe.plans.device.points import StepMode, positive
+from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_points import StepMode, positive
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.frozen import frozen
 

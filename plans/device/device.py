@@ -14,7 +14,7 @@ import json
 from typing import TYPE_CHECKING
 
 from neuronpipe.plans.device.cores import Core
-from neuronpipe.plans.device.figures import between, between_all
+from neuronpipe.plans.device.measured_figures import between, between_all
 from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:

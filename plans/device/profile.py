@@ -17,8 +17,8 @@ from typing import Any
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
-from neuronpipe.plans.device.figures import Figure, between, between_all
-from neuronpipe.plans.device.points import (
+from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_points import (
     MAX_SHARE,
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
@@ -38,8 +38,8 @@ from neuronpipe.plans.device.points import (
     Wait,
     positive,
 )
-from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.strict_json import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object

@@ -14,7 +14,7 @@ from neuronpipe.plans.models.configuration import (
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 
 NAME = "arcee"
 

@@ -16,7 +16,7 @@ from neuronpipe.plans.models.spec import (
     SpecError,
     runs_of,
 )
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import context_tokens, described
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 NAME = "falcon"

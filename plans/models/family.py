@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any, NamedTuple
 
 from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 

@@ -23,7 +23,7 @@ from neuronpipe.plans.models.configuration import (
 )
 from neuronpipe.plans.models.family import SAY_WHICH, Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 NAME = "llama"

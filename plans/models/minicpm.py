@@ -20,7 +20,7 @@ from neuronpipe.plans.models.configuration import (
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, SpecError
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 
 NAME = "minicpm"
 

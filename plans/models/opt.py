@@ -7,7 +7,7 @@ from collections.abc import Callable
 from neuronpipe.plans.models.configuration import context_tokens
 from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec, SpecError
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 NAME = "opt"

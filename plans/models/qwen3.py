@@ -16,7 +16,7 @@ from neuronpipe.plans.models.configuration import (
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, ModelSpec
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 
 NAME = "qwen3"
 

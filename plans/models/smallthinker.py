@@ -13,7 +13,7 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import GATED_DEFAULTS, GATED_NAMES, Mixture, gated_model
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, ModelSpec, Router
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 NAME = "smallthinker"

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
-from neuronpipe.plans.package.activity import ActivityProfile, ProfileMode, profiles_as_json
+from neuronpipe.plans.package.activity_profile import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
-from neuronpipe.plans.package.npu import NpuProfile
+from neuronpipe.plans.package.npu_section import NpuProfile
 from neuronpipe.protocol.frozen import frozen
 
 FORMAT = "neuronpipe-package"

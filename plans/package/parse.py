@@ -29,8 +29,7 @@ from neuronpipe.plans.models.spec import (
     RouterInput,
     SpecError,
 )
-from neuronpipe.plans.package.activity import activity_bytes, parse_profiles
-from neuronpipe.plans.package.fields import Record, parse_json, read_file
+from neuronpipe.plans.package.activity_profile import activity_bytes, parse_profiles
 from neuronpipe.plans.package.layout import (
     MAX_BLOCK_CLUSTERS,
     PAGE_BYTES,
@@ -63,10 +62,11 @@ from neuronpipe.plans.package.manifest import (
     Workload,
     identity,
 )
-from neuronpipe.plans.package.npu import parse_npu
+from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
-from neuronpipe.plans.package.parse_silent import parse_silent
+from neuronpipe.plans.package.parse_thresholds import parse_silent
 from neuronpipe.plans.package.version_2 import as_version_3
+from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAX_MANIFEST_BYTES = 4 << 20

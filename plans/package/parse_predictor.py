@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import (
     MAX_PERPLEXITY,
@@ -18,6 +17,7 @@ from neuronpipe.plans.package.manifest import (
     PredictorQuality,
     Side,
 )
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from neuronpipe.plans.package.activity import Activity
+from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import (
     ACTIVITY,
     BUNDLES,
@@ -22,9 +22,9 @@ from neuronpipe.plans.package.manifest import (
     Manifest,
 )
 from neuronpipe.plans.package.parse import read_manifest, require_package
-from neuronpipe.plans.package.passing import forget, passing
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
+from neuronpipe.plans.uncached_read import forget, passing
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from neuronpipe.plans.package.fields import Record, open_file, parse_json
-from neuronpipe.plans.package.passing import forget
+from neuronpipe.plans.strict_json import Record, open_file, parse_json
+from neuronpipe.plans.uncached_read import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
 from neuronpipe.protocol.frozen import frozen
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 
 PARTS = {"gate": "trigger", "rest": "value"}
 

@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.atomic_output import KeptDirectory, PartialDirectory
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -28,7 +29,6 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header, file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
-from neuronpipe.plans.package.whole import KeptDirectory, PartialDirectory
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

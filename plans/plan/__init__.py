@@ -1,1 +1,1 @@
-"""Plans: who computes what where, what is resident, how flash is read, what to expect."""
+"""The plan: its document, and the memory that follows from it."""

@@ -1,7 +1,7 @@
 """A hub of models: what a repository holds, and the bytes of its files.
 
 Files are read over HTTP, also where the hub offers xet: only so does a download go on where it was interrupted, and
-only so does any mirror serve. Lengths are checked here, and content in `arrival.py`.
+only so does any mirror serve. Lengths are checked here, and content in `downloads.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 from typing import BinaryIO
 from urllib.parse import quote
 
-from neuronpipe.plans.package.fields import parse_json
-from neuronpipe.plans.pull.answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
+from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, read_snapshot
+from neuronpipe.plans.strict_json import parse_json
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAX_SNAPSHOT_BYTES = 8 << 20  # of what a hub says of a repository: 300 bytes a file

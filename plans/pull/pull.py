@@ -15,22 +15,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from neuronpipe.plans.choice import Choice
+from neuronpipe.plans.convert.block_conversion import Progress
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.conversion import Conversion, Report
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.plans.convert.pieces import Piece
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.convert.work import Progress
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull.answers import Tell
-from neuronpipe.plans.pull.arrival import Arrivals, ArrivingFile
+from neuronpipe.plans.pull.downloads import Arrivals, ArrivingFile
+from neuronpipe.plans.pull.http_answers import Tell
 from neuronpipe.plans.pull.hub import Hub
-from neuronpipe.plans.pull.packages import STATE, Unfinished, begin, packages_folder, unfinished_pull, working_folder
+from neuronpipe.plans.pull.package_library import (
+    STATE,
+    Unfinished,
+    begin,
+    packages_folder,
+    unfinished_pull,
+    working_folder,
+)
 from neuronpipe.plans.pull.repository import Reference, Snapshot
+from neuronpipe.plans.quantization_choice import Choice
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 

@@ -1,1 +1,1 @@
-"""The cache service."""
+"""The cache manager: which clusters are resident."""

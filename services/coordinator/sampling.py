@@ -8,7 +8,7 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS
-from neuronpipe.services.coordinator.events import Logprobs, SampleRow, TokensSampled
+from neuronpipe.services.coordinator.scheduling.events import Logprobs, SampleRow, TokensSampled
 
 # Each has a field of its name in np_sampling; end tokens to ignore are among the biases.
 _NATIVE = [option.name for option in SAMPLING_OPTIONS if option.name != "ignore_end"]

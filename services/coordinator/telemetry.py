@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from neuronpipe.native import lib
-from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, reads_whole
+from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, reads_whole
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
@@ -26,14 +26,14 @@ from neuronpipe.protocol.messages.client import Finished, Pins, ProcessStatus, S
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.events import ProcessKey
-from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
-from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.coordinator.sequences import Cost, add_cost
-from neuronpipe.services.job import Job
-from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.misses import Misses, MissesOfRun, is_far_above, misses_of
-from neuronpipe.services.trace import Trace
+from neuronpipe.services.coordinator.scheduling.events import ProcessKey
+from neuronpipe.services.coordinator.scheduling.processes import WorkerProcess, WorkerProcesses
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.sequences import Cost, add_cost
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.miss_counts import Misses, MissesOfRun, is_far_above, misses_of
+from neuronpipe.services.runtime.run_memory import RunMemory
+from neuronpipe.services.runtime.trace import Trace
 
 EVERY_MS = 25
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from neuronpipe.native import lib
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.job import Job
+from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.worker.decode import DecodeService
 from neuronpipe.services.worker.worker import Outcome
 

@@ -14,25 +14,25 @@ from typing import Any
 
 from neuronpipe.protocol.errors import named
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
-from neuronpipe.services.gateway.access import AccessControl, client_of, respond
-from neuronpipe.services.gateway.answer_calls import CallingForm
-from neuronpipe.services.gateway.answers import Answer
-from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.coordinator import MAX_SENT, new_name
-from neuronpipe.services.gateway.description import description
-from neuronpipe.services.gateway.doors import Doors
-from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm
-from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
-from neuronpipe.services.gateway.infill import InfillAnswer
-from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.gateway.live import View
-from neuronpipe.services.gateway.memory_account import Account, charge_of
-from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.models import HEALTH_S, Model, Models
-from neuronpipe.services.gateway.problems import Problem, too_long
-from neuronpipe.services.gateway.requests import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
-from neuronpipe.services.gateway.response_form import ResponseForm
-from neuronpipe.services.gateway.responses import ResponsesRequest
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_name
+from neuronpipe.services.gateway.http.access import AccessControl, client_of, respond
+from neuronpipe.services.gateway.http.api_errors import Problem, too_long
+from neuronpipe.services.gateway.http.memory_account import Account, charge_of
+from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.gateway.http.request_body import read_body
+from neuronpipe.services.gateway.llamacpp.llamacpp_api import Doors
+from neuronpipe.services.gateway.openai.answer_calls import CallingForm
+from neuronpipe.services.gateway.openai.echo import EchoAnswer, EchoForm
+from neuronpipe.services.gateway.openai.infill import InfillAnswer
+from neuronpipe.services.gateway.openai.request_schema import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.openai.response_encoding import ChatForm, Form, TextForm
+from neuronpipe.services.gateway.openai.response_sending import Answer
+from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
+from neuronpipe.services.gateway.openai.responses_encoding import ResponseForm
+from neuronpipe.services.gateway.openapi_description import description
+from neuronpipe.services.gateway.runs.live_view import View
+from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Model, Models
+from neuronpipe.services.runtime.listener import Listener
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request

@@ -23,11 +23,11 @@ from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, RunSummary
 from neuronpipe.protocol.segments import Closing, Mapping
-from neuronpipe.services.monitor.activity import Activity
-from neuronpipe.services.monitor.core import Monitor
-from neuronpipe.services.monitor.processes import Processes
-from neuronpipe.services.monitor.regions import Regions
-from neuronpipe.services.monitor.rings import RunTrace
+from neuronpipe.services.monitor.process_usage import Processes
+from neuronpipe.services.monitor.resident_regions import Regions
+from neuronpipe.services.monitor.snapshots import Monitor
+from neuronpipe.services.monitor.span_activity import Activity
+from neuronpipe.services.monitor.span_rings import RunTrace
 
 RESIDENCY_EVERY_S = 1.0
 FIRST_STATUS_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.services.monitor.groups import NUMBER
-from neuronpipe.services.monitor.rings import Row, Span
+from neuronpipe.services.monitor.span_groups import NUMBER
+from neuronpipe.services.monitor.span_rings import Row, Span
 
 MAX_STEPS = 3
 MIN_NS = 1000

@@ -17,7 +17,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.guarded import GuardedPublisher, WatchKeys, endpoint
 from neuronpipe.protocol.messages.event import Life, StepEvent
 from neuronpipe.services.monitor.observer import Observer
-from neuronpipe.services.reach import reached_at
+from neuronpipe.services.runtime.reachable_addresses import reached_at
 
 POLL_S = 0.05
 SNAPSHOT_EVERY_S = 0.25

@@ -17,25 +17,25 @@ from statistics import fmean
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.plan import DEFAULT_BACKEND
-from neuronpipe.plans.plan.sizes import RunShape, own_layouts
+from neuronpipe.plans.plan.document import DEFAULT_BACKEND
+from neuronpipe.plans.plan.segment_sizes import RunShape, own_layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
-from neuronpipe.services.job import Job
-from neuronpipe.services.memory import Rings
-from neuronpipe.services.pinning import pin
-from neuronpipe.services.trace import Trace
-from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
-from neuronpipe.services.worker.lane import Lane
-from neuronpipe.services.worker.outside import Multiply
+from neuronpipe.services.runtime.core_pinning import pin
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.run_memory import Rings
+from neuronpipe.services.runtime.trace import Trace
+from neuronpipe.services.steps.backend import Abandoned, Phase, Placement, Share, StepWork
+from neuronpipe.services.worker.external_products import Multiply
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.step_channel import Lane
 
 Stage = Callable[[str], memoryview]
 """The buffer of one stage of a step, by its name in the layout of the exchange segment."""
 
 
 class CpuBackend:
-    """See the module; the interface is that of services/worker/backend.py. multiply: who computes the products of
+    """See the module; the interface is that of services/steps/backend.py. multiply: who computes the products of
     layers, where a prefill worker's engines do not; see Participant."""
 
     multiply: Multiply | None = None

@@ -6,11 +6,11 @@ from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.job import Job
-from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Activity, Backend, create_backend
-from neuronpipe.services.worker.lane import Lane
-from neuronpipe.services.worker.shares import work_of
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.service_base import Service
+from neuronpipe.services.steps.backend import Activity, Backend, create_backend
+from neuronpipe.services.steps.step_shares import work_of
+from neuronpipe.services.worker.step_channel import Lane
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 

@@ -15,10 +15,10 @@ from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
-from neuronpipe.services.worker.figures import PARTS, figures_of
-from neuronpipe.services.worker.lane import Lane
-from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
+from neuronpipe.services.steps.backend import Abandoned, Damaged, StepWork
+from neuronpipe.services.steps.step_counters import PARTS, figures_of
+from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
+from neuronpipe.services.worker.step_channel import Lane
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}

@@ -17,10 +17,10 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import Prefilled, Released
 from neuronpipe.protocol.messages.worker import Prefill, Release
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.job import Job
-from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
-from neuronpipe.services.worker.ratings import Ratings
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.service_base import Service
+from neuronpipe.services.steps.backend import Backend, Share, StepWork, create_backend
+from neuronpipe.services.steps.scored_tokens import Ratings
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 

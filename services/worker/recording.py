@@ -13,7 +13,7 @@ from pathlib import Path
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.job import Job
+from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.worker.decode import DecodeService
 from neuronpipe.services.worker.worker import Outcome
 

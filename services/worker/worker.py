@@ -5,9 +5,9 @@ from __future__ import annotations
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.job import Job
-from neuronpipe.services.memory import Lanes, RunMemory
-from neuronpipe.services.worker.backend import (
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.run_memory import Lanes, RunMemory
+from neuronpipe.services.steps.backend import (
     Abandoned,
     Activity,
     Backend,
@@ -18,7 +18,7 @@ from neuronpipe.services.worker.backend import (
     require,
 )
 from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.lane import Lane
+from neuronpipe.services.worker.step_channel import Lane
 
 Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
 """How a step went, as the coordinator is told."""

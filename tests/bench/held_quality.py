@@ -26,11 +26,11 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter
 from neuronpipe.plans.reference.weights import PackageWeights
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
-from neuronpipe.services.worker.gpu.weights import held_weights
-from neuronpipe.services.worker.npu.held import HeldProducts
-from neuronpipe.services.worker.npu.providers import Provider, provider_of
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
+from neuronpipe.services.offload.block_weights import held_weights
+from neuronpipe.services.offload.npu.offloaded_blocks import HeldProducts
+from neuronpipe.services.offload.npu.providers import Provider, provider_of
+from neuronpipe.services.offload.npu.sessions import Runtime
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants

@@ -18,8 +18,8 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.runtimes import graph_tokens, runtime_bytes
-from neuronpipe.plans.plan.sizes import product_blocks
+from neuronpipe.plans.plan.runtime_memory import graph_tokens, runtime_bytes
+from neuronpipe.plans.plan.segment_sizes import product_blocks
 from neuronpipe.services.worker.participant import TYPES
 
 KIB = 1024
@@ -31,9 +31,9 @@ def measure(manifest: Manifest, provider: str, tokens: int) -> dict[str, int]:
     before = _pss_bytes()
 
     import numpy as np
-    from neuronpipe.services.worker.npu.products import Products
-    from neuronpipe.services.worker.npu.providers import provider_of
-    from neuronpipe.services.worker.npu.sessions import Runtime
+    from neuronpipe.services.offload.npu.layer_products import Products
+    from neuronpipe.services.offload.npu.providers import provider_of
+    from neuronpipe.services.offload.npu.sessions import Runtime
 
     model = manifest.model
     inputs = np.random.default_rng(1).normal(size=(tokens, max(model.width, model.query_width))).astype(np.float32)

@@ -3,7 +3,7 @@
     python -m tests.bench.npu_pipeline PACKAGE DEVICE [OPTION OF up ...]
 
 One JSON line for each repetition: the counters of the prompt's steps, and the share of the time that the device, free
-and asked for a product, had no rows for it. DEVICE: one that plans/simulate knows.
+and asked for a product, had no rows for it. DEVICE: one that plans/lab/simulate knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from neuronpipe.launch.client import attach
-from neuronpipe.plans.simulate.device_file import read_device
+from neuronpipe.plans.lab.simulate.device_file import read_device
 from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Generate
 

@@ -29,7 +29,7 @@ from neuronpipe.launch.bench.planned import relative_error  # noqa: E402
 from neuronpipe.launch.bench.report import show_error  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
 from neuronpipe.launch.planning import DEMO  # noqa: E402
-from neuronpipe.plans.figures import show_number  # noqa: E402
+from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.package.reader import Package  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 

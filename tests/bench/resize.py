@@ -4,7 +4,8 @@
     python tests/bench/resize.py [--run DIR] [--visits 6] [--visitors 3]
 
 One text is generated without end; others come together and go together, as many as it takes. The cache follows once
-the number has held for a while (services/cache/core.py). So gaps between the first text's tokens are of four kinds:
+the number has held for a while (services/cache/residency.py). So gaps between the first text's tokens are of four
+kinds:
 with visitors or without them, and in the second from when the cache may follow or at another time. A resize shows as a
 longest gap, or a p99, that its number of texts does not have otherwise. Refuses a plan that pins the same for every
 number of texts, where nothing is resized. Asserts nothing about speed. Nothing else may run meanwhile.
@@ -19,13 +20,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.protocol.channel import Connection, Poller, open_context
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Finished, Refused, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.cache.core import GROW_AFTER_S, SHRINK_AFTER_S
+from neuronpipe.services.cache.residency import GROW_AFTER_S, SHRINK_AFTER_S
 
 PROMPTS = ("def fibonacci(n):", "import os", "class Stack:", "try:", "for line in open(name):")
 DUE_S = 1.0  # from when the number has held for long enough: within this time the cache looks, and moves its pins

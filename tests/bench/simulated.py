@@ -28,15 +28,15 @@ from neuronpipe.launch.bench.planned import relative_error  # noqa: E402
 from neuronpipe.launch.bench.report import show_error  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
 from neuronpipe.launch.planning import add_plan_arguments, planned  # noqa: E402
-from neuronpipe.plans.device.probe import probe  # noqa: E402
-from neuronpipe.plans.figures import show_number  # noqa: E402
+from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
+from neuronpipe.plans.lab.simulate.device_file import this_machine  # noqa: E402
+from neuronpipe.plans.lab.simulate.residency import Text  # noqa: E402
+from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Result, simulate_plan  # noqa: E402
+from neuronpipe.plans.lab.simulate.wanted_neurons import record  # noqa: E402
+from neuronpipe.plans.measure.probe import probe  # noqa: E402
+from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.package.reader import Package  # noqa: E402
-from neuronpipe.plans.plan.plan import Mode  # noqa: E402
-from neuronpipe.plans.simulate.device_file import this_machine  # noqa: E402
-from neuronpipe.plans.simulate.policies import Ids  # noqa: E402
-from neuronpipe.plans.simulate.recording import record  # noqa: E402
-from neuronpipe.plans.simulate.residency import Text  # noqa: E402
-from neuronpipe.plans.simulate.simulate import PlannedRun, Result, simulate_plan  # noqa: E402
+from neuronpipe.plans.plan.document import Mode  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402

@@ -31,10 +31,10 @@ sys.path.append(str(ROOT))
 
 from neuronpipe.launch.formats import parse_bytes, parse_share, parse_speed, show_bytes  # noqa: E402
 from neuronpipe.launch.planning import DEMO, Planned, add_package_argument, add_plan_arguments, planned  # noqa: E402
-from neuronpipe.plans.figures import show_number  # noqa: E402
-from neuronpipe.plans.plan.plan import Plan  # noqa: E402
-from neuronpipe.plans.plan.planner import LimitTooSmall  # noqa: E402
-from neuronpipe.plans.plan.search import USUAL, Candidate, Found, Search  # noqa: E402
+from neuronpipe.plans.number_format import show_number  # noqa: E402
+from neuronpipe.plans.plan.document import Plan  # noqa: E402
+from neuronpipe.plans.planner.planner import LimitTooSmall  # noqa: E402
+from neuronpipe.plans.planner.search import USUAL, Candidate, Found, Search  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402

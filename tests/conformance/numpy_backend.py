@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.predictor.silent import speaking
+from neuronpipe.plans.predictor.thresholds import speaking
 from neuronpipe.plans.reference.engine import Array, ReferenceEngine, rms_norm, rotate
 from neuronpipe.plans.reference.weights import PackageWeights
-from neuronpipe.services.job import Job
-from neuronpipe.services.worker.backend import Backend, Phase, Placement, StepWork
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.steps.backend import Backend, Phase, Placement, StepWork
 from neuronpipe.services.worker.prefill import PrefillService
 
 

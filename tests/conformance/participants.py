@@ -11,10 +11,10 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.services.worker.backend import Share, StepWork
-from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
+from neuronpipe.services.steps.backend import Share, StepWork
+from neuronpipe.services.steps.scored_tokens import Ratings
+from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
-from neuronpipe.services.worker.ratings import Ratings
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024

@@ -17,9 +17,9 @@ from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
-from neuronpipe.services.worker.gpu.blocks import HeldBlocks
-from neuronpipe.services.worker.gpu.device import find_device
-from neuronpipe.services.worker.gpu.trial import TYPES, TrialSteps, manifest_of
+from neuronpipe.services.offload.gpu.blocks import HeldBlocks
+from neuronpipe.services.offload.gpu.device import find_device
+from neuronpipe.services.offload.gpu.trial import TYPES, TrialSteps, manifest_of
 
 require_opencl()
 

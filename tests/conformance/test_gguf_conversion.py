@@ -13,13 +13,13 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.choice import Choice, default_quantization, why
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
+from neuronpipe.plans.quantization_choice import Choice, default_quantization, why
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError

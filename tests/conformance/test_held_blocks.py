@@ -14,7 +14,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.held import MATRICES, matrix_shape
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES, matrix_shape
 
 from tests.conformance.participants import Participants
 from tests.conformance.specs import SPECS, give_predictor, write_package
@@ -22,11 +22,11 @@ from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
-from neuronpipe.services.worker.gpu.blocks import ORDERS, HeldBlocks
-from neuronpipe.services.worker.gpu.device import find_device
-from neuronpipe.services.worker.gpu.matrices import HeldMatrices
-from neuronpipe.services.worker.gpu.trial import manifest_of
-from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
+from neuronpipe.services.offload.block_weights import held_biases, held_weights
+from neuronpipe.services.offload.gpu.blocks import ORDERS, HeldBlocks
+from neuronpipe.services.offload.gpu.device import find_device
+from neuronpipe.services.offload.gpu.matrices import HeldMatrices
+from neuronpipe.services.offload.gpu.trial import manifest_of
 
 require_opencl()
 

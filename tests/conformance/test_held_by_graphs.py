@@ -11,7 +11,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.demo.corpus import documents
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants
@@ -20,11 +20,11 @@ from tests.conformance.specs import SPECS, give_predictor, write_package
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from neuronpipe.services.worker.gpu.weights import held_weights
-from neuronpipe.services.worker.npu import graphs
-from neuronpipe.services.worker.npu.held import HeldProducts
-from neuronpipe.services.worker.npu.providers import provider_of
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.offload.block_weights import held_weights
+from neuronpipe.services.offload.npu import graphs
+from neuronpipe.services.offload.npu.offloaded_blocks import HeldProducts
+from neuronpipe.services.offload.npu.providers import provider_of
+from neuronpipe.services.offload.npu.sessions import Runtime
 
 TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 

@@ -9,7 +9,7 @@ import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, tokens

@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.imported import open_imported
-from neuronpipe.plans.predictor.profile import profile
-from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.predictor.calibration_texts import Texts
+from neuronpipe.plans.predictor.imported_predictor import open_imported
+from neuronpipe.plans.predictor.profiling import profile
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError

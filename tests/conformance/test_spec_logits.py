@@ -15,13 +15,13 @@ from neuronpipe.launch.client import attach
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.worker.backend import Share, StepWork
-from neuronpipe.services.worker.ratings import Ratings
+from neuronpipe.services.steps.backend import Share, StepWork
+from neuronpipe.services.steps.scored_tokens import Ratings
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants, Ranges

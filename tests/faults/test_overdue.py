@@ -13,7 +13,7 @@ from tests.pipeline import Shell, beside_progress
 
 SLEEPING = "loader=argv:sleep 1000"
 STINGY = """
-from neuronpipe.services.cache.service import CacheService
+from neuronpipe.services.cache.cache_service import CacheService
 
 class Stingy(CacheService):
     def _feed(self, counts):

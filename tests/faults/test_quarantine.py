@@ -14,7 +14,7 @@ from tests.pipeline import PATIENCE_S, Shell, beside_progress
 DEADLY_TOKEN = 4000
 KILLERS = """
 import os, signal
-from neuronpipe.services.coordinator.service import CoordinatorService
+from neuronpipe.services.coordinator.coordinator_service import CoordinatorService
 from neuronpipe.services.worker.decode import DecodeService
 from neuronpipe.services.worker.prefill import PrefillService
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 
 from tests.faults.kills import MAX_KILLS, WITHIN_S
 from tests.http_client import served

@@ -62,9 +62,9 @@ def test_processes_that_a_signal_has_stopped_are_replaced_and_the_text_goes_on(
 
 HANGING = """
 import pathlib, time
-from neuronpipe.services.coordinator.service import CoordinatorService
-from neuronpipe.services.cache.service import CacheService
-from neuronpipe.services.gateway import coordinator
+from neuronpipe.services.coordinator.coordinator_service import CoordinatorService
+from neuronpipe.services.cache.cache_service import CacheService
+from neuronpipe.services.gateway.client import run_client as coordinator
 
 class SpinningCoordinator(CoordinatorService):
     def _sample(self, action):

@@ -32,12 +32,14 @@ from neuronpipe.launch.verbs import (
     throttle,
     up,
 )
-from neuronpipe.plans.device.heat import Heat
-from neuronpipe.plans.predictor import profile as profiling
-from neuronpipe.plans.synth import make, measure, twin
+from neuronpipe.plans.device.thermal import Heat
+from neuronpipe.plans.lab.synth import gguf_counterpart as twin
+from neuronpipe.plans.lab.synth import measured_statistics as measure
+from neuronpipe.plans.lab.synth import synthesize as make
+from neuronpipe.plans.predictor import profiling as profiling
 from neuronpipe.protocol import run_directory
 from neuronpipe.protocol.errors import NotRunning
-from neuronpipe.services.worker.npu import files
+from neuronpipe.services.offload.npu import graph_files as files
 
 EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "100"))  # a few seconds; more by hand
 VALUES = st.one_of(
@@ -102,7 +104,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(measure, "measure", begun)
         patch.setattr(files, "write_graphs", begun)
         if importlib.util.find_spec("onnx") is not None:
-            patch.setattr("neuronpipe.services.worker.npu.measure.measure", begun)
+            patch.setattr("neuronpipe.services.offload.npu.accuracy_measurement.measure", begun)
         patch.setattr(throttle, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
         patch.setattr(throttle, "battery_status", lambda: "")
         yield

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import ProcessSpec, parse_plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.sizes import run_layouts
-from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.plan.document import ProcessSpec, parse_plan
+from neuronpipe.plans.plan.segment_sizes import run_layouts
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.validation import validate
 
 from tests.fuzz.test_model_files import fuzzed, mutated_json, only_user_errors
 from tests.service_job import ROLES

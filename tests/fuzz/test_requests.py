@@ -16,10 +16,9 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Bias, Calls, Function, Generate
 from neuronpipe.protocol.options import Option
-from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
-from neuronpipe.services.coordinator.events import (
+from neuronpipe.services.coordinator.sampling import Sampler
+from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.events import (
     Action,
     ProcessReady,
     RequestReceived,
@@ -29,8 +28,9 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     TokensSampled,
 )
-from neuronpipe.services.coordinator.sampling import Sampler
-from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
+from neuronpipe.services.coordinator.text.grammar import Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 from tests.direct_constraints import DirectConstraints
 from tests.fuzz.test_wire import documents

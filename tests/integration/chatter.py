@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.lifecycle import Beat
-from neuronpipe.services.job import Job
+from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.worker.prefill import PrefillService
 
 BEATS = 20_000

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.plan.held import MATRICES
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.specs import SPECS, write_package
@@ -122,7 +122,7 @@ def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
     """Its successor does not find it, and the run goes on without."""
     (shell.folder / "lost.py").write_text(
         "from neuronpipe.protocol.errors import UserError\n"
-        "from neuronpipe.services.worker.accelerator import AcceleratorService\n"
+        "from neuronpipe.services.offload.accelerator import AcceleratorService\n"
         "class Lost(AcceleratorService):\n"
         "    def __init__(self, job):\n"
         "        if job.incarnation:\n"
@@ -174,7 +174,7 @@ def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, w
     """In the middle of a step, while rows of a held matrix are wanted. The log with the reason goes with the run."""
     (shell.folder / "failing.py").write_text(
         "import os, pyopencl\n"
-        "from neuronpipe.services.worker.accelerator import AcceleratorService\n"
+        "from neuronpipe.services.offload.accelerator import AcceleratorService\n"
         "class Failing(AcceleratorService):\n"
         "    def compute(self, step):\n"
         "        backend, first = self._worker._backend, self._service._hello.incarnation == 0\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.package.activity import ALWAYS
+from neuronpipe.plans.package.activity_profile import ALWAYS
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor import texts
+from neuronpipe.plans.predictor import calibration_texts as texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 
 from tests.conformance.specs import SPECS, give_predictor, write_package

@@ -14,7 +14,7 @@ from neuronpipe.launch.conformance.agreement import MAX_DIFFERENCE
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, tokens

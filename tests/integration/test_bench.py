@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.monitor.groups import NUMBER
-from neuronpipe.services.monitor.rings import RunTrace
+from neuronpipe.services.monitor.span_groups import NUMBER
+from neuronpipe.services.monitor.span_rings import RunTrace
 
 from tests.pipeline import Shell
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.pinning import pin
+from neuronpipe.services.runtime.core_pinning import pin
 
 from tests.pipeline import Shell
 

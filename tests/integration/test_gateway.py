@@ -16,7 +16,7 @@ import openai
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.http_client import Server, read_reply, request, served

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 from tests.http_client import Server, served
 from tests.pipeline import Shell

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from neuronpipe.plans.plan.budget import REQUESTS_BYTES
+from neuronpipe.plans.plan.memory_budget import REQUESTS_BYTES
 from neuronpipe.services.gateway.application import PAGE_FOLDER
-from neuronpipe.services.gateway.http_server import MAX_CONNECTIONS
+from neuronpipe.services.gateway.http.http_server import MAX_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
 from tests.pipeline import PATIENCE_S, Shell, eventually

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import GATEWAY_BYTES
+from neuronpipe.plans.plan.memory_budget import GATEWAY_BYTES
 
 from tests.http_client import PATIENCE_S, Reply, Server, read_reply, request
 from tests.pipeline import Run, Shell, eventually

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from neuronpipe.services.monitor.processes import helpers_of
+from neuronpipe.services.monitor.process_usage import helpers_of
 
 from tests.http_client import Server, served
 from tests.pipeline import Shell, eventually

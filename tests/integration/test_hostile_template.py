@@ -10,8 +10,8 @@ from pathlib import Path
 
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.gateway.template_jobs import JOB_S
-from neuronpipe.services.gateway.template_once import examine_template
+from neuronpipe.services.gateway.templates.single_job import examine_template
+from neuronpipe.services.gateway.templates.template_jobs import JOB_S
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.http_client import PATIENCE_S, Reply, Server

@@ -18,7 +18,7 @@ COUNTING = """
 from pathlib import Path
 
 from neuronpipe.protocol.messages.outcome import StepDone
-from neuronpipe.services.coordinator.service import CoordinatorService
+from neuronpipe.services.coordinator.coordinator_service import CoordinatorService
 from neuronpipe.services.worker.decode import DecodeService
 
 

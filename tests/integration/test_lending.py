@@ -14,12 +14,12 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.lending import Lendable, lent_slots
-from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.plans.plan.borrowed_memory import Lendable, lent_slots
+from neuronpipe.plans.plan.document import Plan, read_plan
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.lending.reservation import RELEASE_AFTER_S
-from neuronpipe.services.monitor.regions import Regions
+from neuronpipe.services.coordinator.scheduling.kv_reservation import RELEASE_AFTER_S
+from neuronpipe.services.monitor.resident_regions import Regions
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 

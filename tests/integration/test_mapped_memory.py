@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 
 from tests.pipeline import Shell, eventually
 

@@ -17,8 +17,8 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import conversion
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.pull import sources
-from neuronpipe.plans.pull.packages import Unfinished, begin, package_names, pull_names, pulls_folder
+from neuronpipe.plans.pull import source_models as sources
+from neuronpipe.plans.pull.package_library import Unfinished, begin, package_names, pull_names, pulls_folder
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf

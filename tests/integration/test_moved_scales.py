@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, tokens

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.predictor.calibration_texts import Texts
 from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.bench.npu_pipeline import prefill_figures
@@ -30,10 +30,10 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import onnxruntime
-from neuronpipe.services.worker.npu.files import INDEX, write_graphs
-from neuronpipe.services.worker.npu.measure import keep, measure
-from neuronpipe.services.worker.npu.providers import Provider
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.offload.npu.accuracy_measurement import keep, measure
+from neuronpipe.services.offload.npu.graph_files import INDEX, write_graphs
+from neuronpipe.services.offload.npu.providers import Provider
+from neuronpipe.services.offload.npu.sessions import Runtime
 
 RUNTIME = Path(onnxruntime.__file__).parent / "capi"
 SOURCES = Path(__file__).parents[2] / "services" / "worker" / "npu" / "program"

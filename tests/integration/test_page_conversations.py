@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.http.api_errors import Problem
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys

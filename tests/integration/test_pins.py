@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.pins import Pins
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.document import read_plan
+from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.protocol.layouts.weights import PIN_STATE
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.cache.core import GROW_AFTER_S, SHRINK_AFTER_S, PinTrial
-from neuronpipe.services.monitor.regions import Regions
+from neuronpipe.services.cache.residency import GROW_AFTER_S, SHRINK_AFTER_S, PinTrial
+from neuronpipe.services.monitor.resident_regions import Regions
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.synth.make import synthesize
-from neuronpipe.plans.synth.shapes import SHAPES
+from neuronpipe.plans.lab.synth.shapes import SHAPES
+from neuronpipe.plans.lab.synth.synthesize import synthesize
 
 from tests.pipeline import Shell
 from tests.unit.test_synth import four_layers

@@ -11,9 +11,9 @@ MEASURE = """
 import dataclasses, json
 from pathlib import Path
 from neuronpipe.launch.profile import steps
-from neuronpipe.plans.device.kernels import Case
-from neuronpipe.plans.device.measure import Effort, measure_profile
-from neuronpipe.plans.device.probe import this_device
+from neuronpipe.plans.measure.kernel_speed import Case
+from neuronpipe.plans.measure.device_measurement import Effort, measure_profile
+from neuronpipe.plans.measure.probe import this_device
 
 steps.LAYERS = 1
 steps.REPETITIONS = 2

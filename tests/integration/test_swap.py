@@ -24,7 +24,7 @@ LATER = ("--patience", f"{4 * SLOWER:g}")  # it must be ready by then, whatever 
 WORKERS = """
 import dataclasses, os, time
 from neuronpipe.services.worker.decode import DecodeService
-from neuronpipe.services.loader.service import LoaderService
+from neuronpipe.services.loader.loader_service import LoaderService
 
 class EndsAtOnce:
     def __init__(self, job):

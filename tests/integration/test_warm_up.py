@@ -25,7 +25,7 @@ def test_a_run_that_takes_long_to_start_is_said_to_start(shell: Shell) -> None:
     (shell.folder / "late.py").write_text(
         "import time\n"
         "from pathlib import Path\n"
-        "from neuronpipe.services.loader.service import LoaderService\n"
+        "from neuronpipe.services.loader.loader_service import LoaderService\n"
         "class Late(LoaderService):\n"
         "    def __init__(self, job):\n"
         "        while not Path('go').exists():\n"

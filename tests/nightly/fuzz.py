@@ -35,19 +35,19 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.gguf_header import parse_gguf_header
     from neuronpipe.plans.package.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
-    from neuronpipe.plans.plan.budget import MAX_HELPER_GROWTH_BYTES
-    from neuronpipe.plans.plan.plan import parse_plan
+    from neuronpipe.plans.plan.document import parse_plan
+    from neuronpipe.plans.plan.memory_budget import MAX_HELPER_GROWTH_BYTES
     from neuronpipe.protocol.codec import Vocabulary
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
-    from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars, LibraryFault
-    from neuronpipe.services.coordinator.detokenizer import FileTokenizer
-    from neuronpipe.services.gateway.bodies import parse_body
-    from neuronpipe.services.gateway.messages import ChatTurn
-    from neuronpipe.services.gateway.problems import Problem
-    from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
-    from neuronpipe.services.gateway.template_jobs import (
+    from neuronpipe.services.coordinator.text.grammar import GrammarError, Grammars, LibraryFault
+    from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
+    from neuronpipe.services.gateway.http.api_errors import Problem
+    from neuronpipe.services.gateway.http.request_body import parse_body
+    from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+    from neuronpipe.services.gateway.templates.messages import ChatTurn
+    from neuronpipe.services.gateway.templates.template_jobs import (
         JOB_S,
         WORK,
         PromptJob,

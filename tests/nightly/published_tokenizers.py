@@ -23,11 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from neuronpipe.plans.plan.budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES
+from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate
-from neuronpipe.services.coordinator.constraints.following import FollowedAnswers
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
+from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswers
+from neuronpipe.services.coordinator.text.grammar import Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, TextStream
 
 FAMILIES = ("llama2", "llama3", "gemma3", "qwen3", "deepseek_v3", "gptoss")
 MAX_ANSWER_TOKENS = 1000

@@ -14,9 +14,9 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.memory import Epoch
+from neuronpipe.services.runtime.run_memory import Epoch
+from neuronpipe.services.steps.step_shares import work_of
 from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.shares import work_of
 from neuronpipe.services.worker.worker import Worker
 
 from tests.service_job import make_job

@@ -23,9 +23,9 @@ from neuronpipe.plans.device.accelerator import (
     Launch,
     Visit,
 )
-from neuronpipe.plans.device.difference import difference
-from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import parse_profile
+from neuronpipe.plans.device.profile_difference import difference
 from neuronpipe.protocol.errors import UserError
 
 from tests.opencl import require_opencl
@@ -145,7 +145,7 @@ def test_the_page_and_the_picture_show_it() -> None:
 
 
 def test_what_was_asked_for_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from neuronpipe.services.worker.gpu import device
+    from neuronpipe.services.offload.gpu import device
 
     def nothing(options: str) -> None:
         raise UserError("backend opencl: no device")
@@ -175,7 +175,7 @@ class Child:
 
 
 def test_a_driver_that_fails_while_it_is_measured_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from neuronpipe.services.worker.gpu import measure
+    from neuronpipe.services.offload.gpu import gpu_measurement as measure
 
     for child, why in (
         (Child(['{"error": "backend opencl: nothing"}']), "backend opencl: nothing"),
@@ -192,8 +192,8 @@ def test_a_driver_that_fails_while_it_is_measured_is_one_line(monkeypatch: pytes
 def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
     """So that its bytes over its time are a speed."""
     require_opencl()
-    from neuronpipe.services.worker.gpu.device import find_device
-    from neuronpipe.services.worker.gpu.trial import TrialSteps, fired_of, holder_of, manifest_of
+    from neuronpipe.services.offload.gpu.device import find_device
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, fired_of, holder_of, manifest_of
 
     instructions = ffi.string(lib.np_isa_name()).decode()
     manifest = manifest_of(quantization, 256)
@@ -219,7 +219,7 @@ def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
 @pytest.mark.nightly
 def test_a_device_is_measured() -> None:
     require_opencl()
-    from neuronpipe.services.worker.gpu.measure import POINTS, measure_accelerator
+    from neuronpipe.services.offload.gpu.gpu_measurement import POINTS, measure_accelerator
 
     steps = SimpleNamespace(done=0)
 

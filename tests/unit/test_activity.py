@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.native import lib
-from neuronpipe.plans.activity.experts import guessed_experts
-from neuronpipe.plans.activity.keep import keep
-from neuronpipe.plans.activity.measure import Measured, measure
-from neuronpipe.plans.activity.records import NOBODY, RecordingFolder, token_record
+from neuronpipe.plans.activity.expert_prediction import guessed_experts
+from neuronpipe.plans.activity.recorded_profile import Measured, measure
+from neuronpipe.plans.activity.recording import NOBODY, RecordingFolder, token_record
 from neuronpipe.plans.activity.reorder import reorder
+from neuronpipe.plans.activity.stored_profile import keep
+from neuronpipe.plans.cost.activation_rates import HOTTEST, rates
 from neuronpipe.plans.inspect import describe, profile_lines, render
-from neuronpipe.plans.package.activity import ALWAYS, BATCHES, POLICIES, interpolated, neuron_bin_ends
+from neuronpipe.plans.package.activity_profile import ALWAYS, BATCHES, POLICIES, interpolated, neuron_bin_ends
 from neuronpipe.plans.package.manifest import MANIFEST, identity
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.firing import HOTTEST, rates
+from neuronpipe.plans.predictor.calibration_texts import Texts
 from neuronpipe.plans.predictor.predictions import StoredPredictor
-from neuronpipe.plans.predictor.profile import profile
-from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.predictor.profiling import profile
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.activity.imported import MAX_STORAGE_BYTES, import_activity, read_counts
-from neuronpipe.plans.activity.keep import keep
+from neuronpipe.plans.activity.powerinfer_statistics import MAX_STORAGE_BYTES, import_activity, read_counts
 from neuronpipe.plans.activity.reorder import reorder
-from neuronpipe.plans.package.activity import ALWAYS
+from neuronpipe.plans.activity.stored_profile import keep
+from neuronpipe.plans.package.activity_profile import ALWAYS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.messages.request import Bias, Cancel, Generate
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.coordinator.events import (
+from neuronpipe.services.coordinator.scheduling.events import (
     Action,
     Ahead,
     EpochChanged,
@@ -19,7 +19,7 @@ from neuronpipe.services.coordinator.events import (
     ThrottleChanged,
     TokensSampled,
 )
-from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
 from tests.unit.test_coordinator_core import END, finish, make_scheduler, receive, sent
 

@@ -12,23 +12,9 @@ import highspy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuronpipe.plans.package.activity import (
-    ALWAYS,
-    BATCHES,
-    BINS,
-    EDGES,
-    Activity,
-    ActivityProfile,
-    ProfileMode,
-    activity_bytes,
-)
-from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.pins import Pins, read_counts, write_counts
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
-from neuronpipe.plans.plan.ranking import (
+from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.cluster_ranking import (
     ALIKE,
     ALIKE_RATE,
     LEFT_TO_CLOCK,
@@ -40,9 +26,23 @@ from neuronpipe.plans.plan.ranking import (
     occupied,
     whole_steps,
 )
-from neuronpipe.plans.plan.search import Search, Space
-from neuronpipe.plans.plan.speed import expected
-from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.cost.token_time import expected
+from neuronpipe.plans.package.activity_profile import (
+    ALWAYS,
+    BATCHES,
+    BINS,
+    EDGES,
+    Activity,
+    ActivityProfile,
+    ProfileMode,
+    activity_bytes,
+)
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.pinned_clusters import Pins, read_counts, write_counts
+from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.search import Search, Space
+from neuronpipe.plans.planner.validation import validate
 
 from tests.cpu_time import python_loops
 from tests.unit.test_planner import device, manifest, predicted

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Token
-from neuronpipe.services.gateway.answer_calls import Arguments, Begun, Call, CallingForm, Content, Part, Reader, read
-from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL, CallFormat
-from neuronpipe.services.gateway.echo import nothing
+from neuronpipe.services.gateway.openai.answer_calls import (
+    Arguments,
+    Begun,
+    Call,
+    CallingForm,
+    Content,
+    Part,
+    Reader,
+    read,
+)
+from neuronpipe.services.gateway.openai.echo import nothing
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL, CallFormat
 
 from tests.unit.test_call_formats import BARE_FORM, ID, LIST_FORM
 

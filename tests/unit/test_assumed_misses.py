@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from neuronpipe.plans.plan.assumed import assumed_miss_rate
-from neuronpipe.plans.plan.firing import Rates
+from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.assumed_misses import assumed_miss_rate
 
 DENSE = Rates(chosen=1.0, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)
 MIXTURE = Rates(chosen=0.25, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from neuronpipe.plans.package.activity import ActivityProfile
+from neuronpipe.plans.package.activity_profile import ActivityProfile
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.planner.planner import Wanted, plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import CURVE, device, manifest, predicted

@@ -12,11 +12,11 @@ from neuronpipe.launch.bench.cases import parse_cases
 from neuronpipe.launch.bench.planned import errors, planned
 from neuronpipe.launch.bench.report import planned_table
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.cost.expected_misses import joined_reads
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.missing import joined_reads
-from neuronpipe.plans.plan.plan import Plan, ProcessSpec
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.document import Plan, ProcessSpec
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
 
 from tests.unit.test_held_plan import CURVE, SPEED
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.coordinator.detokenizer import TextStream
-from neuronpipe.services.coordinator.sequences import (
+from neuronpipe.services.coordinator.scheduling.sequences import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     RECENT_TOKENS,
@@ -15,7 +14,8 @@ from neuronpipe.services.coordinator.sequences import (
     Sequence,
     retry_after_s,
 )
-from neuronpipe.services.gateway.problems import from_refusal
+from neuronpipe.services.coordinator.text.tokenizer import TextStream
+from neuronpipe.services.gateway.http.api_errors import from_refusal
 
 from tests.unit.test_coordinator_core import Letters
 

@@ -11,7 +11,7 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.protocol.codec import MAX_FRAME_BYTES
-from neuronpipe.services.cache.core import (
+from neuronpipe.services.cache.residency import (
     GROW_AFTER_S,
     MAX_IDS_PER_MESSAGE,
     SHRINK_AFTER_S,

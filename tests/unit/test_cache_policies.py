@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from neuronpipe.plans.simulate.__main__ import POLICIES, miss_rate, workload
-from neuronpipe.plans.simulate.policies import Clock, Ids, Lfu, Lru, Optimal, Policy, Static
-from neuronpipe.plans.synth.trajectory import PRESETS
+from neuronpipe.plans.activity.replacement_policies import Clock, Ids, Lfu, Lru, Optimal, Policy, Static
+from neuronpipe.plans.lab.simulate.__main__ import POLICIES, miss_rate, workload
+from neuronpipe.plans.lab.synth.trajectory import PRESETS
 
 CLUSTERS, ROOM = 24, 12
 ORDER = np.arange(CLUSTERS)

@@ -6,11 +6,11 @@ import dataclasses
 import json
 
 import pytest
-from neuronpipe.services.gateway.answer_calls import Call, read
-from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
-from neuronpipe.services.gateway.format_probe import probe_format
-from neuronpipe.services.gateway.template_jobs import TemplateSource
-from neuronpipe.services.gateway.templates import Template
+from neuronpipe.services.gateway.openai.answer_calls import Call, read
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
+from neuronpipe.services.gateway.templates.format_probe import probe_format
+from neuronpipe.services.gateway.templates.sandbox import Template
+from neuronpipe.services.gateway.templates.template_jobs import TemplateSource
 
 TURNS = """{%- for m in messages %}{% if m.role == 'tool' %}[result]{{ m.content }}
 {%- elif m.tool_calls is defined %}CALLS{% else %}[{{ m.role }}]{{ m.content }}[end]{% endif %}{% endfor %}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.messages.request import Calls, Function
-from neuronpipe.services.coordinator.constraints.grammar import Grammar, GrammarError, Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
-from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
+from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, TextStream
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from tokenizers import AddedToken, Tokenizer
 
 from tests.unit.test_call_formats import BARE_FORM, LIST_FORM

@@ -9,7 +9,7 @@ import pytest
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.package.manifest import Chat
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.template_once import examine_template
+from neuronpipe.services.gateway.templates.single_job import examine_template
 
 from tests.conformance.checkpoints import TINY, tokenizer, write_checkpoint
 from tests.conformance.gguf_files import write_gguf

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from neuronpipe.services.gateway.template_jobs import MAX_PROMPT_BYTES, Refused, TemplateError, TemplateSource
-from neuronpipe.services.gateway.templates import Template
+from neuronpipe.services.gateway.templates.sandbox import Template
+from neuronpipe.services.gateway.templates.template_jobs import MAX_PROMPT_BYTES, Refused, TemplateError, TemplateSource
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from neuronpipe.plans.convert import block_conversion as work
 from neuronpipe.plans.convert import conversion as conversion_module
-from neuronpipe.plans.convert import convert, work
+from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.convert.huggingface import open_huggingface
@@ -266,7 +267,7 @@ def test_a_killed_conversion_of_shards_goes_on_and_needs_little_memory(tmp_path:
 FAULTS = """
 import resource, sys
 from pathlib import Path
-from neuronpipe.plans.convert import work
+from neuronpipe.plans.convert import block_conversion as work
 from neuronpipe.plans.convert.conversion import convert
 
 work.MIN_SLAB_BYTES = 1 << 20  # as in models whose slabs are too large for the C library to learn by

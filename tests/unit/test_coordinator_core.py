@@ -13,10 +13,9 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Sco
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Calls, Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
-from neuronpipe.services.coordinator.constraints.following import Constraints, Failure
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
-from neuronpipe.services.coordinator.events import (
+from neuronpipe.services.coordinator.sampling import as_logprobs
+from neuronpipe.services.coordinator.scheduling.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.scheduling.events import (
     Abandon,
     Action,
     AnswersKnown,
@@ -39,10 +38,11 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.sampling import as_logprobs
-from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.coordinator.steps import BESIDE_DECODE_TOKENS
-from neuronpipe.services.quarantine import Quarantine
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.steps import BESIDE_DECODE_TOKENS
+from neuronpipe.services.coordinator.text.constrained_answers import Constraints, Failure
+from neuronpipe.services.coordinator.text.grammar import Grammars
+from neuronpipe.services.runtime.quarantine import Quarantine
 
 from tests.direct_constraints import DirectConstraints
 from tests.unit.test_layers import ROOT, imports
@@ -824,7 +824,7 @@ def test_an_idle_process_is_dismissed_at_once_and_only_once() -> None:
 
 
 def test_neither_the_scheduler_nor_what_it_imports_here_has_a_socket_or_a_clock() -> None:
-    room = ROOT / "services/coordinator"
+    room = ROOT / "services/coordinator/scheduling"
     found: set[str] = set()
     todo, seen = [room / "scheduler.py"], set[Path]()
     while todo:
@@ -833,10 +833,16 @@ def test_neither_the_scheduler_nor_what_it_imports_here_has_a_socket_or_a_clock(
         for name in imports(path):
             found.add(name)
             module = room / f"{name.rpartition('.')[2]}.py"
-            if name.startswith("neuronpipe.services.coordinator.") and module.exists() and module not in seen:
+            if (
+                name.startswith("neuronpipe.services.coordinator.scheduling.")
+                and module.exists()
+                and module not in seen
+            ):
                 todo.append(module)
-    assert {path.stem for path in seen} > {"scheduler", "requests", "results"}
-    assert found.isdisjoint({"time", "socket", "zmq", "neuronpipe.protocol.channel", "neuronpipe.services.trace"})
+    assert {path.stem for path in seen} > {"scheduler", "requests", "step_results"}
+    assert found.isdisjoint(
+        {"time", "socket", "zmq", "neuronpipe.protocol.channel", "neuronpipe.services.runtime.trace"}
+    )
 
 
 def test_a_request_waits_for_its_grammar_while_others_go_on() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.profile.steps import kernels_alone
+from neuronpipe.plans.cost import prompt_time as prompts
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
+from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, Cost
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan import prompts
-from neuronpipe.plans.plan.cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, Cost
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.prompts import between_products_ms, products_ms
 
 from tests.unit.test_device_profile import decode_point, profile
 from tests.unit.test_planner import manifest

@@ -17,7 +17,7 @@ PRIME_2_MID_6 = {**dict.fromkeys(range(6), 780), 6: 1024, 7: 1024}
 
 CONFINED = """
 import os
-from neuronpipe.services.pinning import pin, unpinned
+from neuronpipe.services.runtime.core_pinning import pin, unpinned
 
 def cores(): print(len(os.sched_getaffinity(0)))
 

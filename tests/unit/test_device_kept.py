@@ -17,13 +17,23 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor.checks import checks
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device import flash, kept, probe
-from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.kept import DAY_S, MAX_AGE_DAYS, MAX_TRIES, RETRY_S, Kept, keep, kept_or_measured
-from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DramPoint
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES, DramPoint
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.measure import cached_profile as kept
+from neuronpipe.plans.measure import flash_reads as flash
+from neuronpipe.plans.measure import probe
+from neuronpipe.plans.measure.cached_profile import (
+    DAY_S,
+    MAX_AGE_DAYS,
+    MAX_TRIES,
+    RETRY_S,
+    Kept,
+    keep,
+    kept_or_measured,
+)
+from neuronpipe.plans.measure.machine_load import Busyness
 
 from tests.unit.test_device_profile import profile
 

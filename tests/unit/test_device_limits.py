@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.device.limits import (
+from neuronpipe.plans.device.process_limits import (
     Memory,
     read_cores,
     read_cpu_quota,

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.native import ffi
-from neuronpipe.plans.device import busy, crew, flash
-from neuronpipe.plans.device.arena import Neurons, largest_cache_bytes, make_arena
-from neuronpipe.plans.device.crew import Member, measured_together
-from neuronpipe.plans.device.flash import read_cases
-from neuronpipe.plans.device.kernels import KINDS, all_cases
-from neuronpipe.plans.device.measure import Effort, measure_flash, measure_profile
-from neuronpipe.plans.device.points import CoreClass
+from neuronpipe.plans.device.measured_points import CoreClass
 from neuronpipe.plans.device.profile import parse_profile
+from neuronpipe.plans.measure import benchmark_processes as crew
+from neuronpipe.plans.measure import flash_reads as flash
+from neuronpipe.plans.measure import machine_load as busy
+from neuronpipe.plans.measure.benchmark_processes import Member, measured_together
+from neuronpipe.plans.measure.benchmark_slots import Neurons, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.device_measurement import Effort, measure_flash, measure_profile
+from neuronpipe.plans.measure.flash_reads import read_cases
+from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.protocol.errors import UserError
 

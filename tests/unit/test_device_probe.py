@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.device import flash, memory
-from neuronpipe.plans.device.brief import measure_briefly
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
-from neuronpipe.plans.device.flash import measure
-from neuronpipe.plans.device.kernels import kernel_cases
-from neuronpipe.plans.device.probe import _kernel_cases, file_system, probe, profile_path, this_device
+from neuronpipe.plans.measure import flash_reads as flash
+from neuronpipe.plans.measure import memory_bandwidth as memory
+from neuronpipe.plans.measure.brief_measurement import measure_briefly
+from neuronpipe.plans.measure.flash_reads import measure
+from neuronpipe.plans.measure.kernel_speed import kernel_cases
+from neuronpipe.plans.measure.probe import _kernel_cases, file_system, probe, profile_path, this_device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -48,7 +49,7 @@ def test_a_second_probe_reads_the_curve_of_the_first(package: Path) -> None:
 
 def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
-    monkeypatch.setattr("neuronpipe.plans.device.brief.FULL_REPETITION_S", 0.001)
+    monkeypatch.setattr("neuronpipe.plans.measure.brief_measurement.FULL_REPETITION_S", 0.001)
     brief, full = probe(package).flash, probe(package, brief=False).flash
     assert brief is not None
     assert full is not None
@@ -133,7 +134,7 @@ def test_a_start_measures_the_kernels_of_its_package_with_one_worker_and_with_al
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reading memory in pieces was taken for computing rows, which is half as fast."""
-    monkeypatch.setattr("neuronpipe.plans.device.brief.BRIEF_REPETITION_S", 0.001)
+    monkeypatch.setattr("neuronpipe.plans.measure.brief_measurement.BRIEF_REPETITION_S", 0.001)
     allowed = os.sched_getaffinity(0)
     little = dataclasses.replace(this_device(), memory_available_bytes=16 * memory.MIN_BYTES)
     manifest = Package.open(DEMO).manifest

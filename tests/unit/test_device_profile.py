@@ -13,9 +13,8 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import draw
 from neuronpipe.plans.device.cores import Kind
-from neuronpipe.plans.device.difference import difference
-from neuronpipe.plans.device.figures import Figure, between, between_all
-from neuronpipe.plans.device.points import (
+from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_points import (
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
     DecodeKind,
@@ -32,6 +31,7 @@ from neuronpipe.plans.device.points import (
     Wait,
 )
 from neuronpipe.plans.device.profile import MAX_POINTS, VERSION, DeviceProfile, FlashProfile, parse_profile
+from neuronpipe.plans.device.profile_difference import difference
 from neuronpipe.protocol.errors import UserError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.launch.profile.steps import LEAST_US, _Reading
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.points import ReadDelay, ReadFactor
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.io_wait import Named, Reads, Waiting, backlog, queued
+from neuronpipe.plans.cost.token_time import decode_reads
+from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.cost import Cost
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.plan import Expected, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.speed import decode_reads
-from neuronpipe.plans.plan.waiting import Named, Reads, Waiting, backlog, queued
+from neuronpipe.plans.plan.document import Expected, Plan
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import GIB, SPEED, device, manifest, predicted

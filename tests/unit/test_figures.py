@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from neuronpipe.launch.bench import report
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.plan import ProcessSpec
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.document import ProcessSpec
+from neuronpipe.plans.plan.report import explain
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
 
 from tests.service_job import ROLES
 

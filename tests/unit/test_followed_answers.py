@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.plans.plan.budget import GRAMMAR_TOKEN_BYTES, MIN_GRAMMARS_BYTES
+from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MIN_GRAMMARS_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate, GrammarSyntax
-from neuronpipe.services.coordinator.constraints import following
-from neuronpipe.services.coordinator.constraints.following import FollowedAnswer, FollowedAnswers
-from neuronpipe.services.coordinator.constraints.grammar import Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text import constrained_answers as following
+from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswer, FollowedAnswers
+from neuronpipe.services.coordinator.text.grammar import Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 pytest.importorskip("llguidance")
 PATH = Path(__file__).parents[2] / "plans/demo/package/tokenizer.json"

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from neuronpipe.services.coordinator.constraints.grammar import Grammar, Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.grammar import Grammar, Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 pytest.importorskip("llguidance")

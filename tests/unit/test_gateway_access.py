@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.access import AccessControl
-from neuronpipe.services.gateway.listener import Listener, checked_origins
-from neuronpipe.services.gateway.memory_account import Account
-from neuronpipe.services.gateway.metrics import Metrics
+from neuronpipe.services.gateway.http.access import AccessControl
+from neuronpipe.services.gateway.http.memory_account import Account
+from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.runtime.listener import Listener, checked_origins
 
 KEY = "0123456789abcdef"
 PAGE = "https://chat.example.org"

@@ -13,12 +13,12 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.answers import COMMENT, Answer
-from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
-from neuronpipe.services.gateway.echo import nothing
-from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
-from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem, unavailable
+from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
+from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.gateway.openai.echo import nothing
+from neuronpipe.services.gateway.openai.response_encoding import ChatForm, Form, TextForm
+from neuronpipe.services.gateway.openai.response_sending import COMMENT, Answer
 
 from tests.pipeline import SLOWER
 
@@ -141,7 +141,7 @@ def test_a_refusal_before_that_has_a_status_of_its_own() -> None:
 
 
 def test_a_stream_that_waits_is_kept_alive_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.02)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.COMMENT_S", 0.02)
 
     async def scene() -> None:
         async with answering() as (played, task):
@@ -159,7 +159,7 @@ def test_a_stream_that_waits_is_kept_alive_with_comments(monkeypatch: pytest.Mon
 
 
 def test_a_stream_whose_run_is_yet_to_be_started_has_its_headers_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.02)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.COMMENT_S", 0.02)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -178,7 +178,7 @@ def test_a_stream_whose_run_is_yet_to_be_started_has_its_headers_and_comments(mo
 
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.02 if waited else PATIENCE_S)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.02 if waited else PATIENCE_S)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -200,7 +200,7 @@ def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, mo
 
 
 def test_a_client_that_leaves_while_its_run_is_started_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -215,7 +215,7 @@ def test_a_client_that_leaves_while_its_run_is_started_waits_for_nothing(monkeyp
 
 
 def test_a_whole_answer_whose_run_is_yet_to_be_started_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -243,7 +243,7 @@ def test_a_stream_whose_text_ends_without_a_token_has_its_beginning_and_end(monk
 
 
 def test_a_whole_answer_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.COMMENT_S", 0.01)
 
     async def scene() -> None:
         async with answering(stream=False) as (played, task):
@@ -277,7 +277,7 @@ def rated(kind: type[Form], *tokens: Token) -> Form:
 
 @pytest.mark.parametrize("kind", [ChatForm, TextForm])
 def test_a_whole_answer_that_grows_too_large_is_given_up(kind: type[Form], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.forms.MAX_KEPT_CHARACTERS", 1000)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_encoding.MAX_KEPT_CHARACTERS", 1000)
     token = dataclasses.replace(TOKEN, logprob=-0.5, piece=b"piece")
     with pytest.raises(Problem, match="ask for a stream") as refused:
         rated(kind, *[token] * 100)

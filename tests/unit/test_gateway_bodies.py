@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.request import MAX_TOKENS
-from neuronpipe.services.gateway.bodies import parse_body
-from neuronpipe.services.gateway.constraints import Constraint
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import (
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import parse_body
+from neuronpipe.services.gateway.openai.answer_constraints import Constraint
+from neuronpipe.services.gateway.openai.request_schema import (
     MAX_CHOICES,
     MAX_PROMPTS,
     ChatRequest,

@@ -17,8 +17,8 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
-from neuronpipe.services.gateway.coordinator import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox, new_name
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox, new_name
+from neuronpipe.services.gateway.http.api_errors import Problem
 
 from tests.pipeline import SLOWER
 
@@ -208,7 +208,7 @@ def test_texts_that_are_given_up_while_they_wait_are_never_sent(endpoint: str) -
 def test_a_request_that_has_begun_waits_where_others_fill_the_run(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.coordinator.BUSY_AGAIN_S", 0.05)
+    monkeypatch.setattr("neuronpipe.services.gateway.client.run_client.BUSY_AGAIN_S", 0.05)
 
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
@@ -263,7 +263,7 @@ def test_a_gateway_whose_words_were_all_lost_connects_again_and_asks_for_its_tex
             mailbox, accepted = await ask(coordinator, 2), 0
             while accepted < 2:
                 accepted += len(await mailbox.take())
-            monkeypatch.setattr("neuronpipe.services.gateway.coordinator.MAX_UNHEARD", 3)
+            monkeypatch.setattr("neuronpipe.services.gateway.client.run_client.MAX_UNHEARD", 3)
             played.lost = 3
             await coordinator.fresh_status(PATIENCE_S)
             assert played.lost == 0
@@ -290,7 +290,7 @@ def test_a_coordinator_that_was_only_slow_gives_every_token_once(
 
             await take(3)
             for name, value in (("MAX_UNHEARD", 3), ("LOST_S", 0.1)):
-                monkeypatch.setattr(f"neuronpipe.services.gateway.coordinator.{name}", value)
+                monkeypatch.setattr(f"neuronpipe.services.gateway.client.run_client.{name}", value)
             played.stopped = True
             for _ in range(8):
                 with pytest.raises(Problem, match="does not answer"):

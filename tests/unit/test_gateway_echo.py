@@ -11,11 +11,11 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.answers import COMMENT
-from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
-from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm, offsets
-from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.gateway.openai.echo import EchoAnswer, EchoForm, offsets
+from neuronpipe.services.gateway.openai.response_sending import COMMENT
 
 from tests.unit.test_gateway_answers import DONE
 
@@ -116,7 +116,7 @@ class Slow(Played):
 
 
 def test_a_stream_whose_prompt_is_being_scored_is_kept_alive_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.echo.COMMENT_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.echo.COMMENT_S", 0.01)
     *comments, _, _ = answered(Slow(ANSWER), stream=True, max_tokens=0).split(b"\n\n")
     assert comments[0] == COMMENT.removesuffix(b"\n\n")
     assert json.loads(comments[-1].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from neuronpipe.services import gateway
-from neuronpipe.services.gateway.bodies import parse_body
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
-from neuronpipe.services.gateway.responses import ResponsesRequest
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import parse_body
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
 from openai.types import chat, completion_create_params, responses
 
 README = (Path(gateway.__path__[0]) / "README.md").read_text()

@@ -9,11 +9,11 @@ from typing import Any
 import openai.types.responses as known
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
-from neuronpipe.services.gateway.bodies import parse_body
-from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.response_form import ResponseForm
-from neuronpipe.services.gateway.responses import NOT_STORED, ResponsesRequest
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import parse_body
+from neuronpipe.services.gateway.openai.responses_api import NOT_STORED, ResponsesRequest
+from neuronpipe.services.gateway.openai.responses_encoding import ResponseForm
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from pydantic import TypeAdapter
 
 from tests.unit.test_gateway_answers import DONE

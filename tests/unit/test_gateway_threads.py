@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 MANY_THREADS = """
 import threading
 from neuronpipe.protocol.channel import open_context
-from neuronpipe.services.gateway.service import bounded_growth
+from neuronpipe.services.gateway.gateway_service import bounded_growth
 import zmq
 
 with bounded_growth():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.gguf_parts import gguf_models, model_stem, part_of
+from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.pull.sources import Origin, is_source
+from neuronpipe.plans.pull.source_models import Origin, is_source
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import TINY

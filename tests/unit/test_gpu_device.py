@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from neuronpipe.plans.plan.held import Accelerator
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.gpu import device
+from neuronpipe.services.offload.gpu import device
 
 CONFIG = SimpleNamespace(ROUND_TO_NEAREST=1, INF_NAN=2, DENORM=4, CORRECTLY_ROUNDED_DIVIDE_SQRT=8)
 CPU, GPU = 1, 2

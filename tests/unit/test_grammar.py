@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from neuronpipe.services.coordinator.constraints.grammar import Grammar, GrammarError, Grammars
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 llguidance = pytest.importorskip("llguidance")

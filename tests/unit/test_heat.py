@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.launch.verbs.throttle import MAX_SHARE, Throttling, render
-from neuronpipe.plans.device.heat import Heat, Sensor, read_heat
+from neuronpipe.plans.device.thermal import Heat, Sensor, read_heat
 
 
 def zone(root: Path, number: int, name: str, temperature: int, trips: dict[str, int] | None = None) -> None:

@@ -9,19 +9,19 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import DRIVER_BYTES, INTERPRETER_PER_PROCESS_BYTES
-from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.held import (
+from neuronpipe.plans.plan.document import ACCELERATOR, Compute, Plan, ProcessSpec, parse_plan
+from neuronpipe.plans.plan.memory_budget import DRIVER_BYTES, INTERPRETER_PER_PROCESS_BYTES
+from neuronpipe.plans.plan.offloaded_blocks import (
     MATRICES,
     Accelerator,
     held_matrices_bytes,
     held_steps_bytes,
     held_weights_bytes,
 )
-from neuronpipe.plans.plan.plan import ACCELERATOR, Compute, Plan, ProcessSpec, parse_plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.runtimes import holder_bytes
-from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.plan.report import explain
+from neuronpipe.plans.plan.runtime_memory import holder_bytes
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 
 MIB = 1 << 20

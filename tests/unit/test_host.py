@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch.serving import host
 from neuronpipe.launch.serving.host import Host, Offer
-from neuronpipe.services.gateway.listener import bind
+from neuronpipe.services.runtime.listener import bind
 
 
 class PlayedRun:

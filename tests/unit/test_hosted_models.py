@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from neuronpipe.services.gateway import hosted
-from neuronpipe.services.gateway.hosted import HostedModels
-from neuronpipe.services.gateway.models import Model, Run
-from neuronpipe.services.gateway.pool import Pool
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.runs import hosted_packages as hosted
+from neuronpipe.services.gateway.runs.hosted_packages import HostedModels
+from neuronpipe.services.gateway.runs.run_pool import Pool
+from neuronpipe.services.gateway.runs.served_models import Model, Run
 
 from tests.pipeline import SLOWER
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull import answers
+from neuronpipe.plans.pull import http_answers as answers
 from neuronpipe.plans.pull import hub as hub_module
 
 from tests.conformance.checkpoints import TINY, write_checkpoint

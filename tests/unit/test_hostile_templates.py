@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.plans.plan.budget import MIN_TEMPLATES_BYTES
-from neuronpipe.services.gateway.messages import ChatTurn
-from neuronpipe.services.gateway.template_jobs import (
+from neuronpipe.plans.plan.memory_budget import MIN_TEMPLATES_BYTES
+from neuronpipe.services.gateway.templates.messages import ChatTurn
+from neuronpipe.services.gateway.templates.template_jobs import (
     JOB_S,
     WORK,
     PromptJob,
@@ -18,7 +18,7 @@ from neuronpipe.services.gateway.template_jobs import (
     WrittenPrompt,
     report_job,
 )
-from neuronpipe.services.gateway.template_work import prepare
+from neuronpipe.services.gateway.templates.template_process import prepare
 from neuronpipe.services.untrusted.helper import Helper, UntrustedError
 
 LIMIT_S = 0.25

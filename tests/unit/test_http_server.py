@@ -11,7 +11,7 @@ import pytest
 SERVER = """if True:
     import asyncio, os, signal, socket
     import uvicorn
-    from neuronpipe.services.gateway.http_server import SleepingServer
+    from neuronpipe.services.gateway.http.http_server import SleepingServer
 
     async def application(scope, receive, send):
         raise AssertionError

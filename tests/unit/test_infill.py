@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 from neuronpipe.protocol.messages.client import Accepted, Token, Tokenized
 from neuronpipe.protocol.messages.request import Generate, Tokenize
-from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
-from neuronpipe.services.gateway.forms import TextForm
-from neuronpipe.services.gateway.infill import FAMILIES, Found, Infill, InfillAnswer
-from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.metrics import Metrics
+from neuronpipe.services.gateway.openai.infill import FAMILIES, Found, Infill, InfillAnswer
+from neuronpipe.services.gateway.openai.response_encoding import TextForm
 from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 
 from tests.unit.test_gateway_answers import DONE, PATIENCE_S
@@ -136,7 +136,7 @@ def test_other_models_are_shown_texts() -> None:
 
 def test_a_gap_is_shown_as_the_model_knows_it_once_its_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then a stream has its head and comments."""
-    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
 
     async def scene() -> None:
         live = asyncio.get_running_loop().create_future()

@@ -13,12 +13,12 @@ import pytest
 from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor.checks import _kept_figures
-from neuronpipe.plans.device import probe
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
-from neuronpipe.plans.device.kept import keep_profile, kept_profile
-from neuronpipe.plans.device.limits import Memory
+from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.plan.planner import device_facts
+from neuronpipe.plans.measure import probe
+from neuronpipe.plans.measure.cached_profile import keep_profile, kept_profile
+from neuronpipe.plans.planner.planner import device_facts
 
 from tests.unit.test_device_profile import DAY_S, GIB, KIB, changed, figure, profile
 
@@ -217,7 +217,7 @@ def started(package: Path, patch: pytest.MonkeyPatch, found: DeviceProfile, *, q
     kept(package, taken_at=time.time() - 3600)
     patch.setattr(probe, "measure_memory", lambda *_, **__: found)
     patch.setattr(probe, "measure", lambda *_, **__: None)
-    patch.setattr("neuronpipe.plans.device.kept.is_quiet", lambda: quiet)
+    patch.setattr("neuronpipe.plans.measure.cached_profile.is_quiet", lambda: quiet)
     used = probe.probe(package).profile
     assert used is not None
     return used

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from neuronpipe.plans.device.limits import read_stalled_share
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.token_time import expected
+from neuronpipe.plans.device.process_limits import read_stalled_share
 from neuronpipe.plans.package.layout import PAGE_BYTES
-from neuronpipe.plans.plan.budget import held_bytes
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.lending import SHORT_PROMPT_TOKENS, Lendable, lent_slots, with_lent_slots
-from neuronpipe.plans.plan.pins import pins_within
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
-from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, open_clusters
-from neuronpipe.plans.plan.speed import expected
+from neuronpipe.plans.plan.borrowed_memory import SHORT_PROMPT_TOKENS, Lendable, lent_slots, with_lent_slots
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.plan.memory_budget import held_bytes
+from neuronpipe.plans.plan.pinned_clusters import pins_within
+from neuronpipe.plans.plan.segment_sizes import RunShape, fixed_layouts, open_clusters
+from neuronpipe.plans.planner.planner import Wanted, plan
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.events import (
+from neuronpipe.services.cache.memory_pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
+from neuronpipe.services.cache.slot_resizing import GIVE_UP_AFTER_S, Resizing
+from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.events import (
     EpochChanged,
     MemoryReleased,
     MemoryReserved,
@@ -32,11 +34,9 @@ from neuronpipe.services.coordinator.events import (
     Tick,
     TokensSampled,
 )
-from neuronpipe.services.coordinator.prefixes import FORGET_AFTER_S
-from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.lending.pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
-from neuronpipe.services.lending.reservation import RELEASE_AFTER_S, Reservation
-from neuronpipe.services.lending.resizing import GIVE_UP_AFTER_S, Resizing
+from neuronpipe.services.coordinator.scheduling.kv_reservation import RELEASE_AFTER_S, Reservation
+from neuronpipe.services.coordinator.scheduling.prefix_reuse import FORGET_AFTER_S
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
 from tests.unit.test_coordinator_core import (
     LETTERS,

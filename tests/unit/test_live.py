@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.errors import NotRunning
-from neuronpipe.services.gateway import live
-from neuronpipe.services.gateway.live import Live
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.runs import live_view as live
+from neuronpipe.services.gateway.runs.live_view import Live
 
 
 def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Problem:

@@ -20,14 +20,14 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint
 from neuronpipe.plans.package import safetensors_header
-from neuronpipe.plans.package.fields import parse_json
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import build_header, read_header
 from neuronpipe.plans.package.tokenizer import Panic, open_tokenizer
-from neuronpipe.plans.predictor.imported import open_imported
+from neuronpipe.plans.predictor.imported_predictor import open_imported
+from neuronpipe.plans.strict_json import parse_json
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
-from neuronpipe.services.gateway import bodies
-from neuronpipe.services.gateway.bodies import parse_body, read_body
-from neuronpipe.services.gateway.coordinator import MAX_WAITING_BYTES, Mailbox
-from neuronpipe.services.gateway.memory_account import SCOPE_KEY, Account, Charge, message_bytes, parsed_bytes
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.client.run_client import MAX_WAITING_BYTES, Mailbox
+from neuronpipe.services.gateway.http import request_body as bodies
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, Account, Charge, message_bytes, parsed_bytes
+from neuronpipe.services.gateway.http.request_body import parse_body, read_body
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest, Sampling
 from starlette.requests import Request
 
 

@@ -12,7 +12,7 @@ import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, ProcessMemory, process_memory
 from neuronpipe.protocol.layout import Layout
-from neuronpipe.services.monitor.processes import helpers_of
+from neuronpipe.services.monitor.process_usage import helpers_of
 from neuronpipe.services.worker.cpu import PrivateStage
 
 MIB = 1 << 20

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.cli import _parsed
 from neuronpipe.launch.planning import DEMO, Planned, Subject, memory_warning, planned_for
-from neuronpipe.plans.device.limits import Memory, read_memory
+from neuronpipe.plans.device.process_limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 
 from tests.unit.test_device_limits import write

@@ -17,12 +17,12 @@ from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT
 from neuronpipe.protocol.run_directory import RunFile, RunSummary, SegmentHandle, started
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.monitor.activity import CELLS, Activity
-from neuronpipe.services.monitor.core import MAX_EVENTS, Monitor
-from neuronpipe.services.monitor.groups import NUMBER
-from neuronpipe.services.monitor.processes import Processes
-from neuronpipe.services.monitor.regions import Regions, Residency
-from neuronpipe.services.monitor.rings import SPANS
+from neuronpipe.services.monitor.process_usage import Processes
+from neuronpipe.services.monitor.resident_regions import Regions, Residency
+from neuronpipe.services.monitor.snapshots import MAX_EVENTS, Monitor
+from neuronpipe.services.monitor.span_activity import CELLS, Activity
+from neuronpipe.services.monitor.span_groups import NUMBER
+from neuronpipe.services.monitor.span_rings import SPANS
 
 SUMMARY = RunSummary(
     model="m",

@@ -10,7 +10,7 @@ from neuronpipe.launch.notices import first_time
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
 
 from tests.unit.test_phone_plan import PHONE
 

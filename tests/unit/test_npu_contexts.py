@@ -17,11 +17,11 @@ from neuronpipe.launch.doctor.checks import Check
 from neuronpipe.launch.doctor.npu import npu_checks
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.npu import chips, providers
-from neuronpipe.services.worker.npu.chips import CHIPS, Found, chip_of, find_chip
-from neuronpipe.services.worker.npu.files import INDEX, contexts_for, folder_of, write_graphs
-from neuronpipe.services.worker.npu.providers import Provider, provider_of
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.offload.npu import chips, providers
+from neuronpipe.services.offload.npu.chips import CHIPS, Found, chip_of, find_chip
+from neuronpipe.services.offload.npu.graph_files import INDEX, contexts_for, folder_of, write_graphs
+from neuronpipe.services.offload.npu.providers import Provider, provider_of
+from neuronpipe.services.offload.npu.sessions import Runtime
 
 from tests.conformance.specs import SPECS, write_package
 
@@ -104,7 +104,7 @@ def test_an_emulator_is_not_taken_for_a_device() -> None:
 
 
 def test_contexts_come_by_their_graphs(package: Package) -> None:
-    from neuronpipe.services.worker.npu.files import model_graphs
+    from neuronpipe.services.offload.npu.graph_files import model_graphs
 
     contexts = contexts_for(package.path, package.manifest, CHIP, 64, QNN)
     assert contexts is not None

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Quantization
-from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, graphs_for
+from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, graphs_for
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.backend import create_backend
-from neuronpipe.services.worker.npu import sessions
-from neuronpipe.services.worker.npu.providers import Provider, provider_of
+from neuronpipe.services.offload.npu import sessions
+from neuronpipe.services.offload.npu.providers import Provider, provider_of
+from neuronpipe.services.steps.backend import create_backend
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants
@@ -27,10 +27,10 @@ from tests.conformance.specs import SPECS, write_package
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from neuronpipe.services.worker.npu import graphs
-from neuronpipe.services.worker.npu.files import write_graphs
-from neuronpipe.services.worker.npu.products import Products, is_clamped
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.offload.npu import graphs
+from neuronpipe.services.offload.npu.graph_files import write_graphs
+from neuronpipe.services.offload.npu.layer_products import Products, is_clamped
+from neuronpipe.services.offload.npu.sessions import Runtime
 
 CPU = Provider("cpu")
 TEXT = np.random.default_rng(5).integers(0, 100, 90).tolist()

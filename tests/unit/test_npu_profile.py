@@ -16,18 +16,18 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.neural import CORES, Prompts, prompts_here
 from neuronpipe.launch.planning import DEMO, Subject, add_package_argument, add_plan_arguments, planned_for
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.manifest import MANIFEST, identity
-from neuronpipe.plans.package.npu import NpuProfile, matrix_sizes
+from neuronpipe.plans.package.npu_section import NpuProfile, matrix_sizes
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan, backend_of
-from neuronpipe.plans.plan.quality import Quality, allows_npu
-from neuronpipe.plans.predictor.profile import perplexity
-from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.plan.document import Plan, backend_of
+from neuronpipe.plans.planner.mode_choice import Quality, allows_npu
+from neuronpipe.plans.predictor.calibration_texts import Texts
+from neuronpipe.plans.predictor.profiling import perplexity
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.npu.chips import chip_of
-from neuronpipe.services.worker.npu.providers import Provider
+from neuronpipe.services.offload.npu.chips import chip_of
+from neuronpipe.services.offload.npu.providers import Provider
 
 from tests.conformance.participants import Participants
 from tests.conformance.specs import SPECS, write_package
@@ -35,11 +35,11 @@ from tests.conformance.specs import SPECS, write_package
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from neuronpipe.services.worker.npu import graphs
-from neuronpipe.services.worker.npu.files import contexts_for, folder_of, write_graphs
-from neuronpipe.services.worker.npu.measure import NOTICEABLE, keep, measure
-from neuronpipe.services.worker.npu.products import Products
-from neuronpipe.services.worker.npu.sessions import Runtime
+from neuronpipe.services.offload.npu import graphs
+from neuronpipe.services.offload.npu.accuracy_measurement import NOTICEABLE, keep, measure
+from neuronpipe.services.offload.npu.graph_files import contexts_for, folder_of, write_graphs
+from neuronpipe.services.offload.npu.layer_products import Products
+from neuronpipe.services.offload.npu.sessions import Runtime
 
 pytestmark = pytest.mark.slow  # nearly all measure a model first
 CPU = Provider("cpu")

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import cast
 
 from neuronpipe.launch.supervisor.overdue import OVERDUE_TIMES, OVERDUE_WITHIN_S, Overdue
-from neuronpipe.services.coordinator.events import ProcessKey
-from neuronpipe.services.implementations import Implementation, Implementations
-from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.overdue import (
+from neuronpipe.services.coordinator.scheduling.events import ProcessKey
+from neuronpipe.services.coordinator.scheduling.overdue_processes import (
     GIVE_UP_S,
     LOOK_S,
     REPLACE_S,
@@ -21,6 +19,8 @@ from neuronpipe.services.overdue import (
     with_dropped,
     write_reasons,
 )
+from neuronpipe.services.runtime.implementations import Implementation, Implementations
+from neuronpipe.services.runtime.run_memory import RunMemory
 
 LOADER, CACHE, DECODE, PREFILL = ("loader", 0), ("cache", 0), ("decode", 0), ("prefill", 0)
 FOREIGN = Implementation("argv:./theirs", "/")

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.package import atomic_output as package_directory
 from neuronpipe.plans.package import reader
-from neuronpipe.plans.package import whole as package_directory
+from neuronpipe.plans.package.atomic_output import PartialDirectory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import TensorEntry, build_header, read_header
-from neuronpipe.plans.package.whole import PartialDirectory
 from neuronpipe.protocol.errors import UserError
 from safetensors import safe_open
 from safetensors.numpy import save_file

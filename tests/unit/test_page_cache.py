@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.manifest import FIXED
-from neuronpipe.plans.package.passing import BLOCK_BYTES, passing
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.uncached_read import BLOCK_BYTES, passing
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.loader.service import load_fixed
+from neuronpipe.services.loader.loader_service import load_fixed
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

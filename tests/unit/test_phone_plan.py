@@ -13,14 +13,14 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.points import StepPoint
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import StepPoint
+from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_file import FOLDER, read_device
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
-from neuronpipe.plans.simulate.described import described
-from neuronpipe.plans.simulate.device_file import FOLDER, read_device
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
 
 GIB = 1 << 30
 PHONES = ("oneplus-12", "oneplus-ace-2")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from neuronpipe.launch.verbs.status import show_misses
-from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.plans.planner.planner import Wanted, plan
 from neuronpipe.protocol.messages.client import Pins, Status
-from neuronpipe.services.cache.core import PinTrial
-from neuronpipe.services.cache.service import Pinning
-from neuronpipe.services.misses import Misses, MissesOfRun, is_far_above, misses_of
+from neuronpipe.services.cache.cache_service import Pinning
+from neuronpipe.services.cache.residency import PinTrial
+from neuronpipe.services.runtime.miss_counts import Misses, MissesOfRun, is_far_above, misses_of
 
 from tests.unit.test_planner import device, manifest
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.parse import MAX_CLUSTERS
-from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.plan import Plan, parse_plan
-from neuronpipe.plans.plan.planner import Wanted, plan
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS
-from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.plan.document import Plan, parse_plan
+from neuronpipe.plans.plan.memory_budget import MIB
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS
+from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.participant import create_engine, native_shape
 

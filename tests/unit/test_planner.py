@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.read_sizes import units
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
@@ -24,15 +26,13 @@ from neuronpipe.plans.package.manifest import (
     SilentLayer,
     Source,
 )
-from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget, trusted_bytes
-from neuronpipe.plans.plan.explain import difference, explain
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.pins import pins_within
-from neuronpipe.plans.plan.plan import Mode, Plan, ProcessSpec, parse_plan, read_plan
-from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.reading import units
-from neuronpipe.plans.plan.regions import NOTHING_PINNED, fill
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
+from neuronpipe.plans.plan.document import Mode, Plan, ProcessSpec, parse_plan, read_plan
+from neuronpipe.plans.plan.memory_budget import MIB, Budgets, memory_budget, trusted_bytes
+from neuronpipe.plans.plan.pinned_clusters import pins_within
+from neuronpipe.plans.plan.report import difference, explain
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
+from neuronpipe.plans.planner.planner import TECHNIQUES, DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, fill
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -483,8 +483,8 @@ def test_the_expected_token_is_the_sum_of_its_terms() -> None:
 
 def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ASSUMED_TOKEN_WEIGHTS_PER_S", 1e15), ("ASSUMED_ATTENDED_PER_S", 1e15), ("GATE_NS", 0.0)):
-        monkeypatch.setattr(f"neuronpipe.plans.plan.cost.{name}", value)  # so that memory is what counts
-    monkeypatch.setattr("neuronpipe.plans.plan.prompts.SUM_PASSES", 0)
+        monkeypatch.setattr(f"neuronpipe.plans.cost.work_cost.{name}", value)  # so that memory is what counts
+    monkeypatch.setattr("neuronpipe.plans.cost.prompt_time.SUM_PASSES", 0)
     m = manifest(width=1024, neurons=4096)
     made = plan(m, device(memory_bytes=8 * GIB), Wanted())
     e, chunk = made.expected, made.compute.prefill_chunk_tokens

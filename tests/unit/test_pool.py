@@ -6,7 +6,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from neuronpipe.services.gateway.pool import Order, Pool
+from neuronpipe.services.gateway.runs.run_pool import Order, Pool
 
 START, END = "start", "end"
 

@@ -20,6 +20,7 @@ from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.manifest import Predictor, PredictorQuality, Side
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.calibration_texts import Texts
 from neuronpipe.plans.predictor.fit import (
     MIN_CHANCE,
     NEVER,
@@ -30,10 +31,9 @@ from neuronpipe.plans.predictor.fit import (
     leading_directions,
     least_chance,
 )
-from neuronpipe.plans.predictor.imported import open_imported
+from neuronpipe.plans.predictor.imported_predictor import open_imported
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
-from neuronpipe.plans.predictor.profile import profile
-from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.predictor.profiling import profile
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.reference.quantized import Vectors, product
 from neuronpipe.plans.reference.weights import PackageWeights

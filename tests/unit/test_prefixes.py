@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.coordinator.prefixes import (
+from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
     FORGET_AFTER_S,
     FreeSlots,
     Match,

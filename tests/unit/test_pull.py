@@ -21,7 +21,7 @@ from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull import arrival
+from neuronpipe.plans.pull import downloads as arrival
 from neuronpipe.plans.pull import hub as hub_module
 
 from tests.conformance.checkpoints import TINY, Recipe, tensors, write_checkpoint, write_safetensors

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch.arguments.settings import settings_file
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.convert.pieces import Piece
+from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.pull.packages import checked_name, data_folder, package_path
+from neuronpipe.plans.pull.package_library import checked_name, data_folder, package_path
 from neuronpipe.plans.pull.pull import most_held_bytes
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot
 from neuronpipe.protocol.errors import UserError

@@ -9,9 +9,9 @@ import pytest
 from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S, RestartBudget
 from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS, board
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
-from neuronpipe.services.coordinator.events import EpochChanged, ProcessReady, StepLeft, Tell, TokensSampled
-from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.quarantine import (
+from neuronpipe.services.coordinator.scheduling.events import EpochChanged, ProcessReady, StepLeft, Tell, TokensSampled
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
+from neuronpipe.services.runtime.quarantine import (
     CERTAIN,
     CRASH_WEIGHT,
     FORGET_AFTER_S,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from neuronpipe.services import reach
-from neuronpipe.services.gateway.listener import bind
-from neuronpipe.services.reach import reached_at
+from neuronpipe.services.runtime import reachable_addresses as reach
+from neuronpipe.services.runtime.listener import bind
+from neuronpipe.services.runtime.reachable_addresses import reached_at
 
 KEY = "0123456789abcdef"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from neuronpipe.launch.serving.restarting import FIRST_S, MOST_S, STEADY_S, Backoff, refuse_for
-from neuronpipe.services.gateway.listener import Listener, bind
+from neuronpipe.services.runtime.listener import Listener, bind
 
 
 @pytest.fixture

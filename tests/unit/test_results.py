@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.messages.client import Finished, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Bias, Generate
-from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.constraints.following import Failure
-from neuronpipe.services.coordinator.detokenizer import TextStream
-from neuronpipe.services.coordinator.events import Logprobs, TokensSampled
-from neuronpipe.services.coordinator.results import Results, sample_row, with_logprobs
-from neuronpipe.services.coordinator.sequences import Generation
+from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.events import Logprobs, TokensSampled
+from neuronpipe.services.coordinator.scheduling.sequences import Generation
+from neuronpipe.services.coordinator.scheduling.step_results import Results, sample_row, with_logprobs
+from neuronpipe.services.coordinator.text.constrained_answers import Failure
+from neuronpipe.services.coordinator.text.tokenizer import TextStream
 
 END = frozenset({0, 9})
 

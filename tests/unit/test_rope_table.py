@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
-from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.reference.engine import rotate
+from neuronpipe.plans.strict_json import Record
 
 LLAMA3 = {
     "rope_type": "llama3",

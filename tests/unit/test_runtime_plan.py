@@ -8,12 +8,12 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.plan import Plan, ProcessSpec
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.runtimes import MAX_PRODUCT_NEURONS, RUNTIMES
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, private_layouts, product_blocks
-from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.plan.document import Plan, ProcessSpec
+from neuronpipe.plans.plan.report import explain
+from neuronpipe.plans.plan.runtime_memory import MAX_PRODUCT_NEURONS, RUNTIMES
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, private_layouts, product_blocks
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 
 from tests.unit.test_held_plan import CURVE, SPEED

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import lib
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.coordinator.events import SampleRow, TokensSampled
 from neuronpipe.services.coordinator.sampling import Sampler
+from neuronpipe.services.coordinator.scheduling.events import SampleRow, TokensSampled
 
 VOCABULARY = 50
 PROMPT = (3, 3, 7, 11)

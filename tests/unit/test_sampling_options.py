@@ -18,12 +18,12 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import RANGES, SAMPLING_OPTIONS, Generate
 from neuronpipe.protocol.options import SAMPLING, Option, Range, sampling_options_of
-from neuronpipe.services.coordinator.admission import Admission, Limits
-from neuronpipe.services.gateway import requests
-from neuronpipe.services.gateway.bodies import parse_body
-from neuronpipe.services.gateway.description import description
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import CompletionRequest
+from neuronpipe.services.coordinator.scheduling.admission import Admission, Limits
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import parse_body
+from neuronpipe.services.gateway.openai import request_schema as requests
+from neuronpipe.services.gateway.openai.request_schema import CompletionRequest
+from neuronpipe.services.gateway.openapi_description import description
 
 NUMBERS = [option for option in SAMPLING_OPTIONS if option.range is not None]
 OF_EVERY_WAY = {"request", "prompt", "tokens", "frame", "max_tokens", "stop", "seed", "share_prefix", "owner"}
@@ -36,7 +36,7 @@ OF_A_FORM = {
     "stop_tokens",
 }  # each way writes these in its own form
 IN_HTTP = {"ignore_end": "ignore_eos"}
-PAGE = Path(requests.__file__).parent / "page" / "index.html"
+PAGE = Path(requests.__file__).parents[1] / "page" / "index.html"
 LIMITS = Limits(
     mode="exact",
     sequences=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from neuronpipe.services.coordinator.constraints.schemas import KNOWN_FORMATS, as_followed
+from neuronpipe.services.coordinator.text.json_schemas import KNOWN_FORMATS, as_followed
 
 NAME: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
 CLOSED = NAME | {"additionalProperties": False}

@@ -9,9 +9,9 @@ from neuronpipe.protocol.messages.client import Likely, Rated, Refused, Scored
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Score
 from neuronpipe.protocol.messages.worker import Prefill
-from neuronpipe.services.coordinator.events import Action, ProcessReady, ScoreTokens, StepLeft, TokensScored
 from neuronpipe.services.coordinator.sampling import as_logprobs
-from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.events import Action, ProcessReady, ScoreTokens, StepLeft, TokensScored
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
 from tests.unit.test_coordinator_core import PREFILL_NUMERICS, Letters, make_scheduler, receive, sent, told
 

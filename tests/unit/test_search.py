@@ -12,12 +12,12 @@ from neuronpipe.plans.device.device import FlashPoint
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest
-from neuronpipe.plans.plan import search as searching
-from neuronpipe.plans.plan.budget import Budgets
-from neuronpipe.plans.plan.plan import Mode, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, LimitTooSmall, Wanted, plan
-from neuronpipe.plans.plan.quality import allowed_modes
-from neuronpipe.plans.plan.search import (
+from neuronpipe.plans.plan.document import Mode, Plan
+from neuronpipe.plans.plan.memory_budget import Budgets
+from neuronpipe.plans.planner import search as searching
+from neuronpipe.plans.planner.mode_choice import allowed_modes
+from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.planner.search import (
     ANSWER,
     MIN_GAIN,
     PRECISION,
@@ -27,7 +27,7 @@ from neuronpipe.plans.plan.search import (
     Search,
     Space,
 )
-from neuronpipe.plans.plan.tradeoffs import binds, describe, render
+from neuronpipe.plans.planner.tradeoffs import binds, describe, render
 from neuronpipe.protocol.errors import UserError
 
 from tests.cpu_time import python_loops
@@ -233,7 +233,7 @@ def test_without_measurements_the_rules_decide_and_it_is_said() -> None:
 def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, slower: float, kept: bool
 ) -> None:
-    """What speed.py expects is replaced, so that the difference is what the name says."""
+    """What plans/cost/token_time.py expects is replaced, so that the difference is what the name says."""
 
     def expecting(
         made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None, heat: None = None

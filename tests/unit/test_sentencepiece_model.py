@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer
 from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 

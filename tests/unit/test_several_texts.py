@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.planner import DeviceFacts, LimitTooSmall, Wanted, plan
-from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
+from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 
 from tests.unit.test_planner import device, manifest
 

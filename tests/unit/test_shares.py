@@ -8,8 +8,15 @@ from collections.abc import Sequence
 import pytest
 from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.coordinator.events import Action, RequestReceived, SampleTokens, SendStep, Tell, TokensSampled
-from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.scheduling.events import (
+    Action,
+    RequestReceived,
+    SampleTokens,
+    SendStep,
+    Tell,
+    TokensSampled,
+)
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
 from tests.unit.test_coordinator_core import finish, make_scheduler
 

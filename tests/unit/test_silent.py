@@ -18,9 +18,9 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.profile import perplexity
-from neuronpipe.plans.predictor.silent import remove_thresholds, set_thresholds, speaking
-from neuronpipe.plans.predictor.texts import MIN_TOKENS, Texts, activity_windows, from_file
+from neuronpipe.plans.predictor.calibration_texts import MIN_TOKENS, Texts, activity_windows, from_file
+from neuronpipe.plans.predictor.profiling import perplexity
+from neuronpipe.plans.predictor.thresholds import remove_thresholds, set_thresholds, speaking
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray

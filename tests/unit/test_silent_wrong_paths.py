@@ -76,7 +76,7 @@ import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.plans.predictor.imported import open_imported
+from neuronpipe.plans.predictor.imported_predictor import open_imported
 from safetensors.numpy import save_file
 
 from tests.conformance.checkpoints import RECIPES, TINY, write_checkpoint

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.activity.replacement_policies import Clock
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.lab.simulate.caching import NativeClock
+from neuronpipe.plans.lab.simulate.decode import Situation
+from neuronpipe.plans.lab.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
+from neuronpipe.plans.lab.simulate.events import Simulation
+from neuronpipe.plans.lab.simulate.models import model_named, model_of
+from neuronpipe.plans.lab.simulate.npu_prefill import Graphs, Prefilled, prefilled
+from neuronpipe.plans.lab.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
+from neuronpipe.plans.lab.simulate.simulate import Result, Wishes, simulate
+from neuronpipe.plans.lab.simulate.systems import SYSTEMS
+from neuronpipe.plans.lab.simulate.task_times import FileCosts
+from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.simulate.caching import NativeClock
-from neuronpipe.plans.simulate.costs import FileCosts
-from neuronpipe.plans.simulate.decode import Situation
-from neuronpipe.plans.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
-from neuronpipe.plans.simulate.events import Simulation
-from neuronpipe.plans.simulate.models import model_named, model_of
-from neuronpipe.plans.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
-from neuronpipe.plans.simulate.policies import Clock
-from neuronpipe.plans.simulate.prefill_ours import Graphs, Prefilled, prefilled
-from neuronpipe.plans.simulate.recording import Recording
-from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
-from neuronpipe.plans.simulate.systems import SYSTEMS
 from neuronpipe.protocol.errors import UserError
 
 PHONE = "oneplus-12"
@@ -206,7 +206,7 @@ def test_a_recording_that_is_none_is_refused_in_one_line(
 def test_a_recording_that_swells_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronpipe.plans.simulate.recording.MAX_RECORDING_BYTES", 1000)
+    monkeypatch.setattr("neuronpipe.plans.lab.simulate.wanted_neurons.MAX_RECORDING_BYTES", 1000)
     np.savez_compressed(tmp_path / "r.npz", **_recorded(wanted=np.zeros((3, 1000, 1), np.uint8)))
     with pytest.raises(UserError, match=r"r\.npz: larger than the 1000 bytes"):
         Recording.load(tmp_path / "r.npz")

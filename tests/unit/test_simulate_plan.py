@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.activity.replacement_policies import Clock, Ids
+from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_file import DeviceModel, read_device
+from neuronpipe.plans.lab.simulate.models import model_named
+from neuronpipe.plans.lab.simulate.residency import Region, Text, planned_traffic
+from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
+from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
+from neuronpipe.plans.lab.simulate.task_times import PlannedCosts
+from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
+from neuronpipe.plans.lab.simulate.workload import Wanted as WantedNeurons
+from neuronpipe.plans.lab.simulate.workload import Workload, in_clusters
+from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.cost import Cost
-from neuronpipe.plans.plan.plan import Mode, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, device_facts, plan
-from neuronpipe.plans.simulate.costs import PlannedCosts
-from neuronpipe.plans.simulate.described import described
-from neuronpipe.plans.simulate.device_file import DeviceModel, read_device
-from neuronpipe.plans.simulate.models import model_named
-from neuronpipe.plans.simulate.policies import Clock, Ids
-from neuronpipe.plans.simulate.recording import Recording
-from neuronpipe.plans.simulate.residency import Region, Text, planned_traffic
-from neuronpipe.plans.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
-from neuronpipe.plans.simulate.unmade import unmade_manifest
-from neuronpipe.plans.simulate.workload import Wanted as WantedNeurons
-from neuronpipe.plans.simulate.workload import Workload, in_clusters
-from neuronpipe.plans.synth.shapes import SHAPES
+from neuronpipe.plans.plan.document import Mode, Plan
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 
 

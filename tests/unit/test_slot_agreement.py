@@ -16,9 +16,9 @@ from neuronpipe.protocol.links import CACHE, CONTROL
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.lifecycle import Drain
 from neuronpipe.protocol.messages.loader import Grant, Reset
-from neuronpipe.services.cache.service import CacheService
-from neuronpipe.services.loader.service import LoaderService
-from neuronpipe.services.memory import Rings
+from neuronpipe.services.cache.cache_service import CacheService
+from neuronpipe.services.loader.loader_service import LoaderService
+from neuronpipe.services.runtime.run_memory import Rings
 
 from tests.pipeline import eventually
 from tests.service_job import make_job

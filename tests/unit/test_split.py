@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from neuronpipe.launch import searching
 from neuronpipe.launch.planning import Subject, add_plan_arguments, planned_for
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.expected_misses import Slots, parts
+from neuronpipe.plans.cost.token_time import step_ms
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     AcceleratorProfile,
@@ -22,16 +25,13 @@ from neuronpipe.plans.device.accelerator import (
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.held import Accelerator, held_clusters, matrix_bytes, show_held
-from neuronpipe.plans.plan.missing import Slots, parts
-from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, ProcessSpec
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.speed import step_ms
-from neuronpipe.plans.plan.split import best_by_texts
-from neuronpipe.plans.simulate.models import model_named
-from neuronpipe.plans.simulate.unmade import unmade_manifest
+from neuronpipe.plans.lab.simulate.models import model_named
+from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
+from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_clusters, matrix_bytes, show_held
+from neuronpipe.plans.plan.report import explain
+from neuronpipe.plans.planner.offload_split import best_by_texts
+from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
 
 from tests.unit.test_accelerator_profile import figure
 from tests.unit.test_device_profile import profile

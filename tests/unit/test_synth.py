@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.lab.simulate.models import model_of
+from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
+from neuronpipe.plans.lab.simulate.wanted_neurons import Recording, record
+from neuronpipe.plans.lab.synth import activation_rates as firing
+from neuronpipe.plans.lab.synth import codes
+from neuronpipe.plans.lab.synth import synthesize as make
+from neuronpipe.plans.lab.synth.directions import Directions
+from neuronpipe.plans.lab.synth.measured_statistics import measure, render
+from neuronpipe.plans.lab.synth.routing import ROUTINGS, Routing, frequencies, routing_of
+from neuronpipe.plans.lab.synth.shapes import SHAPES, coordinates, rank_of
+from neuronpipe.plans.lab.synth.synthesize import synthesize
+from neuronpipe.plans.lab.synth.trajectory import PRESETS, trajectory
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.manifest import TOKENIZER
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
-from neuronpipe.plans.simulate.models import model_of
-from neuronpipe.plans.simulate.recording import Recording, record
-from neuronpipe.plans.simulate.unmade import unmade_manifest
-from neuronpipe.plans.synth import codes, firing, make
-from neuronpipe.plans.synth.directions import Directions
-from neuronpipe.plans.synth.make import synthesize
-from neuronpipe.plans.synth.measure import measure, render
-from neuronpipe.plans.synth.routing import ROUTINGS, Routing, frequencies, routing_of
-from neuronpipe.plans.synth.shapes import SHAPES, coordinates, rank_of
-from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.plans.lab.synth import gguf_counterpart as twin_module
+from neuronpipe.plans.lab.synth.gguf_counterpart import MIN_VOCABULARY, write_twin
+from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.reference.engine import expert_shares
-from neuronpipe.plans.synth import twin as twin_module
-from neuronpipe.plans.synth.routing import frequencies, routing_of
-from neuronpipe.plans.synth.twin import MIN_VOCABULARY, write_twin
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 

@@ -6,13 +6,13 @@ import asyncio
 import time
 
 import pytest
-from neuronpipe.plans.plan.budget import MAX_TEMPLATE_HELPERS, MIN_TEMPLATES_BYTES
-from neuronpipe.services.gateway import template_pool
-from neuronpipe.services.gateway.messages import ChatTurn
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
-from neuronpipe.services.gateway.template_pool import TemplatePool
-from neuronpipe.services.gateway.template_work import prepare
+from neuronpipe.plans.plan.memory_budget import MAX_TEMPLATE_HELPERS, MIN_TEMPLATES_BYTES
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.templates import template_pool
+from neuronpipe.services.gateway.templates.messages import ChatTurn
+from neuronpipe.services.gateway.templates.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
+from neuronpipe.services.gateway.templates.template_pool import TemplatePool
+from neuronpipe.services.gateway.templates.template_process import prepare
 from neuronpipe.services.untrusted import process
 from neuronpipe.services.untrusted.awaiting import AwaitedHelper
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from neuronpipe.services.coordinator.detokenizer import TextStream
+from neuronpipe.services.coordinator.text.tokenizer import TextStream
 
 
 class Bytes:

@@ -20,7 +20,7 @@ from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.worker.backend import create_backend
+from neuronpipe.services.steps.backend import create_backend
 
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 

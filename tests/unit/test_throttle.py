@@ -6,7 +6,7 @@ import pytest
 from neuronpipe.protocol.codec import from_map
 from neuronpipe.protocol.errors import WireError
 from neuronpipe.protocol.messages.request import Throttle as ThrottleMessage
-from neuronpipe.services.coordinator.scheduler import Throttle
+from neuronpipe.services.coordinator.scheduling.scheduler import Throttle
 
 
 def paused_s(throttle: Throttle, took_s: float, now: float) -> float:

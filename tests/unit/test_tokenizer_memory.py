@@ -17,7 +17,7 @@ MAX_TIMES_FILE = 10  # 14 before memory was given back, 7 since
 SCRIPT = """
 import sys
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 def resident_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))

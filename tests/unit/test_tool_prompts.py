@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.gateway.bodies import parse_body
-from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL
-from neuronpipe.services.gateway.chat import Chat, Prompt
-from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import ChatRequest
-from neuronpipe.services.gateway.template_pool import TemplatePool
-from neuronpipe.services.gateway.template_work import prepare
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import parse_body
+from neuronpipe.services.gateway.openai.chat_prompt import Chat, Prompt
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL
+from neuronpipe.services.gateway.templates.template_pool import TemplatePool
+from neuronpipe.services.gateway.templates.template_process import prepare
 
 from tests.unit.test_call_formats import BARE, BLOCKS, ENDING, FRAMED, LIST
 

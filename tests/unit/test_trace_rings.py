@@ -7,8 +7,8 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spans import FIELDS, KINDS, SPAN_BYTES
-from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.trace import Trace, now
+from neuronpipe.services.runtime.run_memory import RunMemory
+from neuronpipe.services.runtime.trace import Trace, now
 
 
 def test_kinds_have_the_numbers_of_the_native_library() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.services.gateway.turns import Turns
+from neuronpipe.services.gateway.client.fair_queue import Turns
 
 
 def test_owners_take_turns_and_keep_their_own_order() -> None:

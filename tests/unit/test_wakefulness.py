@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.memory_watch import open_stall_trigger
-from neuronpipe.services.lending.pressure import Pressure
-from neuronpipe.services.wakefulness import BEAT_S, IDLE_S, LINGER_S, TELL_SUPERVISOR_S, Wakefulness
+from neuronpipe.services.cache.memory_pressure import Pressure
+from neuronpipe.services.coordinator.sleep import BEAT_S, IDLE_S, LINGER_S, TELL_SUPERVISOR_S, Wakefulness
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from neuronpipe.launch.watch.pager import LEAVES, Pager
 from neuronpipe.launch.watch.screen import View, render
 from neuronpipe.protocol.messages.client import WarmUp
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
-from neuronpipe.services.monitor.groups import GROUPS
+from neuronpipe.services.monitor.span_groups import GROUPS
 from rich.console import Console, Group
 from rich.segment import Segment
 from rich.text import Text

@@ -19,7 +19,7 @@ from neuronpipe.launch.supervisor.watchdog import (
     Watchdog,
     sight_of,
 )
-from neuronpipe.services.pulse import Pulse, event_loop, shared_words, unwatched
+from neuronpipe.services.runtime.pulse import Pulse, event_loop, shared_words, unwatched
 
 from tests.pipeline import eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
 
 

@@ -44,7 +44,7 @@ export function introduction(name, chat) {
   return name === DEMO ? `${base} This small demo knows only Python code.` : base;
 }
 
-// What else there is, for a person who has only the demo. The name is FIRST_MODEL of plans/pull/packages.py.
+// What else there is, for a person who has only the demo. The name is FIRST_MODEL of plans/pull/package_library.py.
 export function advice(name) {
   if (name !== DEMO) return "";
   return "A small model that answers: neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct (270 MB), " +

@@ -1,0 +1,163 @@
+"""From a recording to a profile: frequencies of neurons and experts, reuse, the curve, misses. A layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from neuronpipe.plans.activity.expert_prediction import guessed_experts
+from neuronpipe.plans.activity.miss_curves import miss_curves
+from neuronpipe.plans.activity.recording import Recorded
+from neuronpipe.plans.package.activity_profile import (
+    ALWAYS,
+    BATCHES,
+    EDGES,
+    ActivityProfile,
+    Points,
+    ProfileMode,
+    neuron_bin_ends,
+)
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
+
+SHOWN_DIGITS = 6
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Frequencies:
+    """What activity.bin has of one profile: shares 0..1 of experts [batches, layers, experts] and of neurons [batches,
+    layers, experts, neurons]."""
+
+    experts: NDArray[np.float32]
+    neurons: NDArray[np.float32]
+
+    def to_bytes(self, bins: NDArray[np.float32]) -> tuple[bytes, bytes]:
+        """As they are written: what comes first of each profile, and what comes last."""
+        return _stored(self.experts) + _stored(bins), _stored(self.neurons)
+
+
+def _stored(shares: NDArray[np.float32]) -> bytes:
+    return np.round(shares * ALWAYS).astype("<u2").tobytes()
+
+
+def hottest_first(neurons: NDArray[np.float32]) -> NDArray[np.intp]:
+    """The order of one feed-forward's neurons [batches, neurons]: by how often a token wants them; where that is the
+    same, by how often the largest batch does."""
+    return np.lexsort((-neurons[-1], -neurons[0]))
+
+
+def binned(manifest: Manifest, neurons: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Mean frequencies between EDGES [batches, layers, experts, bins]: in the order of the package where that is by
+    frequency, else hottest first. An empty bin has the frequency of the neuron it begins at."""
+    ends = neuron_bin_ends(manifest.model.neurons)
+    ordered = manifest.layout.neuron_order == "frequency"
+    bins = np.empty((*neurons.shape[:-1], len(EDGES) - 1), np.float32)
+    for layer, expert in np.ndindex(*neurons.shape[1:3]):
+        own = neurons[:, layer, expert]
+        own = own if ordered else own[:, hottest_first(own)]
+        for number, start in enumerate(ends[:-1]):
+            first = min(start, own.shape[1] - 1)
+            bins[:, layer, expert, number] = own[:, first : max(first + 1, ends[number + 1])].mean(axis=1)
+    return bins
+
+
+def curve(bins: NDArray[np.float32], neurons: int) -> Points:
+    """Share of the neurons -> share of what a token wants that is theirs; mean over the feed-forwards, by how much each
+    of them wants."""
+    ends = np.array(neuron_bin_ends(neurons))
+    wanted = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=(0, 1))
+    total = wanted.sum()
+    shares = np.cumsum(wanted) / total if total else ends[1:] / neurons
+    points = {0.0: 0.0}
+    points |= dict(
+        zip((ends[1:] / neurons).round(SHOWN_DIGITS).tolist(), shares.round(SHOWN_DIGITS).tolist(), strict=True)
+    )
+    return tuple((points | {1.0: 1.0}).items())
+
+
+@frozen
+class Measured:
+    """A profile, its frequencies, and the manifest's shares of neurons that fire, and whose trigger does."""
+
+    profile: ActivityProfile
+    frequencies: Frequencies
+    fired_by_layer: tuple[float, ...]
+    trigger_fired_by_layer: tuple[float, ...]
+
+
+def measure(
+    manifest: Manifest, recorded: Recorded, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
+) -> Measured:
+    """What a recording says. progress: in feed-forwards, then in miss rates, of all."""
+    model, count = manifest.model, len(recorded.tokens)
+    frequencies = Frequencies(
+        np.zeros((len(BATCHES), model.layers, model.experts), np.float32),
+        np.zeros((len(BATCHES), model.layers, model.experts, model.neurons), np.float32),
+    )
+    continued, wanted_by_layer, reuse_by_layer = recorded.continued(), [], []
+    for layer in range(model.layers):
+        again = continued_wants = wants = 0
+        for expert in range(model.experts):
+            bits = recorded.of(layer, expert)
+            for number, batch in enumerate(BATCHES):
+                union = _union(bits, batch)
+                neurons = np.unpackbits(union, axis=1, count=model.neurons, bitorder="little")
+                frequencies.neurons[number, layer, expert] = neurons.mean(axis=0, dtype=np.float64)
+            wants += int(np.bitwise_count(bits).sum())
+            continued_wants += int(np.bitwise_count(bits[continued]).sum())
+            again += int(np.bitwise_count((bits[1:] & bits[:-1])[continued[1:]]).sum())
+            progress(layer * model.experts + expert, 2 * model.ffns)
+        for number, batch in enumerate(BATCHES):
+            frequencies.experts[number, layer] = _experts(recorded.tokens["expert"][:, layer], model.experts, batch)
+        wanted_by_layer.append(wants / (count * model.experts_per_token * model.neurons))
+        reuse_by_layer.append(again / continued_wants if continued_wants else 0.0)
+    bins = binned(manifest, frequencies.neurons)
+    misses = miss_curves(
+        manifest,
+        recorded,
+        frequencies.neurons[0],
+        mode,
+        lambda done, all_: progress(model.ffns + done * model.ffns // all_, 2 * model.ffns),
+    )
+    guessed = guessed_experts(recorded.tokens["expert"], model.experts) if model.experts > 1 else ((), ())
+    profile = ActivityProfile(
+        mode=mode,
+        source="measured",
+        text=text,
+        tokens=count,
+        curve=curve(bins, model.neurons),
+        wanted_by_layer=_rounded(wanted_by_layer),
+        reuse_by_layer=_rounded(reuse_by_layer),
+        misses=misses,
+        experts_by_frequency=_rounded(guessed[0]),
+        experts_by_layer_before=_rounded(guessed[1]),
+    )
+    shares = [
+        _rounded(recorded.tokens[name].sum(axis=(0, 2)) / (count * model.experts_per_token * model.neurons))
+        for name in ("active", "fired")
+    ]
+    return Measured(profile, frequencies, shares[0], shares[1])
+
+
+def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(round(float(value), SHOWN_DIGITS) for value in values)
+
+
+def _parts(values: NDArray[np.generic], batch: int) -> NDArray[np.generic]:
+    """The tokens of `batch` equal parts of the text side by side, as if they were texts decoded together: [batch,
+    tokens of a part, ...]."""
+    each = len(values) // batch
+    return values[: each * batch].reshape(batch, each, *values.shape[1:])
+
+
+def _union(bits: NDArray[np.uint8], batch: int) -> NDArray[np.uint8]:
+    return np.asarray(np.bitwise_or.reduce(_parts(bits, batch), axis=0))
+
+
+def _experts(chosen: NDArray[np.int32], experts: int, batch: int) -> NDArray[np.float64]:
+    """How often each expert computes a batch, of the experts that each token chose [tokens, chosen]."""
+    hits = (chosen[:, :, None] == np.arange(experts)).any(axis=1)
+    return np.asarray(np.logical_or.reduce(_parts(hits, batch), axis=0).mean(axis=0))

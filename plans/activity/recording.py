@@ -1,0 +1,184 @@
+"""What a text wanted of each layer, token by token, in a folder beside the package until the profile is made.
+
+The folder has `of.json`, which says what was recorded, and `tokens.bin`, an array of `token_dtype`. Context windows are
+recorded whole: who was interrupted goes on with the first one that is missing. The analysis maps the file and looks at
+one layer after the other, so that memory stays small.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from hashlib import sha256
+from types import TracebackType
+
+import numpy as np
+from neuronpipe.native import lib
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.activity_profile import ProfileMode
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
+
+NOBODY = -1  # in the place of an expert: none of its neurons was looked at
+Windows = Sequence[Sequence[int]]
+
+
+def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
+    """One token. For each layer, of each expert that computed it, by ascending number: its number; how many of its
+    neurons fired, and of how many the value was not zero; a bit for each neuron that was wanted, lowest bit first."""
+    places = (model.layers, model.experts_per_token)
+    return np.dtype(
+        [
+            ("expert", "<i4", places),
+            ("fired", "<u4", places),
+            ("active", "<u4", places),
+            ("wanted", "u1", (*places, -(-model.neurons // 8))),
+        ]
+    )
+
+
+def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) -> NDArray[np.void]:
+    """One token's record from the bits of np_activity, [layers * experts, neurons or more]."""
+    record = np.zeros((), token_dtype(model))
+    record["expert"] = NOBODY
+    flags = flags[:, : model.neurons].reshape(model.layers, model.experts, -1)
+    wanted = lib.NP_TRIGGERED if mode == "predicted" else lib.NP_FIRED
+    for layer, of_layer in enumerate(flags):
+        chosen = np.flatnonzero(of_layer.any(axis=1))
+        if len(chosen) > model.experts_per_token:
+            raise ValueError(f"layer {layer}: {len(chosen)} experts computed one token")
+        here, own = np.s_[layer, : len(chosen)], of_layer[chosen]
+        record["expert"][here] = chosen
+        record["fired"][here] = ((own & lib.NP_FIRED) != 0).sum(axis=1)
+        record["active"][here] = ((own & lib.NP_ACTIVE) != 0).sum(axis=1)
+        record["wanted"][here] = np.packbits((own & wanted) != 0, axis=1, bitorder="little")
+    return record
+
+
+@frozen
+class Recorded:
+    """A whole recording. windows: how many tokens each context window has."""
+
+    model: ModelSpec
+    windows: tuple[int, ...]
+    tokens: NDArray[np.void]
+
+    def of(self, layer: int, expert: int) -> NDArray[np.uint8]:
+        """What every token wanted of one feed-forward, a bit for each neuron: uint8 [tokens, ceil(neurons / 8)]."""
+        places = self.tokens["expert"][:, layer] == expert
+        bits = np.zeros((len(self.tokens), self.tokens["wanted"].shape[-1]), np.uint8)
+        tokens, place = np.nonzero(places)
+        bits[tokens] = self.tokens["wanted"][tokens, layer, place]
+        return bits
+
+    def continued(self) -> NDArray[np.bool_]:
+        """Which tokens have one before them in their context window."""
+        mask = np.ones(len(self.tokens), bool)
+        mask[np.cumsum((0, *self.windows[:-1]))] = False
+        return mask
+
+
+class RecordingFolder:
+    """Context manager: the recording of these context windows, or what an interrupted one has of it. It stays until it
+    is removed. Raises UserError for what the disk refuses."""
+
+    def __init__(self, package: Package, mode: ProfileMode, windows: Windows) -> None:
+        place = package.path.absolute()
+        self.path = place.with_name(f".{place.name}.activity-{mode}")
+        self._locked = package.path
+        self._model, self._windows = package.manifest.model, windows
+        text = sha256(json.dumps([list(window) for window in windows]).encode()).hexdigest()
+        self._of = json.dumps({"package": package.manifest.id, "mode": mode, "text": text})
+        self._token_bytes = token_dtype(self._model).itemsize
+        self.windows_done = 0
+
+    def __enter__(self) -> RecordingFolder:
+        self._lock()
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock_descriptor)
+            raise
+        return self
+
+    def _lock(self) -> None:
+        """The package is this command's: another one would write into the same recording, and the profile that is kept
+        first would be lost."""
+        self._lock_descriptor = os.open(self._locked, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_descriptor)
+            raise UserError(f"{self._locked}: is being profiled by another command; wait for it, or end it") from None
+
+    def _open(self) -> None:
+        try:
+            if not self._is_ours():
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.path.mkdir(parents=True)
+                (self.path / "of.json").write_text(self._of)
+            self._file = (self.path / "tokens.bin").open("ab")
+            self._go_on()
+            self._require_space()
+        except OSError as error:
+            raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        os.close(self._lock_descriptor)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole recording."""
+        return sum(map(len, self._windows)) * self._token_bytes
+
+    def add(self, window: Sequence[NDArray[np.void]]) -> None:
+        """The next context window."""
+        if len(window) != len(self._windows[self.windows_done]):
+            raise ValueError(f"{len(window)} tokens of {len(self._windows[self.windows_done])}")
+        try:
+            for token in window:
+                self._file.write(token.tobytes())
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
+        self.windows_done += 1
+
+    def recorded(self) -> Recorded:
+        """All of it, mapped."""
+        tokens = np.memmap(self.path / "tokens.bin", token_dtype(self._model), "r")
+        return Recorded(self._model, tuple(map(len, self._windows)), tokens)
+
+    def remove(self) -> None:
+        """The profile is made."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _is_ours(self) -> bool:
+        try:
+            return (self.path / "of.json").read_text() == self._of
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def _go_on(self) -> None:
+        there, whole = self._file.seek(0, 2) // self._token_bytes, 0
+        for window in self._windows:
+            if whole + len(window) > there:
+                break
+            whole += len(window)
+            self.windows_done += 1
+        self._file.truncate(whole * self._token_bytes)
+
+    def _require_space(self) -> None:
+        needed = self.bytes - self._file.seek(0, 2)
+        if (free := shutil.disk_usage(self.path).free) < needed:
+            raise UserError(
+                f"{self.path}: the recording needs {needed:,} bytes, but {free:,} are free on that disk; "
+                "fewer --tokens need less"
+            )

@@ -1,0 +1,75 @@
+"""Keeping a profile in its package: activity.bin and the manifest's `profiles`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from neuronpipe.plans.activity.recorded_profile import Measured, binned
+from neuronpipe.plans.package.activity_profile import PROFILE_MODES, ActivityProfile, ProfileMode
+from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.package.manifest import ACTIVITY, MANIFEST, FileEntry, Manifest
+from neuronpipe.plans.package.optional_file import give_file
+from neuronpipe.plans.package.reader import Package
+
+Stored = tuple[bytes, bytes]
+"""One profile's part of activity.bin: what comes before all neurons, and its neurons."""
+
+
+def keep(package: Package, measured: Measured) -> Package:
+    """Give a package a profile, in the place of an older one of the same mode. Its id changes. Raises UserError."""
+    manifest, mode = package.manifest, measured.profile.mode
+    stored = {one.mode: package.activity.stored(one.mode) for one in manifest.profiles}
+    stored[mode] = measured.frequencies.to_bytes(binned(manifest, measured.frequencies.neurons))
+    profiles = {one.mode: one for one in manifest.profiles} | {mode: measured.profile}
+    if mode == "exact":
+        manifest = replace(
+            manifest,
+            fired_by_layer=measured.fired_by_layer,
+            trigger_fired_by_layer=measured.trigger_fired_by_layer,
+        )
+    return write_profiles(package, manifest, profiles.values(), stored)
+
+
+def forget(package: Package, mode: ProfileMode) -> Package:
+    """Take a package its profile of this mode, where it has one: what it was measured with has changed."""
+    manifest = package.manifest
+    left = [one for one in manifest.profiles if one.mode != mode]
+    if len(left) == len(manifest.profiles):
+        return package
+    if left:
+        return write_profiles(package, manifest, left, {one.mode: package.activity.stored(one.mode) for one in left})
+    with whole_file(package.path / MANIFEST) as place:
+        place.write_bytes(_without(manifest).sealed().to_bytes())
+    with contextlib.suppress(OSError):
+        (package.path / ACTIVITY).unlink()
+    return Package.open(package.path)
+
+
+def _without(manifest: Manifest) -> Manifest:
+    files = {name: entry for name, entry in manifest.files.items() if name != ACTIVITY}
+    return replace(manifest, files=files, profiles=())
+
+
+def write_profiles(
+    package: Package, manifest: Manifest, profiles: Iterable[ActivityProfile], stored: Mapping[ProfileMode, Stored]
+) -> Package:
+    """Write activity.bin with these profiles into a package that is to have this manifest otherwise."""
+    ordered = tuple(sorted(profiles, key=lambda one: PROFILE_MODES.index(one.mode)))
+    without = _without(package.manifest) if package.manifest.profiles else None
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            for part in (0, 1):
+                for one in ordered:
+                    file.write(stored[one.mode][part])
+            file.flush()
+            os.fsync(file.fileno())
+
+    def with_it(entry: FileEntry) -> Manifest:
+        return replace(manifest, files={**manifest.files, ACTIVITY: entry}, profiles=ordered)
+
+    return give_file(package, ACTIVITY, write, with_it=with_it, without=without)

@@ -1,0 +1,178 @@
+"""What a system's cache makes of a workload: of each token and layer how many neurons are looked up, and are missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.activity.replacement_policies import Ids, Lru, Policy, Static
+from neuronpipe.plans.lab.simulate.systems import System
+from neuronpipe.plans.lab.simulate.workload import Wanted, Workload
+from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
+
+Counts = NDArray[np.float64]
+VALUE_ROWS = 2  # of a neuron with a gate: Up and Down
+
+
+class NativeClock(Policy):
+    """The services' own replacement: residency words, and native/residency/clock.c takes from them. What a layer wants
+    is referenced by then, and the hand spares it. There is no window: one around a whole layer would push the hand
+    along with the layers, so that it only ever sees their first words, the hottest."""
+
+    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
+        super().__init__(order, slots, pinned_share)
+        self._words = np.zeros(len(order), dtype=np.uint32)
+        self._words[self.resident] = lib.NP_ENTRY_PRESENT | np.arange(int(self.resident.sum()), dtype=np.uint32)
+        self._words[self.pinned] |= np.uint32(lib.NP_ENTRY_PINNED)
+        self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
+        self._hand: Any = ffi.new("size_t *", 0)
+
+    def _look(self, wanted: Ids) -> None:
+        self._words[wanted] |= np.uint32(lib.NP_ENTRY_REFERENCED)
+
+    def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
+        slots: Any = ffi.new("uint32_t[]", count)
+        taken = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
+        self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:taken].copy()
+        gone = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
+        return np.flatnonzero(gone)
+
+    def _arrive(self, loaded: Ids) -> None:
+        self._words[loaded] = self._slots | np.uint32(lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED)
+
+
+@frozen
+class Traffic:
+    """[tokens, layers] each, in neurons. looked, fire: outside the hot region. trigger_misses, value_misses: reads of
+    either part. fire_misses, all_fire: of those that fire, hot ones among the latter. hot_share: of a feed-forward,
+    what is computed densely; streamed_share: of these, what is read for every token."""
+
+    hot_share: float
+    streamed_share: float
+    looked: Counts
+    fire: Counts
+    trigger_misses: Counts
+    value_misses: Counts
+    fire_misses: Counts
+    all_fire: Counts
+
+    @property
+    def miss_rate(self) -> float:
+        """Of neurons that fire, those not resident."""
+        return float(self.fire_misses.sum() / max(1.0, self.all_fire.sum()))
+
+    @property
+    def looked_miss_rate(self) -> float:
+        """Of lookups, false positives among them."""
+        return float(self.trigger_misses.sum() / max(1.0, self.looked.sum()))
+
+    def miss_rates(self) -> Counts:
+        """Of each token."""
+        rates: Counts = self.fire_misses.sum(axis=1) / np.maximum(1.0, self.all_fire.sum(axis=1))
+        return rates
+
+
+def traffic(
+    workload: Workload,
+    system: System,
+    resident: float,
+    batch: int,
+    skipped_tokens: int,
+    *,
+    exact: bool = False,
+    stream_from: float = 1.0,
+) -> Traffic:
+    """resident: share of all neurons that memory holds, hot ones among them. The first tokens are not counted. exact:
+    the first part of every neuron is looked up. stream_from: what is wanted by so many of the tokens is read sooner
+    with its neighbours than by itself."""
+    pinned_share = hot_share = system.hot_share(resident, batch)
+    if hot_share and resident < 1 and _wanted_share(workload, _hot(workload, hot_share)) > resident - hot_share:
+        # A token wants more than the others' slots: LRU would keep none of it until its next turn.
+        pinned_share = min(resident, system.hot_share(1.0, batch))
+        hot_share = max(pinned_share, float((workload.frequency >= stream_from).mean()))
+    hot = _hot(workload, hot_share)
+    cache = _cache(workload, system, resident, hot, exact)
+    layers = len(workload.tokens[0])
+    counts = np.zeros((6, len(workload.tokens), layers))
+    for n, token in enumerate(workload.tokens):
+        for layer, wanted in enumerate(token):
+            cold = ~hot[wanted.looked]
+            looked, fires = wanted.looked[cold], wanted.fires[cold]
+            counts[:, n, layer] = (len(looked), fires.sum(), *cache.look(Wanted(looked, fires)), wanted.fires.sum())
+    kept = counts[:, skipped_tokens:] * workload.scale
+    return Traffic(hot_share, hot_share - pinned_share, *kept)
+
+
+def _wanted_share(workload: Workload, hot: NDArray[np.bool_]) -> float:
+    """Of all neurons, those outside the hot region that a token looks up."""
+    cold = sum(int((~hot[layer.looked]).sum()) for token in workload.tokens for layer in token)
+    return cold / len(workload.tokens) / len(workload.order)
+
+
+def _hot(workload: Workload, share: float) -> NDArray[np.bool_]:
+    hot = np.zeros(len(workload.order), dtype=bool)
+    hot[workload.order[: round(share * len(workload.order))]] = True
+    return hot
+
+
+class _Nothing:
+    """Nothing stays."""
+
+    def look(self, wanted: Wanted) -> tuple[int, int, int]:
+        fires = int(wanted.fires.sum())
+        return len(wanted.looked), fires, fires
+
+
+class _Everything(_Nothing):
+    """All of it stays."""
+
+    def look(self, wanted: Wanted) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+
+class _Neurons(_Nothing):
+    """Neurons by LRU. Of a false positive only the first part is read; the second follows when it fires."""
+
+    def __init__(self, policy: Lru, count: int) -> None:
+        self._policy = policy
+        self._whole = np.ones(count, dtype=bool)
+
+    def look(self, wanted: Wanted) -> tuple[int, int, int]:
+        ids, fires = wanted.looked, wanted.fires
+        missing = ~self._policy.resident[ids]
+        values = fires & (missing | ~self._whole[ids])
+        self._policy.step(ids)
+        self._whole[ids[missing]] = False
+        self._whole[ids[fires]] = True
+        return int(missing.sum()), int(values.sum()), int((fires & missing).sum())
+
+
+class _Parts(_Nothing):
+    """Both parts by themselves, as the services keep them."""
+
+    def __init__(self, triggers: Policy, values: Policy) -> None:
+        self._triggers, self._values = triggers, values
+
+    def look(self, wanted: Wanted) -> tuple[int, int, int]:
+        values = self._values.step(wanted.looked[wanted.fires])
+        return self._triggers.step(wanted.looked), values, values
+
+
+def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_], exact: bool) -> _Nothing:
+    order = workload.order
+    if resident >= 1:
+        return _Everything()
+    if system.cache == "none":
+        return _Nothing()
+    slots = max(0, int(resident * len(order)) - int(hot.sum()))
+    if slots == 0:
+        return _Nothing()
+    if system.cache == "clock":
+        if exact:  # as the planner fills memory: first parts first, since each that stays saves its read in every token
+            triggers = min(len(order), (1 + VALUE_ROWS) * slots)
+            return _Parts(Static(order, triggers, 1.0), NativeClock(order, slots - (triggers - slots) // VALUE_ROWS))
+        return _Parts(NativeClock(order, slots), NativeClock(order, slots))
+    cold_first = np.concatenate((order[~hot[order]], order[hot[order]]))
+    return _Neurons(Lru(cold_first, slots), len(order))

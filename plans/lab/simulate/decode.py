@@ -1,0 +1,301 @@
+"""One token after the other, layer by layer: a system's tasks on a device's units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from neuronpipe.plans.lab.simulate.caching import Traffic
+from neuronpipe.plans.lab.simulate.device_file import DeviceModel
+from neuronpipe.plans.lab.simulate.events import Done, Simulation, Task, Use
+from neuronpipe.plans.lab.simulate.models import SCALE_BITS, SimulatedModel
+from neuronpipe.plans.lab.simulate.systems import System
+from neuronpipe.plans.lab.simulate.task_times import Costs, Kernel
+from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.protocol.frozen import frozen
+
+LOADER_RANK = -1  # the kernel lets it go first: it slept until now
+STREAMED_READ_BYTES = 512 << 10
+READ_GROUPS = 6  # of a layer's misses: clusters in flight
+MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
+
+
+@frozen
+class Situation:
+    """What is simulated. context_tokens: on average. repeat: how many texts of a batch compute each neuron that any
+    of them wants."""
+
+    device: DeviceModel
+    model: SimulatedModel
+    system: System
+    costs: Costs
+    context_tokens: float
+    resident: float
+    batch: int = 1
+    repeat: float = 1.0
+
+
+@frozen
+class Decoded:
+    """token_s: of each token. use: of all of them."""
+
+    token_s: tuple[float, ...]
+    use: Use
+    dram_bytes_per_token: float
+    flash_bytes_per_token: float
+    flash_reads_per_token: float
+    trace: tuple[tuple[Done, ...], ...]
+
+
+def _spanned(size_bytes: float) -> float:
+    """What is read, on average, of rows that lie anywhere within pages."""
+    return (1 + (size_bytes - 1) / PAGE_BYTES) * PAGE_BYTES
+
+
+def decode(
+    situation: Situation,
+    traffic: Traffic,
+    traced_tokens: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Decoded:
+    """All tokens of the traffic; of the last ones with a trace."""
+    tokens = len(traffic.looked)
+    seconds, traces, whole = [], [], Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
+    flash_bytes = flash_reads = 0.0
+    for n in range(tokens):
+        traced = n >= tokens - traced_tokens
+        one = _Token(situation, traffic, n, traced)
+        seconds.append(one.run())
+        flash_bytes, flash_reads = flash_bytes + one.flash_bytes, flash_reads + one.flash_reads
+        _add(whole, one.simulation.use)
+        if one.simulation.trace is not None:
+            traces.append(tuple(one.simulation.trace))
+        progress(n + 1, tokens)
+    count = max(1, tokens)
+    return Decoded(
+        tuple(seconds), whole, whole.dram_bytes / count, flash_bytes / count, flash_reads / count, tuple(traces)
+    )
+
+
+def _add(whole: Use, one: Use) -> None:
+    whole.total_s += one.total_s
+    whole.exposed_io_s += one.exposed_io_s
+    whole.dram_bytes += one.dram_bytes
+    whole.most_dram_bytes_per_s = max(whole.most_dram_bytes_per_s, one.most_dram_bytes_per_s)
+    for unit, busy in one.busy_s.items():
+        whole.busy_s[unit] += busy
+
+
+class _Token:
+    def __init__(self, situation: Situation, traffic: Traffic, number: int, traced: bool) -> None:
+        self._here, self._traffic, self._number = situation, traffic, number
+        self._device, self._model, self._system = situation.device, situation.model, situation.system
+        self._costs = situation.costs
+        self.flash_bytes = self.flash_reads = 0.0
+        cores = self._system.compute_cores(self._device)
+        self.simulation = Simulation(self._device, cores, keep_trace=traced)
+
+    def run(self) -> float:
+        """Its seconds."""
+        before: list[Task] = []
+        for layer in range(self._model.spec.layers):
+            before = [self._mapped(layer, before) if self._system.mapped else self._layer(layer, before)]
+        self._on_cores("logits", 0, self._model.output_bytes, before, tokens=self._here.batch)
+        self.simulation.run()
+        between_s = self._costs.message_s()
+        self.simulation.use.total_s += between_s
+        return self.simulation.now_s + between_s
+
+    def _layer(self, layer: int, before: list[Task]) -> Task:
+        """Attention, prediction, neurons; the meeting point at its end."""
+        early = self._system.early
+        predicted = self._predict(layer, before) if early else []
+        attended = self._attention(layer, [*before, *predicted])
+        if not early:
+            predicted = self._predict(layer, attended)
+        ends = [*attended, *predicted]
+        if self._traffic.hot_share:
+            ends.append(self._hot(layer, [*attended, *self._stream(layer, before, attended)]))
+        reads_from = predicted
+        computes_from = [*attended, *predicted]
+        ends += self._cold(layer, reads_from, computes_from)
+        return self.simulation.add("none", "", layer, seconds=self._costs.layer_s(), after=ends)
+
+    def _attention(self, layer: int, after: list[Task]) -> list[Task]:
+        model = self._model
+        keys = model.key_value_layer_bytes(self._here.context_tokens) * self._here.batch
+        weights = model.attention_layer_bytes
+        if not self._system.npu:
+            return self._on_cores("attend", layer, weights + keys, after, tokens=self._here.batch)
+        start = self._device.npu_start_us.value * 1e-6
+        bytes = weights * (1 - SCALE_BITS / model.bits_per_weight) + keys  # per-channel scales
+        return [self.simulation.add("npu", "attend", layer, seconds=start, bytes=bytes, after=after)]
+
+    def _predict(self, layer: int, after: list[Task]) -> list[Task]:
+        """The predictor of the experts, its rows of cold neurons, and the lookups of what it names."""
+        model, n = self._model, self._number
+        bytes = model.spec.experts_per_token * model.predictor_bytes(1 - self._traffic.hot_share)
+        looked = float(self._traffic.looked[n, layer])
+        lookups = self._costs.lookups_s(looked / self.simulation.cores)
+        bytes *= bool(model.predictor_rank)
+        return self._on_cores(
+            "predict", layer, bytes, after, value=round(looked), seconds=lookups, tokens=self._here.batch
+        )
+
+    def _hot(self, layer: int, after: list[Task]) -> Task:
+        """The dense matrix of hot neurons on the NPU."""
+        model = self._model
+        rows = self._traffic.hot_share * model.spec.neurons * model.spec.experts_per_token
+        bytes = rows * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        start = self._device.npu_start_us.value * 1e-6
+        return self.simulation.add("npu", "neurons", layer, seconds=start, bytes=bytes, after=after, value=round(rows))
+
+    def _stream(self, layer: int, before: list[Task], attended: list[Task]) -> list[Task]:
+        """Hot neurons that memory does not hold, from end to end while attention goes on; of experts when it has chosen
+        them."""
+        model, share = self._model, self._traffic.streamed_share
+        if not share:
+            return []
+        neurons = share * model.spec.neurons * model.spec.experts_per_token
+        size = neurons * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        self.flash_bytes, self.flash_reads = self.flash_bytes + size, self.flash_reads + size / STREAMED_READ_BYTES
+        seconds = size / self._device.sequential_bytes_per_s(STREAMED_READ_BYTES)
+        return [self._from_flash(layer, size, seconds, before if model.spec.experts == 1 else attended)]
+
+    def _cold(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
+        """Resident neurons on all cores, and those that arrive."""
+        t, n = self._traffic, self._number
+        looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
+        triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
+        all_bytes, repeat = self._computed_bytes(looked, fire), self._here.repeat
+        if not self._system.pipeline:
+            after = [*computes_from, *self._reads(layer, triggers, reads_from)]
+            return self._on_cores("neurons", layer, all_bytes, after, value=round(fire), tokens=repeat)
+        if self._costs.gates_name_values:
+            return self._named_by_gates(layer, reads_from, computes_from)
+        here_bytes = max(0.0, all_bytes - self._computed_bytes(triggers, values))
+        ends = self._on_cores("neurons", layer, here_bytes, computes_from, value=round(fire), tokens=repeat)
+        return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
+
+    def _computed_bytes(self, looked: float, fire: float) -> float:
+        """Rows read of memory: the first of all that are named, the others of those that fire. A system that does not
+        stop at the first row computes all but the last."""
+        others = self._model.value_rows
+        first = 1 if self._system.reads == "two-phase" else others
+        rows = first * looked * self._costs.rows + (1 + others - first) * fire * self._costs.value_rows
+        return rows * self._model.row_bytes
+
+    def _named_by_gates(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
+        """Compute a layer block after block, as the engine does in exact mode: the resident gates of a block, then the
+        resident values of those that fired. Missing values are read when their gate has fired."""
+        t, n, costs, repeat = self._traffic, self._number, self._costs, self._here.repeat
+        looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
+        triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
+        of_missing_gates = values * triggers / max(1.0, looked)
+        named = values - of_missing_gates
+        value_bytes = costs.value_rows * self._model.value_rows * self._model.row_bytes
+        gate_bytes = max(0.0, looked - triggers) * costs.rows * self._model.row_bytes
+        resident_bytes = max(0.0, fire - values) * value_bytes
+        ends = self._pipelined(layer, triggers, of_missing_gates, reads_from, computes_from)
+        after = computes_from
+        for _ in range(READ_GROUPS):
+            gates = self._on_cores("neurons", layer, gate_bytes / READ_GROUPS, after, tokens=repeat)
+            read = self._read(layer, named / READ_GROUPS, costs.parts.value_bytes, gates, values, first=False)
+            after = self._on_cores("neurons", layer, resident_bytes / READ_GROUPS, gates, tokens=repeat)
+            ends += [*after, self._cluster(layer, named * value_bytes / READ_GROUPS, [read])]
+        return ends
+
+    def _pipelined(
+        self, layer: int, triggers: float, values: float, reads_from: list[Task], computes_from: list[Task]
+    ) -> list[Task]:
+        """GIO, GC, UDIO, UDC of groups of missing clusters."""
+        model, costs, ends = self._model, self._costs, []
+        groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
+        gate_bytes = triggers * costs.rows * model.row_bytes
+        rest_bytes = values * costs.value_rows * model.value_rows * model.row_bytes
+        for _ in range(groups):
+            if costs.whole:
+                read = self._read(layer, triggers / groups, costs.parts.whole_bytes, reads_from, triggers)
+                ends.append(self._cluster(layer, (gate_bytes + rest_bytes) / groups, [read, *computes_from]))
+                continue
+            gate_read = self._read(layer, triggers / groups, costs.parts.trigger_bytes, reads_from, triggers)
+            gate = self._cluster(layer, gate_bytes / groups, [gate_read, *computes_from])
+            rest_read = self._read(layer, values / groups, costs.parts.value_bytes, [gate], values, first=False)
+            ends.append(self._cluster(layer, rest_bytes / groups, [rest_read]))
+        return ends
+
+    def _reads(self, layer: int, triggers: float, after: list[Task]) -> list[Task]:
+        if not triggers:
+            return []
+        row, others = self._model.row_bytes, self._model.value_rows
+        if self._system.reads == "matrices":
+            return [self._read(layer, triggers * (1 + others), _spanned(row), after)]
+        if self._system.reads == "row-column":
+            gate = self._read(layer, triggers, _spanned(row), after)
+            return [gate, self._read(layer, triggers, _spanned(others * row), after)]
+        return [self._read(layer, triggers, self._costs.parts.whole_bytes, after)]
+
+    def _read(
+        self,
+        layer: int,
+        count: float,
+        part_bytes: float,
+        after: list[Task],
+        at_once: float | None = None,
+        *,
+        first: bool = True,
+    ) -> Task:
+        """So many parts of one size, in one go; at_once: of those of the layer that are asked for together; first:
+        whether they are first parts or whole."""
+        if count <= 0:
+            return self.simulation.add("none", "", layer, after=after)
+        read = self._costs.read(count, part_bytes, count if at_once is None else at_once, first=first)
+        self.flash_bytes, self.flash_reads = self.flash_bytes + read.bytes, self.flash_reads + read.reads
+        task = self._from_flash(layer, read.bytes, read.seconds, after)
+        if not read.loader_s:
+            return task
+        return self.simulation.add("cpu", "read", layer, seconds=read.loader_s, after=[task], rank=LOADER_RANK)
+
+    def _from_flash(self, layer: int, bytes: float, seconds: float, after: Sequence[Task]) -> Task:
+        return self.simulation.add(
+            "flash", "read", layer, seconds=seconds, bytes=bytes, after=after, value=round(bytes)
+        )
+
+    def _cluster(self, layer: int, bytes: float, after: Sequence[Task]) -> Task:
+        busy = self._costs.core_s("neurons", bytes, self._here.repeat)
+        return self.simulation.add("cpu", "neurons", layer, seconds=busy, bytes=bytes, after=after)
+
+    def _on_cores(
+        self,
+        kind: str,
+        layer: int,
+        bytes: float,
+        after: Sequence[Task],
+        *,
+        tokens: float,
+        seconds: float = 0.0,
+        value: int = 0,
+    ) -> list[Task]:
+        """Split evenly over the cores."""
+        cores = self.simulation.cores
+        kernel: Kernel = "neurons" if kind == "neurons" else "matrix"
+        busy = seconds + self._costs.core_s(kernel, bytes / cores, tokens)
+        return [
+            self.simulation.add(
+                "cpu", kind, layer, seconds=busy, bytes=bytes / cores, after=after, value=value // cores
+            )
+            for _ in range(cores)
+        ]
+
+    def _mapped(self, layer: int, before: list[Task]) -> Task:
+        """Dense, matrix after matrix. Where not everything fits, going round through an LRU page cache misses all."""
+        model, spec = self._model, self._model.spec
+        attended = self._attention(layer, before)
+        bytes = spec.neurons * model.neuron_bytes * spec.experts_per_token
+        after = attended
+        if self._here.resident < 1:
+            seconds = bytes / self._device.sequential_bytes_per_s(MAPPED_READ_BYTES)
+            self.flash_bytes, self.flash_reads = self.flash_bytes + bytes, self.flash_reads + bytes / MAPPED_READ_BYTES
+            after = [self._from_flash(layer, bytes, seconds, attended)]
+        ends = self._on_cores("neurons", layer, bytes, after, tokens=self._here.batch)
+        return self.simulation.add("none", "", layer, seconds=2e-6 * self._device.barrier_us.value, after=ends)

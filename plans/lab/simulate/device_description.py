@@ -1,0 +1,186 @@
+"""A device from its file as the planner knows devices: published and assumed values where a machine's own are measured.
+
+Only the processor computes: no backend here drives a phone's NPU. A plan for such a device is refused on every machine
+that runs, whatever it is: the id is that of the description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from neuronpipe.plans.device import measured_points as points
+from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, most_decode_workers
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.profile import LIMITS, VERSION, DeviceProfile
+from neuronpipe.plans.lab.simulate.device_file import LOADER_DEPTH, CoreClass, DeviceModel
+from neuronpipe.plans.lab.simulate.models import BITS_PER_WEIGHT
+from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
+from neuronpipe.plans.package.manifest import Manifest
+
+READ_BYTES = tuple(PAGE_BYTES << n for n in range(9))  # 4 KiB to 1 MiB
+PIECE_BYTES = 1024  # of memory: the device file knows of no slower pieces
+ENGINE = "threads"  # an app's sandbox forbids io_uring
+# Weights a core multiplies, beside those of four bits: an f16 lane is as wide as two of bytes.
+MULTIPLIED: dict[Quantization, float] = {"q4": 1.0, "q8": 1.0, "f16": 0.5}
+NO_DATE = 1.0  # of a description: a profile has one, and nothing here asks for it
+
+
+def described(model: DeviceModel, manifest: Manifest) -> Device:
+    """The device, with flash as this package's reads find it: those of a token's layer lie within that layer."""
+    classes = _by_number(model)
+    fastest = max(core.computes_gb_per_s for core in classes)
+    cores = tuple(
+        Core(id=n, capacity=max(1, round(FULL_CAPACITY * core.computes_gb_per_s / fastest)), kind=core.kind)
+        for n, core in enumerate(classes)
+    )
+    memory_bytes = int(model.memory_usable_gb.value * 1e9)
+    curve = _flash(model, cores, manifest)
+    device = Device(
+        architecture="described",
+        instruction_set=model.name,
+        cores=cores,
+        cpu_quota=None,
+        memory_total_bytes=memory_bytes,
+        memory_available_bytes=memory_bytes,
+        page_bytes=PAGE_BYTES,
+        memlock_bytes=None,
+        io_uring=False,
+        flash=curve,
+    )
+    profile = _profile(model, device, classes)
+    return dataclasses.replace(device, profile=profile, memory_speed=profile.memory_speed())
+
+
+def caveats(model: DeviceModel) -> tuple[str, ...]:
+    """What a plan for it says on its page."""
+    sources = [source for _, _, source in model.sources()]
+    assumed = sum("assumed" in source or "fitted" in source for source in sources)
+    said = (
+        f"for {model.name}, as its file describes it: of {len(sources)} values {assumed} are assumed, wholly or in "
+        "part, and none was measured here; flash is read by threads, since an app's sandbox forbids io_uring",
+    )
+    npu = "for its cores alone: no backend here drives its NPU, which would compute prompts many times as fast"
+    return (*said, npu) if model.has_npu else said
+
+
+def _by_number(model: DeviceModel) -> list[CoreClass]:
+    """The class of each core. Phones number theirs from the slowest up."""
+    order: tuple[Kind, ...] = ("little", "mid", "big")
+    classes = sorted(model.cores, key=lambda core: (order.index(core.kind), core.computes_gb_per_s))
+    return [core for core in classes for _ in range(core.count)]
+
+
+def _flash(model: DeviceModel, cores: Sequence[Core], manifest: Manifest) -> FlashCurve:
+    """At one depth, the loader's: of others the file knows nothing."""
+    loader = assign_cores(cores, 1)["loader"]
+    kind = next(core.kind for core in cores if core.id == loader)
+    spec = manifest.model
+    layer_bytes = manifest.layout.cluster_stride_bytes * manifest.layout.clusters * spec.experts_per_token
+    points = tuple(
+        FlashPoint(
+            request_bytes=size, depth=LOADER_DEPTH, bytes_per_s=model.random_bytes_per_s(size, layer_bytes, kind)
+        )
+        for size in READ_BYTES
+    )
+    return FlashCurve(engine=ENGINE, direct=True, points=points)
+
+
+def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -> DeviceProfile:
+    """What the file says of memory, computing and waiting, for any number of workers. No decode kernels by themselves:
+    these keep up with memory, or the points of memory say how far they do not."""
+    most = most_decode_workers(device.cores)
+    teams = {count: _team(device, classes, count) for count in range(1, most + 1)}
+    read = {count: _reads_bytes_per_s(model, team) for count, team in teams.items()}
+    computed = {count: sum(core.computes_gb_per_s for core in team) * 1e9 for count, team in teams.items()}
+    fast = [core for core in device.cores if core.capacity == FULL_CAPACITY]
+    return DeviceProfile(
+        version=VERSION,
+        device_id=device.id,
+        architecture=device.architecture,
+        instruction_set=device.instruction_set,
+        taken_at=NO_DATE,
+        busy=0.0,
+        cores=(
+            points.CoreClass(
+                kind=fast[0].kind,
+                cores=tuple(core.id for core in fast),
+                capacity=FULL_CAPACITY,
+                measured=fast[0].id,
+            ),
+        ),
+        decode_workers=most,
+        arena_bytes=0,
+        cache_bytes=0,
+        dram=tuple(
+            points.DramPoint(workers=count, piece_bytes=size, bytes_per_s=_figure(min(read[count], computed[count])))
+            for count in teams
+            for size in (PIECE_BYTES, points.SEQUENTIAL_PIECE_BYTES)
+        ),
+        decode=(),
+        panels=tuple(_panels(computed)),
+        reused=tuple(_reused(computed)),
+        flash=None,
+        sharing=(),
+        barriers=_waits(teams, model.barrier_us.value),
+        messages=_waits(teams, model.message_us.value),
+        steps=(),
+        read_delays=(),
+        read_factors=(),
+    )
+
+
+def _team(device: Device, classes: Sequence[CoreClass], workers: int) -> list[CoreClass]:
+    """The cores of so many decode workers."""
+    places = assign_cores(device.cores, workers)
+    numbers = [places[f"decode.{n}"] for n in range(workers)]
+    return [classes[number] for number in numbers if number is not None]
+
+
+def _reads_bytes_per_s(model: DeviceModel, team: Sequence[CoreClass]) -> float:
+    return 1e9 * min(model.dram_cpu_gb_per_s.value, sum(core.reads_gb_per_s for core in team))
+
+
+def _panels(computed: dict[int, float]) -> Iterator[points.PanelPoint]:
+    for quantization, width, workers, speed in _multiplied(computed):
+        yield points.PanelPoint(
+            quantization=quantization,
+            row_weights=width,
+            tokens=1,
+            workers=workers,
+            core=None,
+            token_weights_per_s=_figure(speed),
+        )
+
+
+def _reused(computed: dict[int, float]) -> Iterator[points.ReusedPoint]:
+    kinds: tuple[points.ReusedKind, ...] = ("ups", "downs")
+    for quantization, width, workers, speed in _multiplied(computed):
+        for kind in kinds:
+            yield points.ReusedPoint(
+                kind=kind,
+                quantization=quantization,
+                row_weights=width,
+                share=1.0,
+                workers=workers,
+                core=None,
+                token_weights_per_s=_figure(speed),
+            )
+
+
+def _multiplied(computed: dict[int, float]) -> Iterator[tuple[Quantization, int, int, float]]:
+    """Weights times tokens a second, whatever the width of a row."""
+    for quantization, times in MULTIPLIED.items():
+        for workers, bytes_per_s in computed.items():
+            yield quantization, 4096, workers, times * bytes_per_s * 8 / BITS_PER_WEIGHT
+
+
+def _waits(teams: dict[int, list[CoreClass]], us: float) -> tuple[points.Wait, ...]:
+    return tuple(points.Wait(workers=count, us=_figure(us, "us")) for count in teams)
+
+
+def _figure(value: float, unit: str = "per_s") -> Figure:
+    """Within what a profile can say: a device file may say a little more."""
+    least, most = LIMITS[unit]
+    return Figure(median=min(most, max(least, value)), spread=0.0)

@@ -1,0 +1,211 @@
+"""Discrete events on the units of a device: cores, an NPU and one flash queue, which share DRAM. Pure; no clock.
+
+A task runs on one unit. It ends when its bytes are read and its seconds have passed, side by side. Whoever reads memory
+at the same moment shares it: no core reads faster than alone, all cores together no faster than the processor can, and
+all units, flash among them, no faster than the memory. Tasks wait for those they come after; among ready ones the first
+made goes first. Flash serves demands before what is read ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from neuronpipe.plans.lab.simulate.device_file import DeviceModel
+
+Unit = Literal["cpu", "npu", "flash", "none"]
+SETTLED_S, SETTLED_BYTES = 1e-12, 1e-3
+
+
+class Done(NamedTuple):
+    """What a unit did. unit: `cpu.0`, `npu`, `flash`."""
+
+    unit: str
+    kind: str
+    layer: int
+    began_s: float
+    ended_s: float
+    value: int
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Task:
+    """One piece of work. rank: the lower goes first. value: for the trace."""
+
+    unit: Unit
+    seconds: float
+    bytes: float
+    kind: str
+    layer: int
+    value: int
+    rank: int
+    waits_for: int = 0
+    followers: list[Task] = dataclasses.field(default_factory=list)
+    done: bool = False
+    place: int = 0
+    began_s: float = 0.0
+    ended_s: float = 0.0
+
+
+@dataclasses.dataclass
+class Use:
+    """How the time was used. exposed_io_s: flash works and nothing else does."""
+
+    total_s: float = 0.0
+    busy_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    exposed_io_s: float = 0.0
+    dram_bytes: float = 0.0
+    most_dram_bytes_per_s: float = 0.0
+
+
+class Simulation:
+    """cores: how many of the device's fast cores compute, the fastest left out for reading first."""
+
+    def __init__(self, device: DeviceModel, cores: int, *, keep_trace: bool = False) -> None:
+        fast = device.fast_cores
+        self._reads = [core.reads_gb_per_s * 1e9 for core in fast[len(fast) - cores :]]
+        self._computes = [core.computes_gb_per_s * 1e9 for core in fast[len(fast) - cores :]]
+        self._cpu, self._npu = device.dram_cpu_gb_per_s.value * 1e9, device.dram_npu_gb_per_s.value * 1e9
+        self._total = device.dram_total_gb_per_s.value * 1e9
+        self._free = list(range(len(self._reads)))
+        self._running: list[Task] = []
+        self._ready: dict[Unit, list[tuple[int, int, Task]]] = {"cpu": [], "npu": [], "flash": []}
+        self._number = itertools.count()
+        self.now_s = 0.0
+        self.use = Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
+        self.trace: list[Done] | None = [] if keep_trace else None
+
+    @property
+    def cores(self) -> int:
+        """How many compute."""
+        return len(self._reads)
+
+    def computing_s(self, weight_bytes: float, tokens: float) -> float:
+        """A core's time for weights that are there, on average over the cores."""
+        return weight_bytes * tokens * len(self._computes) / sum(self._computes)
+
+    def add(
+        self,
+        unit: Unit,
+        kind: str,
+        layer: int,
+        *,
+        seconds: float = 0.0,
+        bytes: float = 0.0,
+        after: Iterable[Task] = (),
+        value: int = 0,
+        rank: int = 0,
+    ) -> Task:
+        """One more task; `none` is a mere meeting point, which takes its seconds on no unit."""
+        task = Task(unit, seconds, bytes, kind, layer, value, rank)
+        for before in after:
+            if not before.done:
+                before.followers.append(task)
+                task.waits_for += 1
+        if not task.waits_for:
+            self._make_ready(task)
+        return task
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        self._start()
+        while self._running:
+            self._advance()
+            self._start()
+
+    def _make_ready(self, task: Task) -> None:
+        if task.unit == "none":
+            self._begin(task)
+        else:
+            heapq.heappush(self._ready[task.unit], (task.rank, next(self._number), task))
+
+    def _start(self) -> None:
+        cpu = self._ready["cpu"]
+        while cpu and self._free:
+            task = heapq.heappop(cpu)[2]
+            task.place = self._free.pop(0)
+            self._begin(task)
+        for unit in ("npu", "flash"):
+            queue = self._ready[unit]
+            if queue and not any(task.unit == unit for task in self._running):
+                self._begin(heapq.heappop(queue)[2])
+
+    def _begin(self, task: Task) -> None:
+        task.began_s = self.now_s
+        self._running.append(task)
+
+    def _rates(self) -> list[float]:
+        """Bytes per second of each running task."""
+        flash = sum(task.bytes / task.seconds for task in self._running if task.unit == "flash" and task.seconds > 0)
+        wanted = [
+            0.0
+            if task.bytes <= SETTLED_BYTES
+            else self._reads[task.place]
+            if task.unit == "cpu"
+            else self._npu
+            if task.unit == "npu"
+            else 0.0
+            for task in self._running
+        ]
+        cpu = sum(rate for rate, task in zip(wanted, self._running, strict=True) if task.unit == "cpu")
+        cpu_share = min(1.0, self._cpu / cpu) if cpu else 1.0
+        npu = sum(wanted) - cpu
+        asked = cpu * cpu_share + npu
+        left = max(self._total - flash, self._total / 10)
+        share = min(1.0, left / asked) if asked else 1.0
+        return [
+            rate * share * (cpu_share if task.unit == "cpu" else 1.0)
+            for rate, task in zip(wanted, self._running, strict=True)
+        ]
+
+    def _advance(self) -> None:
+        running, rates = self._running, self._rates()
+        step = min(
+            max(task.seconds, 0.0) if not rate else min(task.bytes / rate, task.seconds or task.bytes / rate)
+            for task, rate in zip(running, rates, strict=True)
+        )
+        self.now_s += step
+        units = {task.unit for task in running}
+        self._count(step, units, rates)
+        ended = []
+        for task, rate in zip(running, rates, strict=True):
+            moved = min(task.bytes, rate * step)
+            if task.unit == "flash" and task.seconds > 0:
+                moved = task.bytes * min(1.0, step / task.seconds)
+            self.use.dram_bytes += moved
+            task.bytes -= moved
+            task.seconds = max(0.0, task.seconds - step)
+            if task.seconds <= SETTLED_S and task.bytes <= SETTLED_BYTES:
+                ended.append(task)
+        for task in ended:
+            self._end(task)
+
+    def _count(self, step: float, units: set[Unit], rates: list[float]) -> None:
+        use = self.use
+        use.total_s += step
+        for task in self._running:
+            if task.unit != "none":
+                use.busy_s[task.unit] += step
+        if "flash" in units and not units & {"cpu", "npu"}:
+            use.exposed_io_s += step
+        flash = sum(task.bytes / task.seconds for task in self._running if task.unit == "flash" and task.seconds > 0)
+        use.most_dram_bytes_per_s = max(use.most_dram_bytes_per_s, sum(rates) + flash)
+
+    def _end(self, task: Task) -> None:
+        self._running.remove(task)
+        task.done = True
+        task.ended_s = self.now_s
+        unit: str = task.unit
+        if task.unit == "cpu":
+            self._free.append(task.place)
+            self._free.sort()
+            unit = f"cpu.{task.place}"
+        if self.trace is not None and task.kind:
+            self.trace.append(Done(unit, task.kind, task.layer, task.began_s, self.now_s, task.value))
+        for follower in task.followers:
+            follower.waits_for -= 1
+            if not follower.waits_for:
+                self._make_ready(follower)

@@ -1,0 +1,233 @@
+"""What is simulated of a model: its sizes, and how many neurons a token computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from pathlib import Path
+
+from neuronpipe.plans.cost.activation_rates import ASSUMED_FIRED, ASSUMED_PREDICTED
+from neuronpipe.plans.lab.simulate.device_file import Sourced
+from neuronpipe.plans.lab.synth.shapes import SHAPES, rank_of
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.pull.package_library import REPOSITORY
+from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.schema import from_json, json_object
+
+FILE = Path(__file__).with_name("models.json")
+BITS_PER_WEIGHT = 4.5  # 4 and an fp16 scale for 32
+QUANT_BITS, SCALE_BITS = 4.0, 0.5
+RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
+
+
+@frozen(kw_only=True)
+class SimulatedModel:
+    """active, predicted: shares of a computed expert's neurons that fire for a token, and that its predictor names."""
+
+    name: str
+    spec: ModelSpec
+    active: float
+    predicted: float
+    predictor_rank: int
+    bits_per_weight: float = BITS_PER_WEIGHT
+
+    @property
+    def row_bytes(self) -> float:
+        """One row of Gate, Up or Down in memory, its scales among it."""
+        return self.spec.width * self.bits_per_weight / 8
+
+    @property
+    def neuron_bytes(self) -> float:
+        return len(self.spec.ffn_matrices) * self.row_bytes
+
+    @property
+    def value_rows(self) -> int:
+        """Rows that are read only when the first one fires."""
+        return len(self.spec.ffn_matrices) - 1
+
+    @property
+    def ffn_bytes(self) -> float:
+        return self.spec.ffns * self.spec.neurons * self.neuron_bytes
+
+    @property
+    def attention_layer_bytes(self) -> float:
+        """Matrices of one layer."""
+        spec = self.spec
+        weights = spec.width * (spec.qkv_rows + spec.query_width)
+        return weights * self.bits_per_weight / 8
+
+    @property
+    def output_bytes(self) -> float:
+        """The LM head."""
+        return self.spec.vocabulary * self.row_bytes
+
+    def predictor_bytes(self, rows_share: float = 1.0) -> float:
+        """One feed-forward's predictor at four bits, with so much of its second factor."""
+        spec = self.spec
+        return self.predictor_rank * (spec.width + rows_share * spec.neurons) * QUANT_BITS / 8
+
+    def key_value_layer_bytes(self, context_tokens: float) -> float:
+        """Keys and values of one layer, fp16."""
+        return 4 * self.spec.key_width * context_tokens
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What is resident whatever is cached, after the paper's own account of the 47B: all but the feed-forward, the
+        predictors, the feed-forward's scales, and the program."""
+        spec = self.spec
+        outside = spec.layers * self.attention_layer_bytes + 2 * self.output_bytes
+        scales = self.ffn_bytes * SCALE_BITS / self.bits_per_weight
+        return outside + spec.ffns * self.predictor_bytes() + scales + RUNTIME_BYTES
+
+    @property
+    def cacheable_bytes(self) -> float:
+        """The feed-forward's quants."""
+        return self.ffn_bytes * (1 - SCALE_BITS / self.bits_per_weight)
+
+    @property
+    def computed_weights(self) -> float:
+        """Weights that a token of a prompt is multiplied with."""
+        spec = self.spec
+        dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
+        return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
+
+
+@frozen
+class Parts:
+    """Sizes on flash of what is read: its first part, the others, each in whole pages."""
+
+    trigger_bytes: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, model: SimulatedModel) -> Parts:
+        """The first row's quants with all scales, then the other rows' quants: as little as holds them."""
+        quants = model.row_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        scales = model.row_bytes - quants
+        rows = 1 + model.value_rows
+        return cls(_pages(quants + rows * scales), _pages(model.value_rows * quants))
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.trigger_bytes + self.value_bytes
+
+
+def _pages(size_bytes: float) -> int:
+    return math.ceil(size_bytes / PAGE_BYTES) * PAGE_BYTES
+
+
+@frozen(kw_only=True)
+class PublishedModel:
+    """A model of the paper: models.json."""
+
+    title: str
+    width: int
+    neurons: int
+    layers: int
+    query_heads: int
+    key_heads: int
+    vocabulary: int
+    experts: int
+    experts_per_token: int
+    shape_source: str
+    active: Sourced
+    predicted: Sourced
+    predictor_rank: Sourced
+
+
+@frozen(kw_only=True)
+class _File:
+    models: dict[str, PublishedModel]
+
+
+def published_models() -> dict[str, PublishedModel]:
+    """Those of the paper, by name."""
+    return from_json(_File, json_object(FILE.read_bytes(), str(FILE)), str(FILE)).models
+
+
+def known_models() -> list[str]:
+    """Names of shapes, without packages."""
+    return sorted({*published_models(), *SHAPES})
+
+
+def shape_named(text: str) -> str | None:
+    """The name of the shape that a person means, in any case of letters, also as ORG/NAME; None: there is none."""
+    by_folded = {name.casefold(): name for name in known_models()}
+    return by_folded.get(text.casefold().rpartition("/")[2])
+
+
+def refuse_shape(text: str) -> None:
+    """Raises UserError for the name of a shape where only a package will do."""
+    if (name := shape_named(text)) is not None:
+        raise UserError(
+            f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
+            f"`neuronpipe simulate DEVICE {name}` take without a package"
+        )
+
+
+def model_named(text: str) -> SimulatedModel:
+    """A published model or a synthetic shape. Raises UserError that names those there are."""
+    name = shape_named(text) or text
+    if (published := published_models().get(name)) is not None:
+        spec = ModelSpec(
+            family="llama",
+            activation="drelu",
+            norm_epsilon=1e-5,
+            width=published.width,
+            neurons=published.neurons,
+            layer_kinds=(LayerKind(published.layers),),
+            experts=published.experts,
+            experts_per_token=published.experts_per_token,
+            query_heads=published.query_heads,
+            key_heads=published.key_heads,
+            head_width=published.width // published.query_heads,
+            vocabulary=published.vocabulary,
+            context_tokens=4096,
+        )
+        return SimulatedModel(
+            name=name,
+            spec=spec,
+            active=published.active.value,
+            predicted=published.predicted.value,
+            predictor_rank=int(published.predictor_rank.value),
+        )
+    if name in SHAPES:
+        return _assumed(name, SHAPES[name])
+    known = known_models()
+    near = difflib.get_close_matches(name.casefold(), known, n=1)
+    meant = f"did you mean {near[0]}? Shapes" if near else "shapes"
+    from_hub = f"; from a hub it comes with `neuronpipe pull {name}`" if REPOSITORY.fullmatch(name) else ""
+    raise UserError(f"{quoted(name)}: is neither a package nor a known shape{from_hub}; {meant} are {', '.join(known)}")
+
+
+def model_of(manifest: Manifest) -> SimulatedModel:
+    """A package's, with what was measured of it."""
+    spec = manifest.model
+    made = _assumed(manifest.name, spec)
+    mean = _mean(manifest.fired_by_layer)
+    active = made.active if mean is None or spec.activation == "silu" else mean
+    predicted = made.predicted if spec.activation == "silu" else min(1.0, ASSUMED_PREDICTED * active)
+    rank = 0
+    if manifest.predictor is not None:
+        rank = manifest.predictor.rank
+        predicted = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer)) or predicted
+    bits = {"q4": BITS_PER_WEIGHT, "q8": 8.5, "f16": 16.0}[manifest.quantization]
+    return dataclasses.replace(
+        made, active=active, predicted=max(active, predicted), predictor_rank=rank, bits_per_weight=bits
+    )
+
+
+def _assumed(name: str, spec: ModelSpec) -> SimulatedModel:
+    active = 1.0 if spec.activation == "silu" else ASSUMED_FIRED
+    if spec.activation == "relu" and spec.experts > 1:
+        active = 0.4  # SmallThinker's experts
+    predicted = min(1.0, ASSUMED_PREDICTED * active)
+    return SimulatedModel(name=name, spec=spec, active=active, predicted=predicted, predictor_rank=rank_of(spec.width))
+
+
+def _mean(values: tuple[float, ...] | None) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,86 @@
+"""A package that nobody made: what the manifest of a shape would say, from its sizes alone.
+
+Files are as long as `convert` and `synth` make them at four bits; the tokenizer's is assumed. How many neurons fire and
+are predicted is what the simulator takes for the shape. Neurons are ordered as a package of that activation has them
+once it was profiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neuronpipe.plans.lab.simulate.models import SimulatedModel
+from neuronpipe.plans.number_format import show_number
+from neuronpipe.plans.package.layout import NeuronOrder, compute_layout
+from neuronpipe.plans.package.manifest import (
+    BUNDLES,
+    CHECKSUMS,
+    FIXED,
+    PREDICTOR,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    Predictor,
+    PredictorQuality,
+    Source,
+    package_rank,
+)
+from neuronpipe.plans.package.safetensors_header import file_bytes
+from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
+
+CHECKSUM_BYTES = 8  # of a cluster
+TOKEN_BYTES = 64  # of a tokenizer's file, for each token with its merge: published ones have 45 to 70
+
+
+def unmade_manifest(shape: SimulatedModel) -> Manifest:
+    """The manifest of a q4 package of this shape; with a predictor where it computes dReLU."""
+    spec = shape.spec
+    order: NeuronOrder = "source" if spec.activation == "silu" else "frequency"
+    layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
+    clusters = spec.ffns * layout.clusters
+    predictor = _predictor(shape) if spec.activation == "drelu" else None
+    lengths = {
+        TOKENIZER: TOKEN_BYTES * spec.vocabulary,
+        FIXED: file_bytes(fixed_tensors(spec, "q4")),
+        BUNDLES: clusters * layout.cluster_stride_bytes,
+        CHECKSUMS: clusters * CHECKSUM_BYTES,
+    }
+    if predictor is not None:
+        lengths[PREDICTOR] = file_bytes(predictor_tensors(spec, predictor))
+    return Manifest(
+        name=shape.name,
+        source=Source("synthetic", shape.name, spec.activation),
+        model=spec,
+        quantization="q4",
+        end_tokens=(),
+        layout=layout,
+        files={name: FileEntry(size_bytes, None) for name, size_bytes in lengths.items()},
+        quantization_error={},
+        fired_by_layer=(shape.active,) * spec.layers,
+        predictor=predictor,
+    ).sealed()
+
+
+def _predictor(shape: SimulatedModel) -> Predictor:
+    """One that names as many neurons as the simulator takes it to, all active ones among them."""
+    quality = PredictorQuality(recall=1.0, precision=shape.active / shape.predicted, predicted=shape.predicted)
+    return Predictor(
+        rank=package_rank(shape.predictor_rank),
+        quantization="q4",
+        reads="attention" if shape.spec.experts == 1 else "feed_forward",
+        sides=("gate",),
+        hidden="none",
+        calibration_tokens=0,
+        by_layer=(quality,) * shape.spec.layers,
+    )
+
+
+def assumed_of(shape: SimulatedModel) -> Iterator[str]:
+    """What a plan for it says on its page."""
+    fires = f"{show_number(100 * shape.active)} % of a feed-forward's neurons are taken to fire"
+    if shape.spec.activation == "drelu":
+        fires += f", and a predictor of rank {shape.predictor_rank:,} to name {show_number(100 * shape.predicted)} %"
+    yield (
+        f"for a q4 package of {shape.name} that nobody made: {fires}; a tokenizer is taken to have {TOKEN_BYTES} bytes "
+        "a token"
+    )

@@ -1,0 +1,84 @@
+"""The systems that are simulated: what each does with a miss, a core, an NPU. PAPER.md has the sources."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from neuronpipe.plans.lab.simulate.device_file import DeviceModel, Issuer
+from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
+
+Cache = Literal["none", "lru", "clock"]
+Reads = Literal["matrices", "row-column", "whole", "two-phase"]
+MIN_CORES_FOR_OWN_LOADER = 4
+HOT_OF_CACHE = 0.25
+HOT_IN_MEMORY = 0.5
+HOT_IN_MEMORY_LARGE_BATCH, LARGE_BATCH = 0.7, 3
+
+
+@frozen(kw_only=True)
+class System:
+    """npu: attention and hot neurons on the NPU where there is one. cache, reads: of cold neurons. pipeline: clusters
+    are computed as they arrive, by one I/O thread; without, a layer's reads come first. early: the predictor reads what
+    attention reads, so that flash works during attention. all_layers: prefill reads whole layers, resident or not.
+    mapped: dense, from mapped pages. cores: that compute; 0: as many as the device has to give."""
+
+    name: str
+    npu: bool = False
+    cache: Cache = "none"
+    reads: Reads = "whole"
+    pipeline: bool = False
+    early: bool = False
+    all_layers: bool = True
+    mapped: bool = False
+    cores: int = 0
+
+    @property
+    def issuer(self) -> Issuer:
+        """Who issues reads."""
+        return "big" if self.pipeline else "several"
+
+    def on(self, device: DeviceModel) -> System:
+        """What is left of it on a device without an NPU."""
+        return self if device.has_npu else dataclasses.replace(self, npu=False)
+
+    def compute_cores(self, device: DeviceModel) -> int:
+        """All fast cores but the I/O thread's, where there are plenty."""
+        if self.cores:
+            return self.cores
+        fast = len(device.fast_cores)
+        return fast - 1 if self.pipeline and fast >= MIN_CORES_FOR_OWN_LOADER else fast
+
+    def hot_share(self, resident: float, batch: int) -> float:
+        """Of a layer's neurons, those that the NPU computes densely."""
+        if not self.npu or self.name == "ours":
+            return 0.0
+        most = HOT_IN_MEMORY_LARGE_BATCH if batch >= LARGE_BATCH else HOT_IN_MEMORY
+        return most if resident >= 1 else min(most, HOT_OF_CACHE * resident)
+
+
+SYSTEMS = {
+    "ours": System(name="ours", cache="clock", reads="two-phase", pipeline=True, early=True, all_layers=False),
+    "powerinfer2": System(name="powerinfer2", npu=True, cache="lru", reads="two-phase", pipeline=True),
+    "llm-in-a-flash": System(name="llm-in-a-flash", cache="lru", reads="row-column"),
+    "llama.cpp-mapped": System(name="llama.cpp-mapped", mapped=True),
+}
+
+_FULL = SYSTEMS["powerinfer2"]
+CPU_ONLY = dataclasses.replace(_FULL, npu=False)
+ABLATION = {
+    "baseline": System(name="powerinfer2", reads="matrices"),
+    "+ bundle": System(name="powerinfer2"),
+    "+ neuron cache": System(name="powerinfer2", cache="lru"),
+    "+ cluster pipeline": CPU_ONLY,
+    "+ XPU": _FULL,
+}
+"""PowerInfer-2's own steps, Figure 14. Without its cache nothing of the feed-forward stays."""
+
+
+def system_named(name: str) -> System:
+    """Raises UserError."""
+    if name not in SYSTEMS:
+        raise UserError(f"--policy {quoted(name)}: is none of {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]

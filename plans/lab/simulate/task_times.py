@@ -1,0 +1,161 @@
+"""What work takes on a device: of a device file by its published and assumed values; of a package under its plan by the
+planner's own costs, which know the run's kernels, the loader's processor time and flash by how many reads there are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from neuronpipe.plans.cost.activation_rates import rates
+from neuronpipe.plans.cost.expected_misses import joined_reads
+from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel
+from neuronpipe.plans.lab.simulate.models import SCALE_BITS, Parts, SimulatedModel
+from neuronpipe.plans.lab.simulate.systems import System
+from neuronpipe.plans.package.layout import row_bytes
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
+
+Kernel = Literal["matrix", "neurons"]
+BARRIERS = 3  # of a layer, where the file says only what one takes
+
+
+@frozen
+class Read:
+    """Reads and their bytes, flash's time for them, and the loader's processor time where it has no core of its own."""
+
+    reads: float
+    bytes: float
+    seconds: float
+    loader_s: float = 0.0
+
+
+class Costs(Protocol):
+    """parts: what a read brings. whole: both come in one. gates_name_values: value parts are named one by one, while
+    the gates of a layer are computed. rows, value_rows: of Gate, and of each other matrix, that are computed of what is
+    looked up, and of what fires."""
+
+    parts: Parts
+    rows: float
+    value_rows: float
+    whole: bool
+    gates_name_values: bool
+
+    def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
+        """One core's time for weights that are there; all cores compute."""
+
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
+        """So many parts of one size; at_once: so many of their layer are asked for together; first: whether they are
+        first parts or whole clusters."""
+
+    def lookups_s(self, count: float) -> float:
+        """One core's time for lookups."""
+
+    def layer_s(self) -> float:
+        """What cores wait for each other in a layer."""
+
+    def message_s(self) -> float:
+        """To send a step and to hear that it is done."""
+
+
+class FileCosts:
+    """By a device file."""
+
+    def __init__(self, device: DeviceModel, model: SimulatedModel, system: System) -> None:
+        self._device, self._issuer = device, system.issuer
+        fast = device.fast_cores
+        cores = fast[len(fast) - system.compute_cores(device) :]
+        self._computes = sum(core.computes_gb_per_s for core in cores) * 1e9 / len(cores)
+        self.parts, self.rows, self.value_rows, self.whole = Parts.of(model), 1.0, 1.0, False
+        self.gates_name_values = False
+        self._range = self.parts.whole_bytes * model.spec.neurons * model.spec.experts_per_token
+        self._quants = model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        self._messages = system.name == "ours"  # the others are one process
+
+    def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
+        return size_bytes * tokens / self._computes
+
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
+        size = count * read_bytes
+        return Read(count, size, size / self._device.random_bytes_per_s(read_bytes, self._range, self._issuer))
+
+    def stream_from(self) -> float:
+        """Of the tokens, how many must want a neuron for reading it with its neighbours, quants only, to be no slower
+        than both of its parts at random."""
+        parts = (self.parts.trigger_bytes, self.parts.value_bytes)
+        alone_s = sum(self.read(1, size, 1, first=True).seconds for size in parts)
+        return self._quants / self._device.sequential_bytes_per_s() / alone_s
+
+    def lookups_s(self, count: float) -> float:
+        return count * self._device.lookup_ns.value * 1e-9
+
+    def layer_s(self) -> float:
+        return BARRIERS * self._device.barrier_us.value * 1e-6
+
+    def message_s(self) -> float:
+        return self._messages * self._device.message_us.value * 1e-6
+
+
+class PlannedCosts:
+    """By the planner's costs, of a package under its plan. Its units are clusters; neighbours are read together, as the
+    loader reads them."""
+
+    def __init__(self, manifest: Manifest, plan: Plan, cost: Cost, looked: float, fire: float) -> None:
+        """looked, fire: clusters of a token, on average."""
+        model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
+        self._manifest, self._plan, self._cost = manifest, plan, cost
+        self._workers, self._matrices = len(plan.compute.decode_workers()), 2 if model.gated else 1
+        computed = model.layers * model.experts_per_token * model.neurons
+        triggers, values = computed * read.trigger_read, computed * read.down_read
+        values += computed * read.value_read if model.gated else 0.0
+        moved = plan.memory.are_scales_moved
+        self.parts = Parts(layout.trigger_part_bytes, layout.value_read_bytes(moved=moved))
+        self.rows, self.value_rows = triggers / max(1.0, looked), values / self._matrices / max(1.0, fire)
+        self.whole = plan.flash.bundle
+        self.gates_name_values = plan.compute.mode != "predicted" and not plan.flash.bundle
+        self._clusters = layout.clusters * model.experts_per_token
+        value_row = row_bytes(manifest.quantization, model.width)
+        trigger_bytes = triggers * row_bytes(manifest.trigger_quantization, model.width)
+        kernels_s = self._kernels_s(trigger_bytes, values * value_row, value_row)
+        self._neurons_s = kernels_s / (trigger_bytes + values * value_row)
+        self._matrix_s = _known(cost.fixed_ms(1e9)) / 1e12
+
+    def _kernels_s(self, trigger_bytes: float, value_bytes: float, row_bytes: int) -> float:
+        read, cost = rates(self._manifest, self._plan.compute.mode), self._cost
+        if self._plan.compute.mode == "predicted":
+            return _known(cost.predicted_ms(trigger_bytes, value_bytes, read.trigger_read, row_bytes)) / 1e3
+        triggers_ms = _known(cost.triggers_ms(trigger_bytes))
+        return (triggers_ms + _known(cost.values_ms(value_bytes, read.value_read, row_bytes))) / 1e3
+
+    def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
+        each_s = self._matrix_s if kernel == "matrix" else self._neurons_s
+        return self._cost.step_factor() * size_bytes * tokens * each_s * self._workers
+
+    def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
+        layout, flash = self._manifest.layout, self._plan.flash
+        in_order = first and self._plan.compute.mode != "predicted"  # all that miss of a feed-forward lie together
+        of = round(at_once) if in_order else self._clusters
+        reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
+        delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
+        took_s = (_known(self._cost.storage_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
+        loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
+        share = count / max(1.0, at_once)
+        return Read(reads * share, size * share, took_s * share, loader_s * share)
+
+    def lookups_s(self, count: float) -> float:
+        return 0.0  # in the factor of a step
+
+    def layer_s(self) -> float:
+        return 0.0  # as well, or in what meetings take
+
+    def message_s(self) -> float:
+        return self._cost.meetings_ms() / 1e3
+
+
+def _known(time_ms: float | None) -> float:
+    """Raises UserError where it was not measured."""
+    if time_ms is None:
+        raise UserError(f"{THIS_MACHINE}: flash and memory were not measured; run `neuronpipe doctor PACKAGE`")
+    return time_ms

@@ -1,0 +1,117 @@
+"""How often each neuron shall be active: from the measured curves to thresholds of gate and up.
+
+The curves are those of Bamboo-7B (32 layers, about a million tokens), read off a figure published in
+https://github.com/SJTU-IPADS/Bamboo (Apache-2.0, Copyright 2024 SJTU-IPADS).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.lab.synth.trajectory import Preset, correlations
+from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.predictor.fit import quantile, share_below
+from numpy.typing import NDArray
+
+CURVES = Path(__file__).with_name("bamboo_activation_cdf.json")
+CURVES_MEAN_ACTIVITY = 0.1475  # their steepest slope is 6.78: a neuron that always fires
+MEAN_ACTIVITY, MIN_ACTIVITY, MAX_ACTIVITY = 0.10, 0.06, 0.22
+RELU_ACTIVITY = 0.4  # relu(gate) * up in SmallThinker's experts: over 60 % are zero, more in the first layers
+RELU_EARLY_LAYERS, RELU_EARLY_ACTIVITY = 2, 0.06
+MIN_P, MAX_P = 1e-4, 0.9995
+UP_GIVEN_GATE = 0.8  # published: gate and up of a neuron fire together in 80 %
+SHARED = 0.7  # correlation of a neuron's up value with its gate value
+BISECTIONS = 40
+
+Shares = NDArray[np.float64]
+
+
+def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
+    """Mean share of neurons that fire, by layer: within the published range, the least in the first, the most in the
+    last, mean MEAN_ACTIVITY over all."""
+    inner = np.sort(random.beta(1.0, 3.4, layers))
+    middle = random.permutation(inner[1:-1]) if layers > 2 else inner[1:-1]
+    low, high = 0.0, 4.0
+    for _ in range(BISECTIONS):
+        power = (low + high) / 2
+        shares = MIN_ACTIVITY + (MAX_ACTIVITY - MIN_ACTIVITY) * np.concatenate(([0.0], middle**power, [1.0]))
+        low, high = (power, high) if shares.mean() > MEAN_ACTIVITY else (low, power)
+    return np.asarray(shares[:layers])
+
+
+def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
+    """p [neurons], hottest first: how often each neuron of a layer shall be active."""
+    curves = json.loads(CURVES.read_text())
+    curve = curves[round(layer * (len(curves) - 1) / max(1, layers - 1))]
+    y = np.asarray(curve["y"])
+    mass = np.interp(np.arange(neurons + 1) / neurons, curve["x"], (y - y[0]) / (y[-1] - y[0]))
+    p = np.sort(np.clip(CURVES_MEAN_ACTIVITY * neurons * np.diff(mass), MIN_P, MAX_P))[::-1]
+    points, low, high = quantile(p), -3.0, 3.0
+    for _ in range(BISECTIONS):
+        shift = (low + high) / 2
+        moved = share_below(points + shift)
+        low, high = (shift, high) if moved.mean() < mean else (low, shift)
+    return np.clip(moved, MIN_P, MAX_P)
+
+
+def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
+    """Mean share of neurons that are to fire, by layer; of an expert's, where it is chosen."""
+    if model.activation == "silu":
+        return np.ones(model.layers)
+    if model.activation == "relu":
+        early = np.arange(model.layers) < min(RELU_EARLY_LAYERS, model.layers - 1)
+        return np.where(early, RELU_EARLY_ACTIVITY, RELU_ACTIVITY)
+    return firing_by_layer(model.layers, np.random.default_rng(seed))
+
+
+def cuts(activation: Activation, p: Shares) -> list[Shares]:
+    """Standard thresholds of the values that decide whether a neuron fires: of Gate, of Gate and Up, or of neither."""
+    if activation == "silu":
+        return []
+    return [-quantile(p)] if activation == "relu" else list(thresholds(p))
+
+
+def thresholds(p: Shares) -> tuple[Shares, Shares]:
+    """Standard thresholds of gate and up values [neurons]: with both above theirs in a share p of all tokens, and up in
+    UP_GIVEN_GATE of those in which the gate is. Neurons that nearly always fire do so on both sides."""
+    gate = -quantile(p / _together(p))
+    return gate, np.interp(p, *_up_curve())
+
+
+def _together(p: Shares) -> Shares:
+    return np.maximum(UP_GIVEN_GATE, np.sqrt(p))
+
+
+@functools.cache
+def _up_curve() -> tuple[Shares, Shares]:
+    """Shares, and up's threshold for each."""
+    p = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))[:, None]
+    gate = p / _together(p)
+    points = np.linspace(-6.0, 6.0, 601)
+    above = np.exp(-np.square(points) / 2) * (points > -quantile(gate))
+    above *= gate / above.sum(axis=1, keepdims=True)
+    low, high = np.full_like(p, -8.0), np.full_like(p, 8.0)
+    for _ in range(BISECTIONS // 2):
+        cut = (low + high) / 2
+        both = (above * share_below((SHARED * points - cut) / np.sqrt(1 - SHARED**2))).sum(axis=1, keepdims=True)
+        low, high = np.where(both > p, cut, low), np.where(both > p, high, cut)
+    return p[:, 0], ((low + high) / 2)[:, 0]
+
+
+def overlap(p: Shares, preset: Preset, distance: int) -> float:
+    """What the generator asks for: of the neurons active now, the share that was active `distance` tokens before, were
+    each active when one value with the preset's memory is above its threshold."""
+    points = np.linspace(-6.0, 6.0, 601)
+    density = np.exp(-np.square(points) / 2)
+    density /= density.sum()
+    grid = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 40), 1 - np.geomspace(1 - MAX_P, 0.5, 40))))
+    cuts = -quantile(grid)
+    both = np.zeros(len(grid))
+    for likely, correlation in correlations(preset, distance):
+        noise = max(1e-3, np.sqrt(max(0.0, 1 - correlation**2)))
+        again = share_below((correlation * points - cuts[:, None]) / noise)
+        both += likely * (density * (points > cuts[:, None]) * again).sum(axis=1)
+    return float(np.interp(p, grid, both).sum() / p.sum())

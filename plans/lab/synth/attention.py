@@ -1,0 +1,80 @@
+"""A layer's attention: random rows that read the state, of a size that what it writes is a fixed part of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from neuronpipe.plans.lab.synth import codes
+from neuronpipe.plans.lab.synth.shapes import Coordinates
+from neuronpipe.plans.lab.synth.tokens import STATE_POWER, Texts
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.reference.engine import attend, rms_norm, rotate
+from neuronpipe.plans.reference.quantized import product
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Half = np.dtype("<f2")
+
+ATTENTION_POWER = 0.006  # written by a layer, as a share of the state's squared length
+QUERY_DEVIATION = 0.7  # scores of this size squared: attention looks at everything, at some of it more
+
+
+class Attention(NamedTuple):
+    """Its matrices, and what they add to the residual stream [tokens, width]."""
+
+    qkv: Rows
+    output: Rows
+    change: Array
+
+
+class AttentionMaker:
+    """Makes the attention of one shape's layers. frequency: of the rotary positions, [head_width / 2]."""
+
+    def __init__(
+        self, model: ModelSpec, places: Coordinates, frequency: Array, texts: Texts, seed: int, pool: ThreadPoolExecutor
+    ) -> None:
+        self._model, self._places, self._frequency = model, places, frequency
+        self._texts, self._seed, self._pool = texts, seed, pool
+
+    @property
+    def head_norm(self) -> Array:
+        """The weights of the norms of queries and of keys, in a model that has them."""
+        return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
+
+    def layer(self, layer: int, normed: Array) -> Attention:
+        """normed: what it reads of the calibration tokens [tokens, width]."""
+        model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
+        qkv = codes.zero_rows(model.qkv_rows, model.width)
+        qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)
+        unit = codes.unit_scale(normed[:, state])
+        parts = np.full((model.qkv_rows, 1), unit * QUERY_DEVIATION)
+        parts[(model.query_heads + model.key_heads) * model.head_width :] = unit
+        qkv.scales.view(Half)[:, codes.code_groups(state)] = parts
+        values = product("q4", qkv, normed).reshape(len(normed), -1, model.head_width)
+        texts = np.split(values, len(self._texts.ids))
+        mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), texts)))
+        written = self._places.attention
+        output = codes.zero_rows(model.width, model.query_width)
+        output.quants[written] = codes.random_codes(written.stop - written.start, model.query_width, random)
+        scales = output.scales.view(Half)
+        scales[written] = 1.0
+        some = Rows(output.quants[written], output.scales[written])
+        plain = product("q4", some, mixed)
+        scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * model.width / plain.var(axis=0).sum())
+        change = np.zeros_like(normed)
+        change[:, written] = plain * scales[written][0, 0].astype(np.float32)
+        return Attention(qkv, output, change)
+
+    def _attend(self, layer: int, heads: Array) -> Array:
+        model = self._model
+        queries, keys, values = np.split(heads, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+        if model.head_norm:
+            queries, keys = (rms_norm(part, self.head_norm, model.norm_epsilon) for part in (queries, keys))
+        if model.rotary_layers[layer]:
+            angles = np.arange(len(heads), dtype=np.float32)[:, None] * self._frequency
+            queries, keys = rotate(queries, angles), rotate(keys, angles)
+        return attend(queries, keys, values, model.windows_tokens[layer]).reshape(len(heads), -1)

@@ -1,0 +1,250 @@
+"""A shape twin in GGUF: random weights in the shape of a model, for engines that read GGUF and compute densely.
+
+Such engines do the same work whatever the weights are, so the twin's speed is the model's. Encodings follow llama.cpp's
+Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and routers.
+
+The architecture is the one that llama.cpp has for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`,
+`smallthinker`. Random routers choose; an expert whose row is longer is chosen more often, and so hot experts are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf.constants import GGUF_DEFAULT_ALIGNMENT
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
+from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
+from neuronpipe.plans.lab.synth.shapes import rope_base
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
+from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.predictor.fit import quantile
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+NAME = "shape twin"
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of token, as GGUF numbers them
+SPACE = "▁"
+SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
+Progress = Callable[[int, int], None]
+BYTE_PIECES = tuple(f"<0x{value:02X}>" for value in range(256))
+LETTERS = (SPACE, *"0123456789")
+MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
+
+
+PIECE_BYTES = 8 << 20  # of random weights at a time
+SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp's own, whatever a file says
+GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncType.SIGMOID}
+
+
+class _Tensor(NamedTuple):
+    name: str
+    rows: int  # 0: a vector
+    columns: int
+    encoding: str
+    experts: int = 0  # that are stacked in it; 0: a plain matrix
+    lengths: tuple[float, ...] = ()  # of its rows, where they differ
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the dimensions it does not have."""
+        return tuple(size for size in (self.experts, self.rows, self.columns) if size)
+
+    @property
+    def size_bytes(self) -> int:
+        """In its encoding."""
+        block_weights, block_bytes = _block(self.encoding)
+        return math.prod(self.shape) // block_weights * block_bytes
+
+
+def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
+    """Write the twin of a shape, piece by piece, in little memory; same seed, same bytes. progress is called with bytes
+    written and all of them.
+
+    The file appears whole or not at all. Raises UserError for a shape that the encodings or the architecture do not
+    cover, and for what the disk refuses.
+    """
+    _require(path, model)
+    tensors = tuple(_tensors(model))
+    with whole_file(path) as place:
+        writer = GGUFWriter(place, architecture(model))
+        _describe(writer, model)
+        for tensor in tensors:
+            kind = GGMLQuantizationType[tensor.encoding]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float16), tensor.size_bytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        _write_weights(place, tensors, seed, progress)
+
+
+def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progress: Progress | None) -> None:
+    """Every tensor behind the last one, each from a multiple of the alignment on. A thread makes the next piece while
+    one is written."""
+    pieces = [
+        (tensor, (seed, number, start), min(_piece_bytes(tensor), tensor.size_bytes - start))
+        for number, tensor in enumerate(tensors)
+        for start in range(0, tensor.size_bytes, _piece_bytes(tensor))
+    ]
+    written, total = 0, sum(tensor.size_bytes for tensor in tensors)
+    with place.open("ab") as file, ThreadPoolExecutor(1) as pool:
+        file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
+        coming = pool.submit(_random, *pieces[0])
+        for number, (tensor, place_of_piece, size_bytes) in enumerate(pieces):
+            piece = coming.result()
+            if number + 1 < len(pieces):
+                coming = pool.submit(_random, *pieces[number + 1])
+            file.write(piece.data)
+            if place_of_piece[-1] + size_bytes == tensor.size_bytes:
+                file.write(bytes(-tensor.size_bytes % GGUF_DEFAULT_ALIGNMENT))
+            written += size_bytes
+            if progress is not None:
+                progress(written, total)
+
+
+def architecture(model: ModelSpec) -> str:
+    """What llama.cpp calls models of this kind."""
+    if model.router_reads == "layer":
+        return "smallthinker"
+    if model.head_norm:
+        return "qwen3" if model.experts == 1 else "qwen3moe"
+    return "llama"
+
+
+def _require(path: Path, model: ModelSpec) -> None:
+    if any(model.windows_tokens) and model.layer_kinds != _smallthinker_layers(model):
+        raise UserError(
+            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a twin has none, "
+            "or those of llama.cpp's smallthinker"
+        )
+    if model.vocabulary < MIN_VOCABULARY:
+        raise UserError(f"{path}: vocabulary is {model.vocabulary}; a twin's tokenizer needs {MIN_VOCABULARY}")
+    for field, columns, encoding in (
+        ("width", model.width, "Q6_K"),
+        ("neurons", model.neurons, "Q4_0"),
+        ("query_heads * head_width", model.query_width, "Q4_0"),
+    ):
+        if columns % (block := BLOCK_WEIGHTS_BYTES[encoding][0]):
+            raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
+
+
+def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
+    """The layers that llama.cpp computes for a smallthinker with windows; None: no such model."""
+    if architecture(model) != "smallthinker":
+        return None
+    full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
+    return runs_of([0 if one else SMALLTHINKER_WINDOW_TOKENS for one in full], [not one for one in full])
+
+
+def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
+    """All tensors of the architecture, in the order in which a step reads them."""
+    width, key_width = model.width, model.key_heads * model.head_width
+    experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
+    yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
+    for layer in range(model.layers):
+        block = f"blk.{layer}"
+        yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
+        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, "Q4_0")
+        yield _Tensor(f"{block}.attn_k.weight", key_width, width, "Q4_0")
+        yield _Tensor(f"{block}.attn_v.weight", key_width, width, "Q4_0")
+        if model.head_norm:
+            yield _Tensor(f"{block}.attn_q_norm.weight", 0, model.head_width, "F32")
+            yield _Tensor(f"{block}.attn_k_norm.weight", 0, model.head_width, "F32")
+        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, "Q4_0")
+        yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
+        if experts:
+            yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
+        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, "Q4_0", experts)
+        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, "Q4_0", experts)
+        yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, "Q4_0", experts)
+    yield _Tensor("output_norm.weight", 0, width, "F32")
+    yield _Tensor("output.weight", model.vocabulary, width, "Q6_K")
+
+
+def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
+    """Those that make a router choose each expert as often as the package's: normal values of these deviations exceed
+    one value that often. Hot ones are other ones in each layer."""
+    routing = routing_of(model)
+    if not routing.hot_experts:
+        return ()
+    lengths = -1 / quantile(frequencies(model, routing))
+    return tuple(np.random.default_rng(layer).permutation(lengths).tolist())
+
+
+def _block(encoding: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    return (1, PLAIN_BYTES[encoding]) if encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[encoding]
+
+
+def _piece_bytes(tensor: _Tensor) -> int:
+    """Whole blocks."""
+    return PIECE_BYTES // (block_bytes := _block(tensor.encoding)[1]) * block_bytes
+
+
+def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
+    """A piece of a tensor, from the byte on that is the last number of its place. Norms of one; else random weights
+    whose size gives rows a length near one, so that activations stay finite."""
+    generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
+    if tensor.encoding == "F32":
+        count = size_bytes // PLAIN_BYTES["F32"]
+        if not tensor.rows:
+            return np.ones(count, dtype=np.float32)
+        values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
+        if tensor.lengths:
+            first = place[-1] // PLAIN_BYTES["F32"]
+            values *= np.array(tensor.lengths, np.float32)[np.arange(first, first + count) // tensor.columns]
+        return np.asarray(values)
+    block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
+    blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
+    blocks = blocks.reshape(-1, block_bytes)
+    # A random nibble less 8 has a spread of 4.6. A Q6_K weight is a signed byte times six bits less 32: 74 times 18.5.
+    spread, scale = (4.6, slice(0, 2)) if tensor.encoding == "Q4_0" else (74 * 18.5, slice(208, 210))
+    # Quants average just below zero; scales of both signs keep rows from leaning to one side.
+    sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
+    np.negative(sizes, where=generator.integers(0, 2, len(blocks), dtype=np.bool_), out=sizes)
+    sizes /= np.float32(spread * length)
+    blocks[:, scale] = sizes.astype("<f2").view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(-1)
+
+
+def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
+    """Metadata as the stock converter writes it, and a sentencepiece vocabulary whose words are numbers."""
+    writer.add_name(NAME)
+    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
+    writer.add_vocab_size(model.vocabulary)
+    writer.add_context_length(model.context_tokens)
+    writer.add_embedding_length(model.width)
+    writer.add_block_count(model.layers)
+    writer.add_feed_forward_length(model.neurons)
+    writer.add_head_count(model.query_heads)
+    writer.add_head_count_kv(model.key_heads)
+    writer.add_key_length(model.head_width)
+    writer.add_value_length(model.head_width)
+    writer.add_rope_dimension_count(model.head_width)
+    writer.add_rope_freq_base(rope_base(model))
+    writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    if model.experts > 1:
+        writer.add_expert_count(model.experts)
+        writer.add_expert_used_count(model.experts_per_token)
+        if architecture(model) != "llama":  # which knows no other width than the feed-forward's, and softmax alone
+            writer.add_expert_feed_forward_length(model.neurons)
+            writer.add_expert_gating_func(GATING[model.router])
+    if any(model.windows_tokens):
+        writer.add_sliding_window(SMALLTHINKER_WINDOW_TOKENS)
+    # Numbers count up, so every one is a shorter one and a digit: sentencepiece's merges reach all of them.
+    words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
+    pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * len(BYTE_PIECES), *[NORMAL] * (len(LETTERS) + len(words))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * (len(pieces) - len(words)) + [-float(n) for n in range(len(words))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)

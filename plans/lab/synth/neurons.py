@@ -1,0 +1,278 @@
+"""The neurons of one feed-forward: random weights, shaped by what the quantized computation makes of the calibration
+tokens.
+
+Neurons are made in blocks that need nothing of each other, by as many threads as there are cores. What the blocks have
+in common, the size of their output and the threshold of their predictor, comes after all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from neuronpipe.plans.convert.quantize import decode, q3_of_q4
+from neuronpipe.plans.lab.synth import activation_rates as firing
+from neuronpipe.plans.lab.synth import codes
+from neuronpipe.plans.lab.synth.prediction import BlockPredictor, Prediction
+from neuronpipe.plans.lab.synth.shapes import Coordinates
+from neuronpipe.plans.lab.synth.tokens import STATE_POWER, Texts
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import PredictorQuality
+from neuronpipe.plans.package.predictor_writer import LayerFactors
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.fit import quantile
+from neuronpipe.plans.reference.engine import GATED
+from neuronpipe.plans.reference.quantized import Vectors
+from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Half = np.dtype("<f2")
+
+FEED_FORWARD_POWER = 0.014  # written by a layer, as a share of the state's squared length
+GROUP_NEURONS, GROUP_LOADING = 16, 0.3  # co-activation: neurons of a group share this part of their rows
+CORRECTIONS, MAX_CORRECTION = 3, 0.5
+MIN_INDEPENDENT = 96  # tokens that an expert without a predictor is fitted on, besides those that choose it
+
+
+@frozen
+class Found:
+    """What fires of a feed-forward: shares of neurons, and of those whose trigger fires; its predictor, if it has one,
+    and how well that does."""
+
+    activity: float
+    fired: float
+    factors: LayerFactors | None
+    quality: PredictorQuality | None
+
+
+@frozen
+class LayerInput:
+    """What the feed-forwards of a layer read: the normed vectors of the calibration tokens [tokens, width]; how often
+    each neuron is to be active, the hottest first; what their predictors have in common, if there are any."""
+
+    normed: Array
+    shares: NDArray[np.float64]
+    prediction: Prediction | None
+
+
+@frozen
+class _Inputs:
+    """What all blocks of a feed-forward read. tokens: which of the calibration tokens it is made with; independent:
+    those of them whose states are independent. vectors: their normed input; steady: of them, its steady part. scale:
+    of rows; groups, common: the rows that groups of neurons have in common."""
+
+    ffn: int
+    layer: LayerInput
+    tokens: NDArray[np.int64]
+    independent: slice
+    vectors: Vectors
+    steady: Array
+    scale: float
+    groups: NDArray[np.int64]
+    common: codes.Bytes
+
+
+@frozen
+class _Block:
+    """Neurons of a block: their rows, Down's without the scale of the layer; what they write [tokens, written], and
+    what is to know of them."""
+
+    gate: Rows
+    up: Rows
+    down: codes.Bytes
+    sizes: Array
+    written: Array
+    activity: Array
+    fired: Array
+    predictor: BlockPredictor | None
+
+
+@frozen
+class Neurons:
+    """A feed-forward's neurons, the hottest first. change: what they add to the residual stream's coordinates that
+    feed-forwards write [tokens, written], of the tokens they were made with. gates: how these are written: "q3", or as
+    the rest."""
+
+    blocks: list[_Block]
+    tokens: NDArray[np.int64]
+    change: Array
+    down_scale: float
+    places: Coordinates
+    prediction: Prediction | None
+    gates: Quantization
+
+    def rows(self) -> Iterator[tuple[Rows, Rows, Rows]]:
+        """Gate, up and transposed Down, block by block."""
+        written = self.places.feed_forward
+        for block in self.blocks:
+            down = codes.zero_rows(len(block.down), self.places.state.stop)
+            down.quants[:, codes.code_bytes(written)] = block.down
+            down.scales.view(Half)[:, codes.code_groups(written)] = (block.sizes * self.down_scale)[:, None]
+            gate = Rows(q3_of_q4(block.gate.quants), block.gate.scales) if self.gates == "q3" else block.gate
+            yield gate, block.up, down
+
+    def found(self, recall: float) -> Found:
+        """What fires; and the predictor that finds this part of it."""
+        factors, quality = None, None
+        if self.prediction is not None:
+            parts = [block.predictor for block in self.blocks if block.predictor is not None]
+            factors, quality = self.prediction.together(parts, recall)
+        activity, fired = _mean([block.activity for block in self.blocks]), _mean([b.fired for b in self.blocks])
+        return Found(activity, fired, factors, quality)
+
+
+@frozen
+class Pending:
+    """Neurons that are being made."""
+
+    inputs: _Inputs
+    blocks: list[Future[_Block]]
+    places: Coordinates
+    power: float  # of what they are to write
+    gates: Quantization
+
+    def result(self) -> Neurons:
+        """When they are."""
+        blocks = [block.result() for block in self.blocks]
+        written = np.sum([block.written for block in blocks], axis=0)
+        factor = np.sqrt(self.power / written.var(axis=0).sum())
+        layer = self.inputs.layer
+        return Neurons(blocks, self.inputs.tokens, written * factor, factor, self.places, layer.prediction, self.gates)
+
+
+class NeuronMaker:
+    """Makes feed-forwards of one shape."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        places: Coordinates,
+        texts: Texts,
+        block_neurons: int,
+        seed: int,
+        pool: ThreadPoolExecutor,
+        gates: Quantization = "q4",
+    ) -> None:
+        self._gates = gates
+        self._model, self._places, self._texts = model, places, texts
+        self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
+
+    def begin(self, ffn: int, layer: LayerInput, chosen: NDArray[np.bool_]) -> Pending:
+        """Begin to make neurons of which each is active in its share of the independent tokens. chosen: which of the
+        calibration tokens are theirs [tokens].
+
+        Their predictor is fitted and judged on all tokens: the router is independent of their rows. Without one they
+        are made with their own tokens and a few independent ones.
+        """
+        model, random = self._model, codes.generator(self._seed, 2, ffn)
+        tokens, independent = self._tokens(layer, chosen)
+        normed = layer.normed[tokens]
+        groups = random.permutation(model.neurons) // GROUP_NEURONS
+        columns = self._read.stop - self._read.start
+        inputs = _Inputs(
+            ffn=ffn,
+            layer=layer,
+            tokens=tokens,
+            independent=independent,
+            vectors=Vectors("q4", normed),
+            steady=normed[:, self._places.steady].sum(axis=1),
+            scale=codes.unit_scale(normed[:, self._places.state]),
+            groups=groups,
+            common=codes.random_codes(-(-model.neurons // GROUP_NEURONS), columns, random),
+        )
+        starts = range(0, model.neurons, self._block_neurons)
+        # What several experts write adds up by its power.
+        power = FEED_FORWARD_POWER * model.experts_per_token * (STATE_POWER * model.width)
+        blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
+        return Pending(inputs, blocks, self._places, power, self._gates)
+
+    def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
+        """The tokens that neurons are made with, and which of them are taken for independent ones."""
+        independent = self._texts.independent
+        if layer.prediction is not None or self._model.experts == 1:
+            return np.arange(len(chosen)), independent
+        some = np.arange(independent.start, independent.stop)
+        some = some[:: max(1, len(some) // MIN_INDEPENDENT)]
+        return np.concatenate((some, np.setdiff1d(np.flatnonzero(chosen), some))), slice(0, len(some))
+
+    @property
+    def _read(self) -> slice:
+        """The coordinates that neurons read, but for their bias."""
+        return slice(self._places.attention.start, self._model.width)
+
+    def _block(self, inputs: _Inputs, start: int) -> _Block:
+        some = slice(start, min(start + self._block_neurons, self._model.neurons))
+        random = codes.generator(self._seed, 3, inputs.ffn, start)
+        neurons, columns = some.stop - some.start, self._read.stop - self._read.start
+        gate_codes = codes.mixed(
+            codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[some]], GROUP_LOADING
+        )
+        up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
+        gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
+        if self._gates == "q3":  # a q4 row with weights that q3 has, so that all that follows is made of what is stored
+            coarse_scale = inputs.scale * codes.DEVIATION / codes.COARSE_DEVIATION
+            gate = self._unbiased(codes.coarse(gate_codes), coarse_scale)
+        values = [inputs.vectors.times(rows) for rows in (gate, up)]
+        biases = self._biases(inputs, values, inputs.layer.shares[some])
+        for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have none
+            scales = rows.scales.view(Half)
+            scales[:, codes.code_groups(self._places.steady)] = bias[:, None]
+            value += inputs.steady[:, None] * bias.astype(Half).astype(np.float32)
+        return self._written(inputs, gate, up, values[0], values[1], random)
+
+    def _unbiased(self, code: codes.Bytes, size: float) -> Rows:
+        rows = codes.zero_rows(len(code), self._model.width)
+        rows.quants[:, codes.code_bytes(self._read)] = code
+        rows.quants[:, codes.code_bytes(self._places.steady)] = codes.ONES
+        rows.scales.view(Half)[:, codes.code_groups(self._read)] = size
+        return rows
+
+    def _biases(self, inputs: _Inputs, values: list[Array], shares: NDArray[np.float64]) -> list[Array]:
+        """Of gate, and of up where it decides too: what makes each neuron active in its share of the independent
+        tokens. None where every neuron fires."""
+        cuts = firing.cuts(self._model.activation, shares)
+        if not cuts:
+            return []
+        some, steady = inputs.independent, inputs.steady[inputs.independent, None]
+        ratios = [value[some] / steady for value in values[: len(cuts)]]
+        lines = [(ratio.mean(axis=0), ratio.std(axis=0)) for ratio in ratios]
+        density = float(np.exp(-np.square(quantile(shares)) / 2).mean() / np.sqrt(2 * np.pi))
+        shift = 0.0
+        for _ in range(CORRECTIONS):  # what is not quite normal moves the mean; the shape of the curve stays
+            found = np.logical_and.reduce([
+                ratio > (mean + deviation * (cut + shift)).astype(np.float32)
+                for ratio, (mean, deviation), cut in zip(ratios, lines, cuts, strict=True)
+            ])  # fmt: skip
+            step = (float(found.mean()) - float(shares.mean())) / density
+            shift += float(np.clip(step, -MAX_CORRECTION, MAX_CORRECTION))
+        return [-(mean + deviation * (cut + shift)) for (mean, deviation), cut in zip(lines, cuts, strict=True)]
+
+    def _written(
+        self, inputs: _Inputs, gate: Rows, up: Rows, gates: Array, ups: Array, random: np.random.Generator
+    ) -> _Block:
+        """The block with its Down. A neuron that fires often has smaller weights, so that what changes from token to
+        token is as large as what does not."""
+        written, prediction = self._places.feed_forward, inputs.layer.prediction
+        inner = GATED[self._model.activation](gates, ups)
+        active = inner != 0
+        down = codes.random_codes(len(gate.quants), written.stop - written.start, random)
+        power, mean = np.einsum("tn,tn->n", inner, inner) / len(inner), inner.mean(axis=0)
+        sizes = np.sqrt(np.maximum(power - np.square(mean), 0)) / np.maximum(np.sqrt(power), 1e-6)
+        weights = decode("q4", Rows(down, codes.equal_scales(down)))
+        return _Block(
+            gate=gate,
+            up=up,
+            down=down,
+            sizes=sizes,
+            written=inner @ (weights * sizes[:, None]),
+            activity=active.mean(axis=0),
+            fired=((gates > 0) if self._model.activation == "drelu" else active).mean(axis=0),
+            predictor=None if prediction is None else prediction.of_block(gate, gates, active),
+        )
+
+
+def _mean(shares: list[Array]) -> float:
+    return round(float(np.concatenate(shares).mean()), 6)

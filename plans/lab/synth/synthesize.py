@@ -1,0 +1,233 @@
+"""Making a synthetic package: layer after layer, each on what the layers before it made of the calibration tokens."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.lab.synth import codes
+from neuronpipe.plans.lab.synth.activation_rates import active_shares, requested_by_layer
+from neuronpipe.plans.lab.synth.attention import AttentionMaker
+from neuronpipe.plans.lab.synth.neurons import Found, LayerInput, NeuronMaker, Neurons, Pending
+from neuronpipe.plans.lab.synth.prediction import Prediction, PredictorShape
+from neuronpipe.plans.lab.synth.routing import make_router
+from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_base
+from neuronpipe.plans.lab.synth.tokens import (
+    Tables,
+    Texts,
+    calibration_texts,
+    preset_tables,
+    tokenizer_json,
+    unused_tables,
+    workload,
+)
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import NeuronOrder, Quantization, compute_layout
+from neuronpipe.plans.package.manifest import (
+    Manifest,
+    Predictor,
+    PredictorInput,
+    PredictorQuality,
+    Source,
+    Workload,
+)
+from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import PackageWriter, Rows
+from neuronpipe.plans.reference.engine import rms_norm
+from numpy.typing import NDArray
+
+PREDICTOR_RECALL = 0.97
+BLOCK_NEURONS = 512
+MAX_AHEAD_NEURONS = 4096  # of the next experts that are made meanwhile
+
+Array = NDArray[np.float32]
+Progress = Callable[[int, int], None]
+
+
+def synthesize(
+    name: str,
+    model: ModelSpec,
+    target: Path,
+    *,
+    seed: int = 0,
+    reads: PredictorInput = "attention",
+    predictor_quantization: Quantization = "q4",
+    gates: Quantization | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Package:
+    """Write a package of this shape, where it is dReLU with its predictor. progress is called with bytes of neurons
+    written and all of them. gates: "q3", or as the rest. reads: of a mixture's predictors always "feed_forward". Raises
+    UserError for what the disk refuses."""
+    if model.experts > 1:
+        reads = "feed_forward"
+    places, work = coordinates(model.width), workload(model, seed)
+    order: NeuronOrder = "source" if model.activation == "silu" else "frequency"
+    layout = compute_layout(
+        "q4", model.width, model.neurons, model.ffn_matrices, order, gates=gates, read_whole=model.read_whole
+    )
+    manifest = Manifest(
+        name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),
+        layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
+    )  # fmt: skip
+    frequency = (rope_base(model) ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
+    texts = calibration_texts(work)
+    ones = np.ones(model.width, dtype=np.float32)
+    shape = PredictorShape(rank_of(model.width), predictor_quantization) if model.activation == "drelu" else None
+    requested = requested_by_layer(model, seed)
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        PackageWriter(target, manifest, overwrite=overwrite) as writer,
+        _Finisher(writer, manifest, progress) as finisher,
+    ):
+        writer.vector("rope.inverse_frequency", frequency)
+        x = _write_tables(writer, model, work, texts, pool.map(partial(_tables, model, work), [*work.presets, None]))
+        writer.vector("output_norm", ones)
+        attention = AttentionMaker(model, places, frequency, texts, seed, pool)
+        block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
+        maker = NeuronMaker(model, places, texts, block_neurons, seed, pool, gates or "q4")
+        routed_before: Array | None = None
+        for layer in range(model.layers):
+            prefix, layer_input = f"layers.{layer}", x
+            for vector in ("attention_norm", "ffn_norm"):
+                writer.vector(f"{prefix}.{vector}", ones)
+            before = rms_norm(x, ones, model.norm_epsilon)
+            made = attention.layer(layer, before)
+            writer.matrix(f"{prefix}.qkv", made.qkv)
+            writer.matrix(f"{prefix}.attention_output", made.output)
+            if model.head_norm:
+                for vector in ("query_norm", "key_norm"):
+                    writer.vector(f"{prefix}.{vector}", attention.head_norm)
+            x = x + made.change
+            normed = rms_norm(x, ones, model.norm_epsilon)
+            routed = np.ones((len(x), 1), dtype=np.float32)
+            if model.experts > 1:
+                read = layer_input if model.router_reads == "layer" else normed
+                router, routed = make_router(model, places, read, routed_before, codes.generator(seed, 4, layer))
+                routed_before = read
+                writer.vector(f"{prefix}.router", router.reshape(-1))
+            prediction = None
+            if shape is not None:
+                predicts_from = before if reads == "attention" else normed
+                prediction = Prediction.of_layer(shape, places, normed, predicts_from, texts.held_out)
+            shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
+            for expert, neurons in enumerate(_experts(maker, layer, LayerInput(normed, shares, prediction), routed)):
+                parts = routed[neurons.tokens, expert, None] * neurons.change
+                x[neurons.tokens, places.feed_forward] += parts
+                finisher.take(neurons)
+        found = finisher.found()
+        by_layer = [found[first : first + model.experts] for first in range(0, model.ffns, model.experts)]
+        firing = FiringShares(
+            tuple(_mean(one.activity for one in layer) for layer in by_layer),
+            tuple(_mean(one.fired for one in layer) for layer in by_layer),
+        )
+        package = writer.complete(
+            tokenizer_json(work, model.vocabulary),
+            {},
+            fired_by_layer=firing.fired_by_layer,
+            trigger_fired_by_layer=firing.trigger_fired_by_layer,
+        )
+        if shape is not None:
+            predictor = Predictor(
+                shape.rank, shape.quantization, reads, ("gate",), "none", int((~texts.held_out).sum()),
+                tuple(map(_mean_quality, by_layer)),
+            )  # fmt: skip
+            write_predictor(package, predictor, [one.factors for one in found if one.factors is not None], firing)
+        return writer.publish()
+
+
+def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
+    """A layer's feed-forwards one after the other, while the next ones are made: as many as are small together."""
+    pending: deque[Pending] = deque()
+    ahead = MAX_AHEAD_NEURONS // len(read.shares)
+    for expert in range(routed.shape[1]):
+        pending.append(maker.begin(layer * routed.shape[1] + expert, read, routed[:, expert] > 0))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+class _Finisher:
+    """Writes neurons while the next ones are made, one feed-forward at a time, and keeps what was found of each."""
+
+    def __init__(self, writer: PackageWriter, manifest: Manifest, progress: Progress | None) -> None:
+        self._writer, self._progress = writer, progress
+        self._ffn_bytes = manifest.layout.clusters * manifest.layout.cluster_stride_bytes
+        self._ffns = manifest.model.ffns
+        self._pool = ThreadPoolExecutor(1)
+        self._next: Future[Found] | None = None
+        self._found: list[Found] = []
+
+    def __enter__(self) -> _Finisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def take(self, neurons: Neurons) -> None:
+        """Write these next; waits until those before are written."""
+        self._wait()
+        self._next = self._pool.submit(self._finish, neurons)
+
+    def found(self) -> list[Found]:
+        """All that was found, once all is written."""
+        self._wait()
+        return self._found
+
+    def _finish(self, neurons: Neurons) -> Found:
+        for rows in neurons.rows():
+            self._writer.neurons(*rows)
+        return neurons.found(PREDICTOR_RECALL)
+
+    def _wait(self) -> None:
+        if self._next is None:
+            return
+        self._found.append(self._next.result())
+        self._next = None
+        if self._progress is not None:
+            self._progress(len(self._found) * self._ffn_bytes, self._ffns * self._ffn_bytes)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(fmean(values), 6)
+
+
+def _mean_quality(layer: list[Found]) -> PredictorQuality:
+    """Of the predictors of a layer's experts."""
+    names = ("recall", "precision", "predicted")
+    return PredictorQuality(*(_mean(getattr(found.quality, name) for found in layer) for name in names))
+
+
+def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
+    """Of one preset's tokens; without a preset, of those that are left."""
+    places = coordinates(model.width)
+    if preset is None:
+        return unused_tables(model, places, model.vocabulary - sum(count for _, count in work.presets.values()))
+    first, count = work.presets[preset]
+    return preset_tables(model, places, preset, count, codes.generator(work.seed, 0, first))
+
+
+def _write_tables(
+    writer: PackageWriter, model: ModelSpec, work: Workload, texts: Texts, tables: Iterable[Tables]
+) -> Array:
+    """Write embedding and output, and return the rows of the calibration tokens."""
+    ids, first = np.concatenate([np.asarray(text) for text in texts.ids]), 0
+    rows = np.empty((len(ids), model.width), dtype=np.float32)
+    for table in tables:
+        writer.matrix("embedding", table.embedding)
+        writer.matrix("output", table.output)
+        own = (ids >= first) & (ids < first + len(table.embedding.quants))
+        if own.any():
+            places = ids[own] - first
+            rows[own] = decode("q4", Rows(table.embedding.quants[places], table.embedding.scales[places]))
+        first += len(table.embedding.quants)
+    return rows

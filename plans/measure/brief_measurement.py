@@ -1,0 +1,101 @@
+"""Measuring at a start: memory, and the decode and prompt kernels that one package needs, in about a second.
+
+It is a small part of the device profile, measured in the same way: by processes, each on its own core, whose typical
+call counts, so that a busy machine distorts little. Reading memory alone says little of computing: rows that lie apart
+are read at twice the speed at which kernels compute them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from neuronpipe.plans.device.cores import FULL_CAPACITY, Kind
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint, PanelPoint, ReusedPoint
+from neuronpipe.plans.device.profile import VERSION, DeviceProfile
+from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
+from neuronpipe.plans.measure.benchmark_slots import MIN_BYTES, WORKER_BYTES, Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.kernel_speed import Case, Point, measure_kernels
+from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.memory_bandwidth import measure_dram
+
+KINDS: tuple[Kind, ...] = ("big", "mid", "little")
+ARENA_BYTES = 128 << 20
+BRIEF_ROUNDS, BRIEF_REPETITION_S = 3, 0.006
+FULL_ROUNDS, FULL_REPETITION_S = 5, 0.02
+
+
+def core_classes(device: Device) -> tuple[CoreClass, ...]:
+    """Return the kinds of cores that this process may use, fastest first."""
+    classes = []
+    for kind in KINDS:
+        cores = [core for core in device.cores if core.kind == kind and core.allowed]
+        if cores:
+            best = max(cores, key=lambda core: (core.capacity, -core.id))
+            ids = tuple(core.id for core in cores)
+            classes.append(
+                CoreClass(kind=kind, cores=ids, capacity=min(best.capacity, FULL_CAPACITY), measured=best.id)
+            )
+    return tuple(classes)
+
+
+def measure_briefly(
+    device: Device, cores: Sequence[int | None], cases: Sequence[Case], *, brief: bool
+) -> DeviceProfile | None:
+    """Return a device profile of memory, of these kernels and of waits alone, with a worker on each of `cores`; None
+    where too little memory is available to measure on."""
+    rounds, repetition_s = (BRIEF_ROUNDS, BRIEF_REPETITION_S) if brief else (FULL_ROUNDS, FULL_REPETITION_S)
+    available_bytes, busy, taken_at = device.memory_available_bytes, Busyness(), time.time()
+    dram = measure_dram(
+        cores,
+        available_bytes,
+        rounds=rounds,
+        budget_s=repetition_s,
+        max_bytes=ARENA_BYTES,
+        counts=sorted({1, len(cores)}),
+    )
+    if not dram:
+        return None
+    usual_bytes = max(ARENA_BYTES, -(-len(cores) * WORKER_BYTES // MIN_BYTES) * MIN_BYTES)
+    arena = make_arena(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
+    classes = core_classes(device)
+    points = tuple(_kernels(arena, cores, classes[0], cases, rounds, repetition_s)) if arena else ()
+    return DeviceProfile(
+        version=VERSION,
+        device_id=device.id,
+        architecture=device.architecture,
+        instruction_set=device.instruction_set,
+        taken_at=round(taken_at, 1),
+        cores=classes,
+        decode_workers=len(cores),
+        arena_bytes=len(arena.memory) if arena else 0,
+        cache_bytes=largest_cache_bytes(Path("/")),
+        dram=dram,
+        decode=tuple(point for point in points if isinstance(point, DecodePoint)),
+        panels=tuple(point for point in points if isinstance(point, PanelPoint)),
+        reused=tuple(point for point in points if isinstance(point, ReusedPoint)),
+        flash=None,
+        sharing=(),
+        barriers=measure_barriers(cores, rounds=1),
+        messages=measure_messages(cores, rounds=1),
+        steps=(),
+        read_delays=(),
+        read_factors=(),
+        busy=round(busy.processors(), 3),
+    )
+
+
+def _kernels(
+    arena: Arena,
+    cores: Sequence[int | None],
+    fastest: CoreClass,
+    cases: Sequence[Case],
+    rounds: int,
+    repetition_s: float,
+) -> Iterator[Point]:
+    """Of one worker, since a search may choose fewer, and of all."""
+    yield from measure_kernels(arena, [fastest.measured], fastest.kind, cases, rounds=rounds, budget_s=repetition_s)
+    if len(cores) > 1:
+        yield from measure_kernels(arena, cores, None, cases, rounds=rounds, budget_s=repetition_s)

@@ -1,0 +1,250 @@
+"""Measuring flash: random reads of a package's own file through the native reader, a few milliseconds per point.
+
+The package's file is the right one to ask: same storage, same file system, same direct I/O as the loader's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint
+from neuronpipe.plans.device.measured_figures import by_turns, spread_of
+from neuronpipe.plans.device.measured_points import CoreClass, FlashRead
+from neuronpipe.plans.measure.benchmark_processes import Told, nobody_told
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
+
+KIB = 1 << 10
+# (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
+# Each depth above one needs several sizes: what a read costs by itself is told from the difference between them.
+BRIEF_POINTS = ((4 * KIB, 1), *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)), (256 * KIB, 32))
+BRIEF_BUDGET_S = 0.24
+FULL_POINTS = tuple(
+    (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
+)
+FULL_BUDGET_S = 1.0
+ROUNDS, MAX_MORE_ROUNDS = 3, 3  # of each point; more of those that are not steady
+NOISE = 0.15
+# In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
+MIN_FILE_BYTES = 1 << 20
+MIN_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
+
+
+RANGES_BYTES = (128 << 20, 512 << 20)  # and the whole file: what the storage remembers of its map may not cover it
+PROFILE_SIZES = tuple(size * KIB for size in (4, 8, 16, 64, 256, 1024))
+PROFILE_DEPTHS = (1, 8, 32, 128)
+SEQUENTIAL_DEPTHS = (1, 8, 32)
+CLASS_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth in (1, 32))  # by issuing core
+MAX_IN_FLIGHT_BYTES = 32 << 20
+
+
+@frozen
+class ReadCase:
+    """One point of the device profile: see FlashRead."""
+
+    request_bytes: int
+    depth: int
+    range_bytes: int
+    sequential: bool = False
+    kind: Kind | None = None  # of the issuing core
+    core: int | None = None
+
+
+def read_cases(file_bytes: int, cores: Sequence[CoreClass]) -> tuple[ReadCase, ...]:
+    """What the device profile measures in a file of this size; by core class where there are several."""
+    sizes = [size for size in PROFILE_SIZES if MIN_PLACES * size <= file_bytes]
+    ranges = [size for size in RANGES_BYTES if size < file_bytes] + [file_bytes]
+    cases = [
+        ReadCase(size, depth, within)
+        for within in ranges
+        for depth in PROFILE_DEPTHS
+        for size in sizes
+        if size * depth <= MAX_IN_FLIGHT_BYTES
+    ]
+    cases += [ReadCase(size, depth, file_bytes, sequential=True) for depth in SEQUENTIAL_DEPTHS for size in sizes]
+    cases += [
+        ReadCase(size, depth, file_bytes, kind=one.kind, core=one.measured)
+        for one in (cores if len(cores) > 1 else ())
+        for size, depth in CLASS_POINTS
+        if size in sizes
+    ]
+    return tuple(cases)
+
+
+def measure_reads(
+    path: Path,
+    cases: Sequence[ReadCase],
+    *,
+    rounds: int,
+    budget_s: float,
+    progress: Told = nobody_told,
+) -> tuple[str, bool, tuple[FlashRead, ...]]:
+    """(engine, whether it reads directly, the points). budget_s: of a repetition; progress is called after each.
+
+    Raises UserError when the file cannot be read.
+    """
+    reader = open_reader(path, max(case.depth for case in cases))
+    allowed = os.sched_getaffinity(0)
+    memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(case.request_bytes * case.depth for case in cases)))
+
+    def one(case: ReadCase) -> float:
+        if case.core is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {case.core})
+        try:
+            within, size, depth = case.range_bytes, case.request_bytes, case.depth
+            return _measure_point(
+                reader, path, memory, size, depth, budget_s, range_bytes=within, sequential=case.sequential
+            )
+        finally:
+            if case.core is not None:
+                os.sched_setaffinity(0, allowed)
+            progress(1)
+
+    try:
+        figures = by_turns(cases, one, rounds)
+        engine, direct = ffi.string(lib.np_reader_engine(reader)).decode(), bool(lib.np_reader_direct(reader))
+    finally:
+        lib.np_reader_close(reader)
+    points = (
+        FlashRead(
+            request_bytes=case.request_bytes,
+            depth=case.depth,
+            range_bytes=case.range_bytes,
+            sequential=case.sequential,
+            core=case.kind,
+            bytes_per_s=figure,
+        )
+        for case, figure in figures.items()
+    )
+    return engine, direct, tuple(points)
+
+
+def open_reader(path: Path, depth: int) -> Any:
+    """The native reader, as the loader opens it. Raises UserError."""
+    error = ffi.new("int *")
+    reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, depth, error)
+    if reader == ffi.NULL:
+        raise UserError(f"{path}: cannot be opened ({os.strerror(error[0])}); check the path and its permissions")
+    return reader
+
+
+def io_uring_allowed(path: Path) -> bool:
+    """Whether the kernel lets this process read `path` through io_uring (app sandboxes forbid it)."""
+    error = ffi.new("int *")
+    reader = lib.np_reader_open(os.fsencode(path), b"io_uring", 1, error)
+    if reader == ffi.NULL:
+        return False
+    lib.np_reader_close(reader)
+    return True
+
+
+def measure(path: Path, *, brief: bool) -> FlashCurve | None:
+    """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that where it is not steady;
+    None for a file too small to tell.
+
+    Raises UserError when the file cannot be read.
+    """
+    points, budget_s = (BRIEF_POINTS, BRIEF_BUDGET_S) if brief else (FULL_POINTS, FULL_BUDGET_S)
+    file_bytes = path.stat().st_size
+    if file_bytes < MIN_FILE_BYTES:
+        return None
+    points = tuple((size, depth) for size, depth in points if MIN_PLACES * size <= file_bytes)
+    reader = open_reader(path, max(depth for _, depth in points))
+    try:
+        memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
+        round_s = budget_s / len(points) / ROUNDS
+        rounds = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
+        return FlashCurve(
+            engine=ffi.string(lib.np_reader_engine(reader)).decode(),
+            direct=bool(lib.np_reader_direct(reader)),
+            points=tuple(
+                FlashPoint(request_bytes=size, depth=depth, bytes_per_s=statistics.median(rounds[size, depth]))
+                for size, depth in points
+            ),
+            spread=round(max(spread_of(speeds) for speeds in rounds.values()), 3),
+        )
+    finally:
+        lib.np_reader_close(reader)
+
+
+def repeated(
+    points: Sequence[tuple[int, int]], measure_point: Callable[[int, int], float]
+) -> dict[tuple[int, int], list[float]]:
+    """Bytes per second of every (request_bytes, depth), several times: all points by turns, so that what disturbs one
+    repetition disturbs few of another; then again those that lie apart, or that more bytes at once seem to slow down.
+    """
+    rounds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for turn in range(ROUNDS + MAX_MORE_ROUNDS):
+        for point in points if turn < ROUNDS else _unsteady(rounds):
+            rounds[point].append(measure_point(*point))
+    return rounds
+
+
+def _unsteady(rounds: Mapping[tuple[int, int], Sequence[float]]) -> list[tuple[int, int]]:
+    speeds = {point: statistics.median(measured) for point, measured in rounds.items()}
+    found = {point for point, measured in rounds.items() if spread_of(measured) > NOISE}
+    for small, large in itertools.permutations(speeds, 2):
+        larger = small[0] <= large[0] and small[1] <= large[1]
+        if larger and (small[0] == large[0] or small[1] == large[1]) and speeds[large] < (1 - NOISE) * speeds[small]:
+            found |= {small, large}
+    return [point for point in rounds if point in found]
+
+
+def _measure_point(
+    reader: Any,
+    path: Path,
+    memory: Any,
+    read_bytes: int,
+    depth: int,
+    budget_s: float,
+    *,
+    range_bytes: int | None = None,
+    sequential: bool = False,
+) -> float:
+    """Bytes per second, with `depth` reads under way from start to end, in the file's first range_bytes (None: in all
+    of it): at random places, or one behind the other from a random place on, round and round."""
+    step = max(4096, lib.np_reader_alignment(reader))
+    places = ((range_bytes or path.stat().st_size) - read_bytes) // step + 1
+    follow = itertools.count(random.randrange(places) * step // read_bytes * read_bytes, read_bytes)
+    targets = [ffi.cast("void *", memory + slot * read_bytes) for slot in range(depth)]
+    done = ffi.new("np_completion[]", depth)
+
+    def submit(slots: list[int]) -> None:
+        if sequential:
+            offsets = [next(follow) % (places * step) // step * step for _ in slots]
+        else:
+            offsets = [random.randrange(places) * step for _ in slots]
+        addresses = [targets[slot] for slot in slots]
+        taken = lib.np_reader_submit(reader, offsets, [read_bytes] * len(slots), addresses, slots, len(slots))
+        if taken != len(slots):
+            raise UserError(f"{path}: the reader took {taken} of {len(slots)} reads; run `neuronpipe doctor`")
+
+    reads = 0
+    started = now = time.perf_counter()
+    submit(list(range(depth)))
+    under_way = depth
+    while under_way:
+        count = lib.np_reader_reap(reader, done, 1, depth, -1)
+        for completion in done[0:count]:
+            if completion.result != read_bytes:
+                reason = os.strerror(-completion.result) if completion.result < 0 else "the file ends early"
+                raise UserError(f"{path}: reading failed ({reason}); check the storage or convert the model again")
+        now = time.perf_counter()
+        reads += count
+        under_way -= count
+        if now - started < budget_s:
+            submit([completion.tag for completion in done[0:count]])
+            under_way += count
+    return reads * read_bytes / (now - started)

@@ -1,0 +1,317 @@
+"""Measuring the kernels that decode and prefill spend their time in, on slots as they lie, called as the engine calls
+them: a block's triggers, then the value rows of the neurons that fired.
+
+    exact       all triggers of a block; then Up and Down rows of a share of its neurons
+    predicted   triggers of a share of its neurons; then their Ups, with which the rows of Down are fetched; then Downs
+    matrix      a matrix from end to end
+    panel       a block's triggers times many tokens
+    reused      value rows that the token before has left in the cache
+
+A repetition lasts some milliseconds and goes on where the last one ended, so that no cache knows its rows. Its speed is
+that of its typical call: one that the system interrupted does not count. What an empty call from Python takes is taken
+off each. Workers are processes, each on its own core and its own part of the arena.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint
+from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
+from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons, Rows
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.frozen import frozen
+
+SHAPES: tuple[tuple[Quantization, int], ...] = (
+    *(("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096)),
+    *(("q3", 2048), ("q3", 4096)),  # of gates alone: Ups and Downs beside them are q4
+)
+SHARES = (0.1, 0.5)
+PANEL_TOKENS = (16, 64, 512)
+PANEL_ROWS = 128
+MAX_ROW_WEIGHTS = 4096  # wider rows take as long a byte, and their blocks would not fit a worker's part of the arena
+MATRIX_ROWS = 512  # of one call
+MIN_CALLS = 2
+EMPTY_CALLS = 200
+
+CaseKind = Literal["exact", "predicted", "matrix", "panel", "reused"]
+KINDS = {
+    "exact": ("triggers", "ups", "downs"),
+    "predicted": ("predicted_triggers", "predicted_ups", "predicted_downs"),
+    "matrix": ("matrix",),
+    "panel": ("panel",),
+    "reused": ("ups", "downs"),
+}
+"""What a case yields the speeds of."""
+
+Point = DecodePoint | PanelPoint | ReusedPoint
+Calls = Callable[[int], Iterator[tuple[int, float, int]]]
+"""The calls on one block: (which of the case's kinds, work, nanoseconds)."""
+
+
+@frozen
+class Case:
+    """One thing to measure, of one quantization and width. amount: a share, or a number of tokens."""
+
+    kind: CaseKind
+    quantization: Quantization
+    row_weights: int
+    amount: float
+
+
+def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case, ...]:
+    """Everything that is measured."""
+    amounts: tuple[tuple[CaseKind, Sequence[float]], ...] = (
+        ("matrix", (1.0,)),
+        ("exact", SHARES),
+        ("predicted", SHARES),
+        ("reused", SHARES),
+        ("panel", PANEL_TOKENS),
+    )
+    return tuple(
+        Case(kind, *shape, float(amount))
+        for shape in shapes
+        for kind, some in amounts
+        for amount in some
+        if shape[0] != "q3" or kind in ("exact", "predicted", "panel")
+    )
+
+
+def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
+    """Return the kernels that runs of this package spend their time in."""
+    width = min(manifest.model.width, MAX_ROW_WEIGHTS)
+    rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
+    share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
+    cases = [Case("matrix", *rows, 1.0), Case("exact", *rows, share), Case("reused", *rows, share)]
+    cases += [Case("predicted", *rows, share)] if manifest.predictor is not None else []
+    cases += [Case("panel", *rows, float(tokens)) for tokens in PANEL_TOKENS[1:]]
+    if gates != rows:
+        cases += [Case("exact", *gates, share)] + [Case("predicted", *gates, share)] * (manifest.predictor is not None)
+        cases += [Case("panel", *gates, float(tokens)) for tokens in PANEL_TOKENS[1:]]
+    return (*cases, Case("reused", "f16", 4096, share))  # attention of prompts
+
+
+def measure_kernels(
+    arena: Arena,
+    cores: Sequence[int | None],
+    core: Kind | None,
+    cases: Sequence[Case],
+    *,
+    rounds: int,
+    budget_s: float,
+    progress: Told = nobody_told,
+) -> list[Point]:
+    """Speeds with a worker on each of these cores; `core`: the class of a single one. budget_s: of a repetition;
+    progress is called after each."""
+    found: dict[tuple[Case, str], list[float]] = {}
+    turns = (case for _ in range(rounds) for case in cases)
+    work = functools.partial(_work, arena=arena, cases=cases, rounds=rounds, budget_s=budget_s)
+    for case, speeds in zip(turns, measured_together(cores, work, progress), strict=True):
+        for number, kind in enumerate(KINDS[case.kind]):
+            found.setdefault((case, kind), []).append(sum(of_one[number] for of_one in speeds))
+    figures = {key: Figure.of(repetitions) for key, repetitions in found.items()}
+    wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key, cases)}
+    return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in wanted.items()]
+
+
+def _is_twin(case: Case, kind: str, cases: Sequence[Case]) -> bool:
+    """Whether another case has this figure: all triggers of a block are measured with each share of value rows, and the
+    q4 values beside q3 gates by themselves."""
+    if case.quantization == "q3" and kind not in ("triggers", "predicted_triggers", "panel"):
+        return True
+    same = [one for one in cases if dataclasses.replace(one, amount=case.amount) == case]
+    return kind == "triggers" and case.amount != same[0].amount
+
+
+def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figure) -> Point:
+    place: dict[str, Any] = {
+        "quantization": case.quantization,
+        "row_weights": case.row_weights,
+        "workers": workers,
+        "core": core,
+    }
+    if case.kind == "panel":
+        return PanelPoint(tokens=int(case.amount), token_weights_per_s=figure, **place)
+    share = 1.0 if kind == "triggers" else case.amount
+    names: dict[str, Any] = {"kind": kind, "share": share}
+    if case.kind == "reused":
+        return ReusedPoint(token_weights_per_s=figure, **names, **place)
+    return DecodePoint(bytes_per_s=figure, **names, **place)
+
+
+def _work(
+    member: Member, arena: Arena, cases: Sequence[Case], rounds: int, budget_s: float
+) -> Iterator[Sequence[float]]:
+    """What each worker does; yields a speed for each kind of the case, in work a second."""
+    bench = _Bench(member, arena)
+    prepared = {case: bench.calls(case) for case in cases}
+    block = 0
+    for _ in range(rounds):
+        for case in cases:
+            member.meet()
+            speeds, block = bench.repetition(case, prepared[case], block, budget_s)
+            yield speeds
+
+
+class _Bench:
+    """One worker's part of the arena, and its vectors."""
+
+    def __init__(self, member: Member, arena: Arena) -> None:
+        self._size_bytes = len(arena.memory) // member.count // mmap.PAGESIZE * mmap.PAGESIZE
+        self._start = int(ffi.cast("uintptr_t", arena.pointer)) + member.index * self._size_bytes
+        self._neurons: dict[tuple[Quantization, int], Neurons] = {}
+        self._empty_ns = self._empty_call_ns()
+
+    def repetition(self, case: Case, calls: Calls, block: int, budget_s: float) -> tuple[list[float], int]:
+        """The speed of each kind's typical call, and the block to go on with."""
+        speeds: list[list[float]] = [[] for _ in KINDS[case.kind]]
+        until = time.perf_counter() + budget_s
+        while time.perf_counter() < until or len(speeds[0]) < MIN_CALLS:
+            for number, work, ns in calls(block):
+                speeds[number].append(1e9 * work / max(1.0, ns - self._empty_ns))
+            block += 1
+        return [statistics.median(of_one) for of_one in speeds], block
+
+    def calls(self, case: Case) -> Calls:
+        """The calls of a case on one block after the other, round and round."""
+        key = (case.quantization, case.row_weights)
+        neurons = self._neurons.setdefault(key, Neurons(*key, self._start, self._size_bytes))
+        made: Calls = getattr(self, f"_{case.kind}")(neurons, case.amount)
+        return made
+
+    def _exact(self, neurons: Neurons, share: float) -> Calls:
+        whole = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
+        some = self._choices(neurons, share)
+        lists = [
+            (whole[n % neurons.blocks], neurons.rows(1, chosen), neurons.rows(2, chosen))
+            for n, chosen in enumerate(some)
+        ]
+        return self._block_calls(neurons, lists)
+
+    def _predicted(self, neurons: Neurons, share: float) -> Calls:
+        lists = [
+            (neurons.rows(0, chosen), neurons.rows(1, chosen), neurons.rows(2, chosen))
+            for chosen in self._choices(neurons, share)
+        ]
+        return self._block_calls(neurons, lists)
+
+    def _choices(self, neurons: Neurons, share: float) -> Iterator[list[int]]:
+        """Of all blocks by turns, until every row has had its turn: a few rows of each would stay in the cache."""
+        for turn in range(int(1 / share)):
+            for block in range(neurons.blocks):
+                yield neurons.some_of(block, share, turn)
+
+    def _block_calls(self, neurons: Neurons, lists: Sequence[tuple[Rows, Rows, Rows]]) -> Calls:
+        dot, add = self._dot(neurons), self._add(neurons)
+
+        def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            triggers, ups, downs = lists[block % len(lists)]
+            yield 0, triggers.count * neurons.trigger_row_bytes, dot(triggers, triggers.fetch)
+            yield 1, ups.count * neurons.row_bytes, dot(ups, ups.fetch)
+            yield 2, downs.count * neurons.row_bytes, add(downs)
+
+        return calls
+
+    def _reused(self, neurons: Neurons, share: float) -> Calls:
+        dot, add = self._dot(neurons), self._add(neurons)
+        lists = [
+            (neurons.rows(1, some), neurons.rows(2, some))
+            for some in (neurons.some_of(block, share, 0) for block in range(min(neurons.blocks, 8)))
+        ]
+
+        def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            ups, downs = lists[block % len(lists)]
+            for again in range(4):  # the first brings the rows
+                taken = dot(ups, ffi.NULL), add(downs)
+                if again:
+                    for number, ns in enumerate(taken):
+                        yield number, ups.count * neurons.row_weights, ns
+
+        return calls
+
+    def _matrix(self, neurons: Neurons, _share: float) -> Calls:
+        n, quants = neurons.row_weights, lib.np_quant_bytes(neurons.type, neurons.row_weights)
+        rows = self._size_bytes // neurons.row_bytes // MATRIX_ROWS * MATRIX_ROWS
+        quants_at = ffi.cast("uint8_t *", self._start)
+        scales_at = quants_at + rows * quants
+        vector, out = _activations(neurons, 1)[0], ffi.new("float[]", MATRIX_ROWS)
+        scale_bytes, clock, dot = neurons.row_bytes - quants, time.perf_counter_ns, lib.np_dot_rows
+
+        def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            first = block * MATRIX_ROWS % rows
+            here, scales = quants_at + first * quants, scales_at + first * scale_bytes
+            began = clock()
+            dot(neurons.type, here, scales, MATRIX_ROWS, n, vector, 0, 1, ffi.NULL, out, MATRIX_ROWS)
+            yield 0, MATRIX_ROWS * neurons.row_bytes, clock() - began
+
+        return calls
+
+    def _panel(self, neurons: Neurons, amount: float) -> Calls:
+        tokens, n = int(amount), neurons.row_weights
+        vectors, stride = _activations(neurons, tokens)
+        panel = _room(lib.np_panel_bytes(neurons.type, n, tokens))
+        lib.np_panel_prepare(neurons.type, vectors, stride, tokens, n, panel)
+        lists = [neurons.rows(0, neurons.whole_block(block)[:PANEL_ROWS]) for block in range(neurons.blocks)]
+        out, clock, dot = ffi.new("float[]", PANEL_ROWS * tokens), time.perf_counter_ns, lib.np_dot_panel
+
+        def calls(block: int) -> Iterator[tuple[int, float, int]]:
+            rows = lists[block % len(lists)]
+            began = clock()
+            dot(rows.type, rows.quants, rows.scales, rows.count, n, panel, tokens, ffi.NULL, out, rows.count)
+            yield 0, rows.count * n * tokens, clock() - began
+
+        return calls
+
+    def _dot(self, neurons: Neurons) -> Callable[[Rows, Any], int]:
+        vector, out = _activations(neurons, 1)[0], ffi.new("float[]", neurons.block_neurons)
+        clock, dot, n = time.perf_counter_ns, lib.np_dot_scattered, neurons.row_weights
+
+        def timed(rows: Rows, fetch: Any) -> int:
+            began = clock()
+            dot(rows.type, rows.quants, rows.scales, rows.count, n, fetch, vector, 0, 1, out, 0)
+            return clock() - began
+
+        return timed
+
+    def _add(self, neurons: Neurons) -> Callable[[Rows], int]:
+        factors = ffi.new("float[]", [1e-3 * (n % 17) for n in range(neurons.block_neurons)])
+        out, clock, add = ffi.new("float[]", neurons.row_weights), time.perf_counter_ns, lib.np_add_rows
+
+        def timed(rows: Rows) -> int:
+            began = clock()
+            add(neurons.type, rows.quants, rows.scales, factors, rows.count, neurons.row_weights, out)
+            return clock() - began
+
+        return timed
+
+    def _empty_call_ns(self) -> float:
+        neurons = Neurons("q4", 2048, self._start, self._size_bytes)
+        rows = dataclasses.replace(neurons.rows(1, neurons.whole_block(0)), count=0)
+        dot = self._dot(neurons)
+        return statistics.median(dot(rows, rows.fetch) for _ in range(EMPTY_CALLS))
+
+
+def _activations(neurons: Neurons, tokens: int) -> tuple[Any, int]:
+    """Prepared vectors of so many tokens, and the bytes from one to the next."""
+    n = neurons.row_weights
+    stride = -(-lib.np_activation_bytes(neurons.type, n) // 64) * 64
+    room = _room(tokens * stride)
+    for token in range(tokens):
+        vector = ffi.new("float[]", [float((j * 7919 + token) % 255 - 127) for j in range(n)])
+        lib.np_activation_prepare(neurons.type, vector, n, room + token * stride)
+    return room, stride
+
+
+def _room(size_bytes: int) -> Any:
+    """Memory that begins with a page."""
+    return ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(1, size_bytes)))

@@ -1,0 +1,223 @@
+"""Measuring what a flash read costs the processor, with the run's own loader: it submits, reaps, compares checksums,
+copies into slots and publishes. And who pays for it where the loader shares a core with a worker.
+
+The loader runs in a process of its own, whose processor time is counted, the kernel's part for it included.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.measured_figures import Figure
+from neuronpipe.plans.device.measured_points import MAX_SHARE, ReadCost, Sharing
+from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
+from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons
+from neuronpipe.plans.measure.flash_reads import open_reader
+from neuronpipe.protocol.errors import UserError
+
+SIZES_BYTES = (4096, 16384, 65536)
+AT_ONCE = (1, 8, 64)
+COST_CASES = [(size, at_once) for size in SIZES_BYTES for at_once in AT_ONCE]
+SHARING_SIZE_BYTES = 8192  # the cluster of a 7B model at q4
+DEPTH = 32
+PAGE_BYTES = 4096
+MAX_BYTES = 32 << 20  # of the file, for each size
+MAX_CLUSTERS = 2048
+MIN_CLUSTERS = 64
+TURN_MS = 1000
+
+
+class _Loading:
+    """The native loader over clusters of `size_bytes` at the beginning of a file, every one followed by a page that
+    nobody wants: so no two of them are read together."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path, self._stride_bytes = path, size_bytes + PAGE_BYTES
+        self.size_bytes = size_bytes
+        self.clusters = _clusters(path.stat().st_size, size_bytes)
+        self._reader = open_reader(path, DEPTH)
+        self._words = [array("I", bytes(4 * self.clusters)) for _ in range(2)]
+        self._slots = mmap.mmap(-1, self.clusters * self._stride_bytes)
+        self._checksums = array("I", [0]) * self.clusters
+        self._order = random.Random(size_bytes).sample(range(self.clusters), self.clusters)
+        with path.open("rb", buffering=0) as file:
+            for cluster in range(self.clusters):
+                data = os.pread(file.fileno(), size_bytes, cluster * self._stride_bytes)
+                self._checksums[cluster] = lib.np_crc32c(0, data, len(data))
+        self._keep: list[Any] = []
+        self._loader = self._create()
+        if self._loader == ffi.NULL:
+            raise UserError(f"{path}: the loader cannot read it in pieces of {size_bytes} bytes")
+
+    def _create(self) -> Any:
+        slots = ffi.cast("uint8_t *", ffi.from_buffer(self._slots))
+        parts = []
+        for part, (offset, bytes_, start) in enumerate(
+            ((0, self.size_bytes, 0), (self.size_bytes, PAGE_BYTES, self.clusters * self.size_bytes))
+        ):
+            words, checksums = (
+                ffi.from_buffer("uint32_t[]", self._words[part]),
+                ffi.from_buffer("uint32_t[]", self._checksums),
+            )
+            self._keep += [words, checksums]
+            parts.append(
+                {
+                    "base_offset": 0,
+                    "stride_bytes": self._stride_bytes,
+                    "part_offset": offset,
+                    "part_bytes": bytes_,
+                    "slot_bytes": bytes_,
+                    "slot_count": self.clusters,
+                    "demand_slots": 0,
+                    "slots": slots + start,
+                    "slots_file": -1,
+                    "slots_file_offset": 0,
+                    "words": words,
+                    "cluster_count": self.clusters,
+                    "checksums": checksums,
+                    "checksum_stride": 1,
+                }
+            )
+        reading = {
+            "most_read_bytes": max(self.size_bytes, PAGE_BYTES),
+            "merge_gap_bytes": 0,
+            "prefetch_depth": 0,
+            "warm_up_reads": 0,
+            "warm_up_read_bytes": max(self.size_bytes, PAGE_BYTES),
+        }
+        arrivals = ffi.new("uint32_t *")
+        native = ffi.new("np_loader_part[2]", parts), ffi.new("np_loader_reading *", reading)
+        self._keep += [arrivals, *native]
+        return lib.np_loader_create(self._reader, *native, arrivals, self.clusters)
+
+    def read_all(self, at_once: int | None = None) -> None:
+        """Every cluster once, in random order; so many are asked for together (default: all)."""
+        for words in self._words:
+            words[:] = array("I", bytes(4 * self.clusters))
+        lib.np_loader_reset(self._loader)
+        lib.np_loader_grant(self._loader, lib.NP_TRIGGER, list(range(self.clusters)), self.clusters)
+        step = at_once or self.clusters
+        for first in range(0, self.clusters, step):
+            self._read(self._order[first : first + step])
+
+    def _read(self, clusters: Sequence[int]) -> None:
+        lib.np_loader_request(self._loader, lib.NP_REQUEST_TRIGGER, clusters, len(clusters), 0, 0)
+        published = 0
+        while published < len(clusters):
+            came = lib.np_loader_turn(self._loader, TURN_MS)
+            if came == 0:
+                raise UserError(f"{self._path}: a read took longer than {TURN_MS} ms; run `neuronpipe doctor`")
+            published += came
+
+    def close(self) -> None:
+        lib.np_loader_destroy(self._loader)
+        lib.np_reader_close(self._reader)
+
+
+def _clusters(file_bytes: int, size_bytes: int) -> int:
+    return min(MAX_CLUSTERS, min(file_bytes, MAX_BYTES) // (size_bytes + PAGE_BYTES))
+
+
+def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told = nobody_told) -> tuple[ReadCost, ...]:
+    """Processor time of a read by its size and by how many are asked for together, on this core; sizes that the file
+    holds only a few times are left out."""
+    sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
+    cases = [(size, at_once) for size, at_once in COST_CASES if size in sizes]
+
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        assert member.count == 1
+        loadings = {size: _Loading(path, size) for size in sizes}
+        for loading in loadings.values():
+            loading.read_all()  # the first touch of the slots
+        for _ in range(rounds):
+            for size, at_once in cases:
+                began = time.process_time()
+                loadings[size].read_all(at_once)
+                yield [1e6 * (time.process_time() - began) / loadings[size].clusters]
+
+    found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    turns = (case for _ in range(rounds) for case in cases)
+    for case, [[cpu_us]] in zip(turns, measured_together([core], work, progress), strict=True):
+        found[case].append(max(1e-3, cpu_us))
+    return tuple(
+        ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(of_one))
+        for (size, at_once), of_one in found.items()
+    )
+
+
+def measure_sharing(
+    path: Path,
+    arena: Arena,
+    core: int,
+    others: Sequence[int],
+    *,
+    rounds: int,
+    budget_s: float,
+    progress: Told = nobody_told,
+) -> tuple[Sharing, ...]:
+    """A worker on `core`, and the loader on the same core, and on the first of the `others` if there are any."""
+    if _clusters(path.stat().st_size, SHARING_SIZE_BYTES) < MIN_CLUSTERS:
+        return ()
+    found = []
+    for place in (core, *others[:1]):
+        shares: list[tuple[float, float]] = []
+        for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s), progress):
+            shares.append((min(MAX_SHARE, worker[1] / worker[0]), min(MAX_SHARE, loader[1] / loader[0])))
+        worker_share, loader_share = (Figure.of(of_one) for of_one in zip(*shares, strict=True))
+        found.append(Sharing(same_core=place == core, worker_share=worker_share, loader_share=loader_share))
+    return tuple(found)
+
+
+def _pair(path: Path, arena: Arena, rounds: int, budget_s: float) -> Callable[[Member], Iterator[Sequence[float]]]:
+    """Member 0 computes and member 1 reads: each alone, then both; yields the rates alone and together."""
+
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        reads = member.index == 1
+        loading = _Loading(path, SHARING_SIZE_BYTES) if reads else None
+        step = loading.read_all if loading is not None else _computing(arena)
+        step()
+        for _ in range(rounds):
+            rates = [0.0, 0.0]
+            for whose in (0, 1, None):
+                member.meet()
+                if whose in (member.index, None):
+                    rates[whose is None] = _rate(step, budget_s)
+                elif whose is not None:
+                    time.sleep(budget_s)
+            yield rates
+
+    return work
+
+
+def _computing(arena: Arena) -> Callable[[], None]:
+    """Triggers of blocks of a 7B model, one block after the other."""
+    start = int(ffi.cast("uintptr_t", arena.pointer))
+    neurons = Neurons("q4", 4096, start, len(arena.memory))
+    blocks = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
+    vector = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, lib.np_activation_bytes(neurons.type, 4096)))
+    lib.np_activation_prepare(neurons.type, ffi.new("float[]", [1.0] * 4096), 4096, vector)
+    out, turn = ffi.new("float[]", neurons.block_neurons), [0]
+
+    def step() -> None:
+        rows = blocks[turn[0] % len(blocks)]
+        turn[0] += 1
+        lib.np_dot_scattered(neurons.type, rows.quants, rows.scales, rows.count, 4096, rows.fetch, vector, 0, 1, out, 0)
+
+    return step
+
+
+def _rate(step: Callable[[], None], budget_s: float) -> float:
+    """Steps a second."""
+    steps, began = 0, time.perf_counter()
+    while (took := time.perf_counter() - began) < budget_s or steps == 0:
+        step()
+        steps += 1
+    return steps / took

@@ -1,0 +1,227 @@
+"""The activity profiles of a package: what was measured of its neurons on a text, in the manifest's `profiles` and in
+activity.bin. FORMAT.md states both.
+
+The manifest has what is one number per layer or per curve; activity.bin has what there is of each neuron. Nothing here
+needs numpy: a planner reads it in the parent of a run's processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.strict_json import Record
+from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.frozen import frozen
+
+BATCHES = (1, 2, 3, 4)
+"""Tokens computed together: a neuron is wanted by a batch when one of its tokens wants it."""
+
+EDGES = (0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+"""Where the bins of a feed-forward's neurons end, hottest first: shares of them."""
+BINS = len(EDGES) - 1
+
+ALWAYS = 65535  # the frequency 1 in activity.bin
+MAX_TEXT_TOKENS = 1 << 50
+MAX_POINTS = 64
+
+ProfileMode = Literal["exact", "predicted", "thresholded"]
+ProfileSource = Literal["measured", "powerinfer"]
+Unit = Literal["value", "bundle", "expert"]
+Policy = Literal["clock", "lru", "lfu", "optimal"]
+PROFILE_MODES: tuple[ProfileMode, ...] = get_args(ProfileMode)
+PROFILE_SOURCES: tuple[ProfileSource, ...] = get_args(ProfileSource)
+UNITS: tuple[Unit, ...] = get_args(Unit)
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+Points = tuple[tuple[float, float], ...]
+"""A curve, by ascending x."""
+
+
+def neuron_bin_ends(neurons: int) -> tuple[int, ...]:
+    """Where the bins of so many neurons end, in neurons; the first number is 0."""
+    return tuple(round(edge * neurons) for edge in EDGES)
+
+
+def interpolated(points: Points, x: float) -> float:
+    """The curve at x; beyond its ends it goes on as it ends."""
+    x = min(max(x, points[0][0]), points[-1][0])
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)  # rounding must not lead below zero
+    return points[-1][1]
+
+
+@frozen(slots=True)
+class ActivityProfile:
+    """What was measured in one mode.
+
+    mode: in exact mode a neuron is wanted when it fires, so that its value part is read; in predicted mode when it is
+    predicted, and then all of it is; in mode thresholded when it is not silent. source: measured by us, or the counts
+    of another program. text: its name. curve: share of the neurons -> share of what is wanted that is theirs, in the
+    order of the package where that is by frequency, else in the order that was measured; mean over feed-forwards.
+    wanted_by_layer: of the chosen experts' neurons, those that a token wants. reuse_by_layer: of what a token wants,
+    the share that the token before wanted too; empty in an imported profile, as is misses. experts_by_frequency,
+    experts_by_layer_before: of a mixture, the share of a token's experts that as many guesses find: the most frequent
+    ones, and those that follow the experts of the layer before; of the last quarter of the text, by the rest of it.
+    Empty where that was not measured. misses: unit of residency ->
+    policy -> (resident share of all units, share of what is wanted that is absent).
+    """
+
+    mode: ProfileMode
+    source: ProfileSource
+    text: str
+    tokens: int
+    curve: Points
+    wanted_by_layer: tuple[float, ...]
+    reuse_by_layer: tuple[float, ...] = ()
+    misses: Mapping[Unit, Mapping[Policy, Points]] | None = None
+    experts_by_frequency: tuple[float, ...] = ()
+    experts_by_layer_before: tuple[float, ...] = ()
+
+    def miss_rate(self, unit: Unit, resident_share: float, policy: Policy = "clock") -> float | None:
+        """Of the wanted units, those that are absent when so many of all are resident; None where it was not
+        measured."""
+        points = (self.misses or {}).get(unit, {}).get(policy)
+        return None if points is None else interpolated(points, resident_share)
+
+    @property
+    def reuse(self) -> float | None:
+        """The mean over layers, by what each wants; None where it was not measured."""
+        wanted = sum(self.wanted_by_layer)
+        if not self.reuse_by_layer or not wanted:
+            return None
+        return sum(a * b for a, b in zip(self.wanted_by_layer, self.reuse_by_layer, strict=True)) / wanted
+
+
+# ---- activity.bin ------------------------------------------------------------------------------------------------
+def _head_values(model: ModelSpec) -> int:
+    """Numbers of one profile before those of its neurons: of experts, then of bins."""
+    return len(BATCHES) * model.ffns * (1 + BINS)
+
+
+def activity_bytes(model: ModelSpec, profiles: int) -> int:
+    """The size of activity.bin."""
+    return 2 * profiles * (_head_values(model) + len(BATCHES) * model.ffns * model.neurons)
+
+
+class Activity:
+    """activity.bin of a package: how often neurons and experts are wanted, for each profile of its manifest.
+
+    Frequencies are shares of all batches of a text, 0..1: of a mixture they include how often the expert is chosen.
+    Raises ValueError when the data are not as long as the model needs.
+    """
+
+    def __init__(self, model: ModelSpec, profiles: Sequence[ActivityProfile], data: bytes) -> None:
+        if len(data) != activity_bytes(model, len(profiles)):
+            raise ValueError(f"{len(data)} bytes, but {activity_bytes(model, len(profiles))} are needed")
+        self._model, self._modes = model, [profile.mode for profile in profiles]
+        self._data = memoryview(data).cast("H")
+
+    def expert(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> float:
+        """How often an expert computes a batch; 1 in a dense model."""
+        return self._data[self._head(mode) + self._place(batch, layer, expert)] / ALWAYS
+
+    def bins(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> tuple[float, ...]:
+        """Mean frequencies of the neurons between EDGES, for every batch in the same order of neurons: that of the
+        package where it is by frequency, else the measured one, hottest first for a single token."""
+        start = self._head(mode) + len(BATCHES) * self._model.ffns + self._place(batch, layer, expert) * BINS
+        return tuple(value / ALWAYS for value in self._data[start : start + BINS])
+
+    def neurons(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> memoryview:
+        """The frequency of each neuron as it is stored, uint16: ALWAYS is 1."""
+        start = len(self._modes) * _head_values(self._model)
+        start += self._modes.index(mode) * len(BATCHES) * self._model.ffns * self._model.neurons
+        start += self._place(batch, layer, expert) * self._model.neurons
+        return self._data[start : start + self._model.neurons]
+
+    def stored(self, mode: ProfileMode) -> tuple[bytes, bytes]:
+        """One profile's bytes: what comes before the neurons of all profiles, and its neurons."""
+        head, each = self._head(mode), len(BATCHES) * self._model.ffns * self._model.neurons
+        neurons = len(self._modes) * _head_values(self._model) + self._modes.index(mode) * each
+        heads = self._data[head : head + _head_values(self._model)]
+        return heads.tobytes(), self._data[neurons : neurons + each].tobytes()
+
+    def _head(self, mode: ProfileMode) -> int:
+        return self._modes.index(mode) * _head_values(self._model)
+
+    def _place(self, batch: int, layer: int, expert: int) -> int:
+        return (BATCHES.index(batch) * self._model.layers + layer) * self._model.experts + expert
+
+
+# ---- the manifest's section ----------------------------------------------------------------------------------------
+def profiles_as_json(profiles: Sequence[ActivityProfile]) -> list[dict[str, Any]]:
+    """The section as it is written."""
+    return [
+        {name: getattr(one, name) for name in ActivityProfile.__slots__ if getattr(one, name) not in (None, ())}
+        for one in profiles
+    ]
+
+
+def parse_profiles(records: Sequence[Record], model: ModelSpec) -> tuple[ActivityProfile, ...]:
+    """The profiles, checked against the model. Raises UserError naming the file and the field."""
+    found: list[ActivityProfile] = []
+    for record in records:
+        profile = _parse_profile(record, model)
+        if any(profile.mode == other.mode for other in found):
+            record.fail("mode", f"{profile.mode} has a profile already")
+        found.append(profile)
+    return tuple(found)
+
+
+def _parse_profile(record: Record, model: ModelSpec) -> ActivityProfile:
+    profile = ActivityProfile(
+        mode=_choice(record, "mode", PROFILE_MODES),
+        source=_choice(record, "source", PROFILE_SOURCES),
+        text=record.line("text"),
+        tokens=record.integer("tokens", 1, MAX_TEXT_TOKENS),
+        curve=_parse_points(record, "curve"),
+        wanted_by_layer=record.shares("wanted_by_layer", model.layers),
+        reuse_by_layer=_optional_shares(record, "reuse_by_layer", model),
+        misses=_parse_misses(record.record("misses")) if record.has("misses") else None,
+        experts_by_frequency=_optional_shares(record, "experts_by_frequency", model),
+        experts_by_layer_before=_optional_shares(record, "experts_by_layer_before", model),
+    )
+    record.finish()
+    if len(profile.experts_by_frequency) != len(profile.experts_by_layer_before):
+        record.fail("experts_by_layer_before", "expected together with experts_by_frequency")
+    if profile.curve[0] != (0, 0) or profile.curve[-1] != (1, 1):
+        record.fail("curve", "expected points from [0, 0] to [1, 1]")
+    return profile
+
+
+def _optional_shares(record: Record, name: str, model: ModelSpec) -> tuple[float, ...]:
+    return record.shares(name, model.layers) if record.has(name) else ()
+
+
+def _choice(record: Record, name: str, choices: tuple[Any, ...]) -> Any:
+    return record.choice(name, *choices)
+
+
+def _parse_misses(record: Record) -> dict[Unit, dict[Policy, Points]]:
+    misses: dict[Unit, dict[Policy, Points]] = {}
+    for unit in UNITS:
+        if record.has(unit):
+            policies = record.record(unit)
+            misses[unit] = {policy: _parse_points(policies, policy) for policy in POLICIES}
+            policies.finish()
+    record.finish()
+    return misses
+
+
+def _parse_points(record: Record, name: str) -> Points:
+    points = record.items(name)
+    if not 2 <= len(points) <= MAX_POINTS:
+        record.fail(name, f"expected between 2 and {MAX_POINTS} points")
+    for point in points:
+        if not (isinstance(point, list) and len(point) == 2 and all(_is_share(value) for value in point)):
+            record.fail(name, f"{quoted(point)}: expected two numbers between 0 and 1")
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(points)):
+        record.fail(name, "expected points by ascending share")
+    return tuple((float(x), float(y)) for x, y in points)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

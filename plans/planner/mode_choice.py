@@ -1,0 +1,65 @@
+"""Which modes may compute, from how much of the output's quality may be lost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import Mode
+from neuronpipe.protocol.errors import UserError
+
+Quality = Literal["exact", "predicted"] | float
+"""A number: the share by which the perplexity of the package's held-out text may grow."""
+
+
+def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
+    """The modes, exact first. `predicted` asks for no measurement; a loss does.
+
+    Raises UserError where a loss was never measured, with the command that measures it.
+    """
+    predictor, silent = manifest.predictor, manifest.silent
+    modes: list[Mode] = ["exact"]
+    if quality == "exact":
+        return tuple(modes)
+    if predictor is not None and (quality == "predicted" or _within(predictor.loss_share, quality, manifest)):
+        modes.append("predicted")
+    if silent is not None and quality != "predicted" and silent.loss_share <= quality:
+        modes.append("thresholded")
+    return tuple(modes)
+
+
+def allows_npu(manifest: Manifest, quality: Quality) -> bool:
+    """Whether a neural processor may compute prompts: where what that loses was measured and is within the wish."""
+    return not isinstance(quality, str) and manifest.npu is not None and manifest.npu.loss_share <= quality
+
+
+def _within(loss_share: float | None, most: float, manifest: Manifest) -> bool:
+    if loss_share is None:
+        raise UserError(
+            f"--quality {show_quality(most)}: what the predictor of the package {manifest.name!r} costs was never "
+            "measured, or by an older release; `neuronpipe profile PACKAGE --calibrate` measures it"
+        )
+    return loss_share <= most
+
+
+def show_quality(quality: Quality) -> str:
+    """As it is typed: `predicted`, `1%`."""
+    return quality if isinstance(quality, str) else f"{100 * quality:g}%"
+
+
+def mode_reason(manifest: Manifest, mode: Mode, rates: Rates) -> str:
+    """What decides which neurons are computed in this mode, as a plan's reason."""
+    if mode == "thresholded" and manifest.silent is not None:
+        return (
+            f"every gate is computed; up and down rows of the {rates.value_read:.1%} of the neurons that do "
+            f"not count as silent are: {manifest.silent.loss()}"
+        )
+    if mode == "predicted":
+        predictor = manifest.predictor
+        names = "names" if predictor is not None and predictor.by_layer else "is assumed to name"
+        return (
+            f"the predictor {names} {rates.trigger_read:.1%} of the neurons; the gates of these decide, "
+            f"and {rates.value_read / max(rates.trigger_read, 1e-9):.0%} of them are expected to fire"
+        )
+    return "exact: every gate is computed, and decides which up and down rows are"

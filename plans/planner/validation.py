@@ -1,0 +1,252 @@
+"""Checking a plan that came from a file against the package it is for: the services follow what passes here.
+
+The id only says that a file is whole, not that a planner wrote it. Every figure that sizes memory or places work is
+therefore looked at, or computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Collection
+from typing import NoReturn
+
+from neuronpipe.plans.cost.activation_rates import has_hints
+from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
+from neuronpipe.plans.plan.memory_budget import (
+    Budgets,
+    accelerator_bytes,
+    largest_read_bytes,
+    memory_budget,
+    untrusted_bytes,
+)
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES
+from neuronpipe.plans.plan.pinned_clusters import read_counts
+from neuronpipe.plans.plan.runtime_memory import runtime_of
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, open_clusters, slots_layout
+from neuronpipe.protocol.errors import UserError, quoted
+
+ENGINES = ("io_uring", "threads")
+SINGLE_ROLES = ("coordinator", "loader", "cache", "prefill")
+MAX_WORKERS = 64
+MAX_SEQUENCES = 64
+MAX_TOKENS_AT_ONCE = 4096
+MAX_SPIN_US = 1_000_000
+MAX_DEPTH = 4096
+MAX_READ_BYTES = 1 << 26
+
+
+def validate(plan: Plan, manifest: Manifest, where: str, cores: Collection[int] | None = None) -> None:
+    """Refuse a plan that this package could not be run by. `where` names its file. cores: those there are (default:
+    those of this process). Raises UserError naming the field."""
+    _Check(plan, manifest, where, os.sched_getaffinity(0) if cores is None else cores).run()
+
+
+class _Check:
+    def __init__(self, plan: Plan, manifest: Manifest, where: str, cores: Collection[int]) -> None:
+        self._plan, self._manifest, self._where, self._cores = plan, manifest, where, cores
+
+    def run(self) -> None:
+        """Processes first: the other figures are computed from how many there are."""
+        self._processes()
+        self._counts()
+        self._flash()
+        self._table()
+        self._slots()
+        self._bytes()
+
+    def _fail(self, field: str, problem: str) -> NoReturn:
+        raise UserError(f"{self._where}: field '{field}': {problem}; make a new plan with `neuronpipe plan`")
+
+    def _within(self, field: str, value: int, least: int, most: int) -> None:
+        if not least <= value <= most:
+            self._fail(field, f"{value} is outside {least}..{most}")
+
+    def _processes(self) -> None:
+        processes = self._plan.compute.processes
+        workers = len(self._plan.compute.decode_workers())
+        self._within("compute.processes", workers, 1, MAX_WORKERS)
+        expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
+        roles = {process.role for process in processes}
+        expected += [(role, 0) for role in (GATEWAY, ACCELERATOR) if role in roles]
+        decode = [process.index for process in processes if process.role == "decode"]
+        if sorted((process.role, process.index) for process in processes) != sorted(expected) or decode != sorted(
+            decode
+        ):
+            self._fail(
+                "compute.processes",
+                f"expected one each of {', '.join(SINGLE_ROLES)}, decode 0 to {workers - 1} in order, "
+                "and at most one gateway and one accelerator",
+            )
+        if len(backends := {process.backend for process in self._plan.compute.decode_workers()}) > 1:
+            self._fail(
+                "compute.processes",
+                f"decode workers with one backend, not {' and '.join(map(quoted, sorted(backends)[:2]))}",
+            )
+        if (ACCELERATOR in roles) != bool(self._plan.compute.held_blocks):
+            self._fail("compute.held_blocks", "are an accelerator's, and it has some")
+        for number, process in enumerate(processes):
+            if process.role == ACCELERATOR and process.backend == DEFAULT_BACKEND:
+                self._fail(f"compute.processes.{number}.backend", f"{DEFAULT_BACKEND} is not an accelerator's")
+            if process.core is not None and process.core not in self._cores:
+                self._fail(f"compute.processes.{number}.core", f"core {process.core} is not this process's to use")
+
+    def _counts(self) -> None:
+        compute, blocks = self._plan.compute, self._manifest.layout.blocks
+        of_layer = blocks * self._manifest.model.experts
+        for name, most in (
+            ("context_tokens", self._manifest.model.context_tokens),
+            ("sequences", MAX_SEQUENCES),
+            ("prefill_chunk_tokens", min(MAX_TOKENS_AT_ONCE, compute.context_tokens)),
+            ("prefill_threads", MAX_WORKERS),
+            ("logit_rows", MAX_TOKENS_AT_ONCE),
+            ("decode_window_blocks", of_layer),
+            ("prefill_window_blocks", of_layer),
+        ):
+            self._within(f"compute.{name}", getattr(compute, name), 1, most)
+            if most == of_layer and blocks < getattr(compute, name) < of_layer:
+                self._fail(
+                    f"compute.{name}", f"up to {blocks}, of one expert, or {of_layer}, of all experts of a layer"
+                )
+        self._within("compute.held_blocks", len(compute.held_blocks), 0, compute.sequences)
+        for held in compute.held_blocks:
+            self._within("compute.held_blocks", held, 0, blocks)
+        if compute.held_blocks and not compute.most_held_blocks():
+            self._fail("compute.held_blocks", "none at all; leave the accelerator out")
+        if len(compute.held_blocks) > 1 and runtime_of(compute.accelerator_backend()):
+            self._fail("compute.held_blocks", "as many for any number of texts: else its numerics would depend on that")
+        if compute.held_matrices and (not compute.held_blocks or runtime_of(compute.accelerator_backend())):
+            self._fail(
+                "compute.held_matrices", "are those of an accelerator with the decode workers' bits, beside its blocks"
+            )
+        if compute.held_matrices != tuple(name for name in MATRICES if name in compute.held_matrices):
+            self._fail("compute.held_matrices", f"some of {', '.join(MATRICES)} in this order, each once")
+        if compute.held_blocks and not compute.pipeline:
+            self._fail("compute.pipeline", "is what an accelerator needs")
+        if compute.prefill_window_blocks < blocks and not runtime_of(backend_of("prefill", compute.processes)):
+            for name in ("prefill_chunk_tokens", "logit_rows"):
+                tokens = getattr(compute, name)
+                if tokens > PARTIAL_TOKENS:
+                    self._fail(
+                        f"compute.{name}",
+                        f"{tokens}, but where a block window is less than a layer, {PARTIAL_TOKENS} at most",
+                    )
+        self._within("compute.spin_us", compute.spin_us, 0, MAX_SPIN_US)
+        if compute.mode == "predicted" and self._manifest.predictor is None:
+            self._fail("compute.mode", "'predicted', but the package has no predictor")
+        if compute.mode == "thresholded" and self._manifest.silent is None:
+            self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
+        if compute.hints and (compute.mode == "predicted" or not has_hints(self._manifest)):
+            self._fail("compute.hints", "are of a predictor or of routers, in exact mode")
+        if compute.logit_rows < compute.sequences:
+            self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
+
+    def _flash(self) -> None:
+        flash = self._plan.flash
+        if flash.engine not in ENGINES:
+            self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
+        self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
+        self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
+        moved = self._plan.memory.are_scales_moved  # then a read for a value part is of both
+        least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
+        self._within("flash.most_read_bytes", flash.most_read_bytes, least, MAX_READ_BYTES)
+        if flash.most_read_bytes % PAGE_BYTES:
+            self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
+        self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
+        self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MAX_DEPTH - flash.depth)
+        least_long = flash.most_read_bytes if flash.warm_up_reads else 0
+        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, least_long, MAX_READ_BYTES)
+        if flash.warm_up_read_bytes % PAGE_BYTES:
+            self._fail("flash.warm_up_read_bytes", f"{flash.warm_up_read_bytes} is not a number of whole pages")
+
+    def _slots(self) -> None:
+        """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
+        memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
+        clusters = self._manifest.clusters
+        may_open = open_clusters(self._manifest, compute)
+        for part, slots, pinned, reserved in (
+            ("trigger", memory.trigger_slots, self._most_pinned("triggers"), flash.reserved_triggers),
+            ("value", memory.value_slots, self._most_pinned("values"), flash.reserved_values),
+        ):
+            self._within(f"memory.{part}_slots", slots, 1, clusters)
+            self._within(f"flash.reserved_{part}s", reserved, 0, slots)
+            lent = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
+            needed = may_open + reserved
+            fits = slots >= min(clusters, needed) and slots + lent >= min(clusters, needed + pinned)
+            if not fits or (slots == clusters and reserved):
+                self._fail(
+                    f"memory.{part}_slots",
+                    f"{slots}, but {may_open} clusters may be open, {pinned} are pinned and {reserved} are kept free",
+                )
+        if min(memory.trigger_slots, memory.value_slots) < clusters:
+            self._within("memory.moving_slots", memory.moving_slots, min(may_open, clusters), clusters)
+        self._lent_slots()
+
+    def _lent_slots(self) -> None:
+        """They have places for clusters that have none yet, in what is lendable."""
+        memory, manifest = self._plan.memory, self._manifest
+        for part, slots, lent in (
+            ("trigger", memory.trigger_slots, memory.lent_trigger_slots),
+            ("value", memory.value_slots, memory.lent_value_slots),
+        ):
+            self._within(f"memory.lent_{part}_slots", lent, 0, manifest.clusters - slots)
+        places = manifest.slots(moved=memory.are_scales_moved)
+        lent_bytes = memory.lent_trigger_slots * places.trigger_bytes
+        lent_bytes += memory.lent_value_slots * places.value_bytes
+        lendable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
+        if lent_bytes > lendable_bytes:
+            self._fail(
+                "memory.lent_value_slots", f"{lent_bytes} bytes are lent, but {lendable_bytes} are there to lend"
+            )
+
+    def _table(self) -> None:
+        """The pins are for one text and up, in order."""
+        texts = [entry.texts for entry in self._plan.memory.pins]
+        most = self._plan.compute.sequences
+        if texts[:1] != [1] or any(a >= b for a, b in itertools.pairwise(texts)) or texts[-1] > most:
+            self._fail("memory.pins", f"expected entries from 1 text on, with ever more of them, up to {most}")
+
+    def _most_pinned(self, name: str) -> int:
+        """Of all entries, the most clusters of one part that stay."""
+        most = 0
+        for number, entry in enumerate(self._plan.memory.pins):
+            field = f"memory.pins.{number}.{name}"
+            try:
+                counts = read_counts(getattr(entry, name), self._manifest.model.ffns)
+            except ValueError as error:
+                self._fail(field, str(error))
+            self._within(field, max(counts), 0, self._manifest.layout.clusters)
+            most = max(most, sum(counts))
+        return most
+
+    def _bytes(self) -> None:
+        memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
+        shape = RunShape.of(compute)
+        others = memory_budget(
+            self._manifest,
+            shape,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            staging_bytes=flash.staging_bytes,
+        )
+        slots, clusters = (memory.trigger_slots, memory.value_slots), self._manifest.clusters
+        places = self._manifest.slots(moved=memory.are_scales_moved)
+        expected = dataclasses.asdict(others) | {
+            "moved_scales_from": places.moved_from,
+            "moved_scales_bytes": places.moved_bytes,
+            "slots_bytes": slots_layout(self._manifest, *slots, moved=memory.are_scales_moved).total_bytes,
+            "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
+            "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
+            **untrusted_bytes(self._manifest, shape, memory.limit_bytes),
+            "accelerator_bytes": accelerator_bytes(self._manifest, shape),
+        }
+        if memory.limit_bytes < (least_bytes := expected["least_bytes"]):
+            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but these processes need {least_bytes}")
+        for name, value in expected.items():
+            if getattr(memory, name) != value:
+                problem = f"{getattr(memory, name)}, but this package, these processes and this limit make {value}"
+                self._fail(f"memory.{name}", problem)
+        if memory.total_bytes() > memory.limit_bytes:
+            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but the plan takes {memory.total_bytes()}")

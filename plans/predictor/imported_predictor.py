@@ -1,0 +1,98 @@
+"""Predictors trained elsewhere: PowerInfer's two matrices per feed-forward (of a mixture, per expert), score =
+fc2 · relu(fc1 · x), from safetensors or from its own GGUF.
+
+PowerInfer gives them the residual stream before the norm, and so do engines here (`reads` is `residual`). Thresholds
+are not imported: they are calibrated here, on the quantized factors.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored
+from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_header
+from neuronpipe.plans.package.manifest import Manifest, package_rank
+from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
+from neuronpipe.plans.strict_json import open_file
+from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.frozen import frozen
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+OF_EXPERT = re.compile(r"(?:.*\.)?(\d+)\.(?:[a-z_]+\.)*experts\.(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
+OF_LAYER = re.compile(r"(?:.*\.)?(\d+)(\.)(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
+
+
+@frozen
+class ImportedPredictor:
+    """Both matrices of every feed-forward in one file, by its number, layer * experts + expert; opened by
+    `open_imported`."""
+
+    path: Path
+    entries: dict[tuple[int, int], TensorEntry]
+    ranks: tuple[int, ...]  # of each feed-forward, as a package has them
+
+    def of_ffn(self, number: int) -> tuple[Array, Array]:
+        """fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, with zeros up to its rank in the package."""
+        first, second = self._read(number, 1), self._read(number, 2)
+        missing = self.ranks[number] - len(first)
+        return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
+
+    def _read(self, ffn: int, matrix: int) -> Array:
+        entry = self.entries[ffn, matrix]
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            stored = np.frombuffer(file.read(entry.stop - entry.start), dtype=np.uint8)
+        values = decode_stored(entry.dtype, stored.reshape(entry.shape[0], -1)).reshape(entry.shape)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.path}: fc{matrix} of feed-forward {ffn}: holds values that are not finite: damaged")
+        return values
+
+
+def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
+    """The predictor in a safetensors file, its shapes checked against the package. Raises UserError."""
+    if path.is_dir() or path.suffix in (".pt", ".pth", ".bin"):
+        raise UserError(
+            f"{path}: predictors are read from one safetensors file or from PowerInfer's GGUF; pickled ones can run "
+            "code, so convert them first: "
+            "safetensors.torch.save_file({'N.fc1.weight': ..., 'N.fc2.weight': ...}, FILE)"
+        )
+    if manifest.layout.neuron_order != "source":
+        raise UserError(
+            f"{path}: the package's neurons are stored by frequency, a predictor's rows are in the source's order; "
+            "convert the model again without --frequencies"
+        )
+    model = manifest.model
+    entries: dict[tuple[int, int], TensorEntry] = {}
+    pattern, example = (OF_EXPERT, "N.experts.E.fc") if model.experts > 1 else (OF_LAYER, "N.fc")
+    for name, entry in _header(path).items():
+        if match := pattern.fullmatch(name):
+            if entry.dtype not in ENCODINGS or len(entry.shape) != 2:
+                raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(ENCODINGS)}")
+            expert = int(match[2]) if model.experts > 1 else 0
+            if expert < model.experts:
+                entries[int(match[1]) * model.experts + expert, int(match[3])] = entry
+    for ffn in range(model.ffns):
+        layer, expert = divmod(ffn, model.experts)
+        where = f"layer {layer}, expert {expert}" if model.experts > 1 else f"layer {layer}"
+        for matrix in (1, 2):
+            if (ffn, matrix) not in entries:
+                raise UserError(f"{path}: fc{matrix} of {where} is missing; names end in {example}{matrix}.weight")
+        first, second = entries[ffn, 1].shape, entries[ffn, 2].shape
+        if first[1] != model.width or second != (model.neurons, first[0]):
+            raise UserError(
+                f"{path}: {where}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {model.width} "
+                f"and {model.neurons} neurons"
+            )
+    return ImportedPredictor(path, entries, tuple(package_rank(entries[ffn, 1].shape[0]) for ffn in range(model.ffns)))
+
+
+def _header(path: Path) -> dict[str, TensorEntry]:
+    """The file's tensors: by PowerInfer's magic those of a GGUF, else of safetensors."""
+    with open_file(path) as file:
+        if file.read(len(POWERINFER_MAGIC)) != POWERINFER_MAGIC:
+            return read_header(path)
+        tensors = parse_gguf_header(file, path).tensors
+    return {name: TensorEntry(entry.encoding, entry.shape, entry.start, entry.stop) for name, entry in tensors.items()}

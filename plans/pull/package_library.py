@@ -1,0 +1,244 @@
+"""The packages that are called by their names: where they lie, which there are, and what interrupted pulls left.
+
+    DATA/packages/NAME/  a package
+    DATA/pulls/NAME/     what a pull works in; it stays when the pull is interrupted. So does a conversion
+    (source_models.py)
+
+DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from neuronpipe.plans.package.atomic_output import make_folder, whole_file
+from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.plans.strict_json import read_json
+from neuronpipe.protocol.errors import NotRunning, UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.run_directory import RunDirectory
+
+VARIABLE = "NEURONPIPE_DATA"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+MAX_SHOWN = 12
+FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What to pull first: small, and it answers; 270 MB, under the Apache licence. The page names it too."""
+
+EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
+_HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)
+LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter from when it has begun
+
+
+class Busy(UserError):
+    """Another command works on the package of this name."""
+
+
+def data_folder() -> Path:
+    """Where packages lie. A relative XDG_DATA_HOME counts as none, as its specification says. Raises UserError where
+    this user has no home."""
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder).absolute()
+    if os.path.isabs(base := os.environ.get("XDG_DATA_HOME", "")):
+        return Path(base) / "neuronpipe"
+    try:
+        return Path.home() / ".local" / "share" / "neuronpipe"
+    except RuntimeError:  # no HOME, and nobody knows this user
+        raise UserError(f"this user has no home folder to keep packages in; set {VARIABLE} to a folder") from None
+
+
+def packages_folder() -> Path:
+    """The folder of the packages that have a name."""
+    return data_folder() / "packages"
+
+
+def pulls_folder() -> Path:
+    """The folder of the pulls that are under way or were interrupted."""
+    return data_folder() / "pulls"
+
+
+def package_names() -> list[str]:
+    """The names of all packages there are."""
+    return _names(packages_folder(), MANIFEST)
+
+
+def pull_names() -> list[str]:
+    """The names of all pulls that have begun and are not done."""
+    return _names(pulls_folder(), STATE)
+
+
+def _names(folder: Path, holds: str) -> list[str]:
+    found = os.listdir(folder) if folder.is_dir() else []
+    return sorted(name for name in found if NAME.fullmatch(name) and (folder / name / holds).is_file())
+
+
+def checked_name(text: str) -> str:
+    """A name that a package can have: a file name that looks the same everywhere. Raises UserError."""
+    if not NAME.fullmatch(text):
+        raise UserError(f"{quoted(text)} is no name for a package: letters, digits, - _ and . only, 96 at most")
+    return text
+
+
+def name_like(text: str) -> str:
+    """A name that a package can have, as near to a text as possible."""
+    return text if NAME.fullmatch(text) else re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:96].lstrip(".-") or "model"
+
+
+def package_path(text: str) -> Path:
+    """Where the package is that a person means: a path that exists, or else the package of that name. Where there is
+    neither it is the text itself; see `refuse_unknown`."""
+    if os.path.exists(text) or not NAME.fullmatch(text):
+        return Path(text)
+    names = package_names()
+    same = [text] if text in names else [name for name in names if name.casefold() == text.casefold()]
+    return packages_folder() / same[0] if len(same) == 1 else Path(text)
+
+
+def refuse_unknown(path: Path) -> None:
+    """Refuse what is neither a path nor the name of a package, and say what there is."""
+    if os.path.exists(path):
+        return
+    text = str(path)
+    on_hub = None if text.startswith("/") else _HUB.fullmatch(text)
+    if text.endswith(".gguf") and (on_hub is None or ":" not in on_hub["reference"]):
+        raise UserError(f"{named(text)}: no such file{_ggufs_beside(path)}")
+    if on_hub is not None:
+        raise UserError(
+            f"{named(text)}: no such package directory; from a hub it comes with "
+            f"`neuronpipe pull {named(on_hub['reference'])}`"
+        )
+    name = text.partition(":")[0]  # other programs write NAME:TAG
+    if not NAME.fullmatch(name):
+        return
+    raise UserError(f"{named(text)}: no such package directory, and no package has that name; {_what_there_is(name)}")
+
+
+def _ggufs_beside(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.name.endswith(".gguf"))
+    except OSError:
+        return ""
+    return f"; in that folder {_there_are(names)}" if names else ""
+
+
+def _what_there_is(text: str) -> str:
+    if text in pull_names():
+        return "its pull was interrupted: `neuronpipe list` says how to go on"
+    names = package_names()
+    if not names:
+        return f"make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`{EXAMPLE}"
+    import difflib  # only a mistake pays for it
+
+    by_folded = {name.casefold(): name for name in names}
+    there_are = f"{_there_are(names)}{': `neuronpipe list`' if len(names) > MAX_SHOWN else ''}"
+    if near := difflib.get_close_matches(text.casefold(), by_folded, n=1):
+        return f"did you mean {by_folded[near[0]]}? T{there_are[1:]}"
+    return f"{there_are}; `neuronpipe pull ORG/NAME` gets another{EXAMPLE}"
+
+
+def _there_are(names: list[str]) -> str:
+    """`there are a, b and 3 more`."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+
+
+def refuse_used(name: str) -> None:
+    """Refuse to take away the package that a live run uses."""
+    used = (packages_folder() / name).resolve()
+    try:
+        live = RunDirectory.live()
+    except NotRunning:
+        return
+    for directory, facts in live:
+        if Path(facts.package).resolve() == used:
+            raise UserError(f"{name}: the run at {directory.path} uses it; `neuronpipe down` stops that")
+
+
+def remove_package(name: str) -> None:
+    """Remove a package at once, then its bytes: half of one is nowhere to be found. Raises UserError."""
+    package = packages_folder() / name
+    leaving = package.with_name(f".{name}.partial-{os.getpid()}")  # what is killed here goes with the next pull
+    try:
+        package.rename(leaving)
+        shutil.rmtree(leaving)
+    except OSError as error:
+        raise UserError(f"{error.filename or package}: cannot be removed: {error.strerror}") from None
+
+
+def remove_pull(name: str) -> None:
+    """Remove what an interrupted pull left. Raises UserError when it is under way."""
+    with working_folder(name) as folder:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(f"{error.filename or folder}: cannot be removed: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def working_folder(name: str) -> Iterator[Path]:
+    """The folder in which the pull of a package works; nobody else does meanwhile. Raises UserError."""
+    folder = pulls_folder() / name
+    try:
+        make_folder(folder)
+    except UserError as error:
+        raise UserError(f"{error}; packages can lie elsewhere: set {VARIABLE} to a folder") from None
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"{folder / LOCK}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = os.path.samestat(os.fstat(lock), os.stat(folder / LOCK))
+        except (BlockingIOError, FileNotFoundError):  # the other one may just have ended, and removed it
+            there = False
+        if not there:
+            raise Busy(f"{name}: is being made by another command; wait for it, or end it")
+        yield folder
+    finally:
+        os.close(lock)
+
+
+@frozen(slots=True)
+class Unfinished:
+    """A pull that has begun and is not done: of what, at which commit, and the words of the command that goes on."""
+
+    reference: str
+    commit: str
+    command: tuple[str, ...]
+
+
+def begin(folder: Path, pull: Unfinished) -> None:
+    """A pull begins to work in its folder: from now on it is unfinished until it is done."""
+    with whole_file(folder / STATE) as place:
+        place.write_text(json.dumps(dataclasses.asdict(pull)))
+
+
+def unfinished_pull(name: str) -> Unfinished | None:
+    """What is known of a pull of this name; None: there is none, or nothing can be made of it."""
+    try:
+        state = read_json(pulls_folder() / name / STATE)
+        command = tuple(str(word) for word in state.items("command"))
+        return Unfinished(state.line("reference"), state.line("commit"), command)
+    except UserError:
+        return None
+
+
+def is_under_way(name: str) -> bool:
+    """Whether some command works on this pull now."""
+    try:
+        with (pulls_folder() / name / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,298 @@
+"""Models in files on this disk as packages that are called by their names: each is converted once, and found again for
+as long as its files stay as they are.
+
+    DATA/packages/NAME/source.json  what the package was made of: the path of the model, a fingerprint of its files, and
+                                    the command, where `convert` made it
+    DATA/pulls/NAME/                what a conversion works in; a kill leaves it, and the next one goes on with it
+
+The fingerprint is of names, sizes and times of change, so looking a model up reads none of its weights. The path
+belongs to it: models of one family have the same sizes, and archives give all files the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuronpipe.plans.gguf_part_names import gguf_file, gguf_files, model_stem, place_among_parts
+from neuronpipe.plans.package.atomic_output import whole_file
+from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.pull.package_library import (
+    Busy,
+    Unfinished,
+    begin,
+    name_like,
+    package_names,
+    packages_folder,
+    pull_names,
+    refuse_used,
+    unfinished_pull,
+    working_folder,
+)
+from neuronpipe.plans.strict_json import one_line, read_json
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.convert.block_conversion import Progress
+    from neuronpipe.plans.convert.checkpoint import Options
+    from neuronpipe.plans.convert.conversion import Report
+    from neuronpipe.plans.package.layout import Quantization
+    from neuronpipe.plans.quantization_choice import Choice
+
+RECORD = "source.json"
+SUFFIXES = (".json", ".safetensors", ".jinja", ".model")
+HUB_CACHE = "models--"  # in huggingface_hub's cache models lie in models--ORG--NAME/snapshots/COMMIT
+WAIT_S = 0.2
+
+
+@frozen(slots=True)
+class Origin:
+    """A model on this disk as it is now: path, absolute and without links; and the fingerprint of its files."""
+
+    path: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, source: Path) -> Origin:
+        """The model that a path names. Of a GGUF model in parts every part names it. Raises UserError for what cannot
+        be read."""
+        try:
+            first = gguf_file(source)
+            files = gguf_files(first)
+            if first.is_dir():
+                files = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+            elif not source.is_dir():
+                source = first
+            versions = []
+            for file in files:
+                status = file.stat()
+                if stat.S_ISREG(status.st_mode):
+                    versions.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        except OSError as error:
+            missing = Path(error.filename or source)
+            raise UserError(f"{missing}: cannot be read: {error.strerror}{place_among_parts(missing)}") from None
+        path = os.fsencode(os.path.realpath(source)).decode(errors="backslashreplace")
+        return cls(path, hashlib.sha256("\n".join(versions).encode(errors="backslashreplace")).hexdigest())
+
+
+@frozen(kw_only=True)
+class Asked:
+    """How a package is to be made, where somebody said so. name: None, the one that it has by itself. command: the
+    words that ask for the same from anywhere; none where it is to be as `make` makes it."""
+
+    name: str | None = None
+    quantization: Quantization | None = None
+    gates: Quantization | None = None
+    frequencies: Path | None = None
+    options: Options | None = None
+    overwrite: bool = False
+    command: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class Work:
+    """What making a package takes. disk_bytes: still to be written. replaces: the package of the files as they were."""
+
+    name: str
+    folder: Path
+    choice: Choice
+    disk_bytes: int
+    free_bytes: int
+    replaces: bool
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more has to be free."""
+        return max(self.disk_bytes - self.free_bytes, 0)
+
+
+def is_source(path: Path) -> bool:
+    """Whether a path is a model that a package can be made of, or what people take for one: any file, and a folder with
+    a model's configuration or weights that is no package."""
+    if not path.is_dir():
+        return path.is_file()
+    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):  # also a package that has lost one of them
+        return False
+    with os.scandir(path) as entries:
+        return any(e.name == "config.json" or e.name.endswith((".safetensors", ".gguf")) for e in entries)
+
+
+def origin_of(package: Path) -> Origin | None:
+    """What a package was made of, where that was a model on this disk."""
+    try:
+        record = read_json(package / RECORD)
+        return Origin(record.text("path"), record.text("fingerprint"))
+    except UserError:
+        return None
+
+
+def made_of(source: Path) -> Path | None:
+    """The package that was made of a model, if it was and the model has not changed since."""
+    origin, unfinished = Origin.of(source), pull_names()
+    there = [packages_folder() / name for name in package_names() if name not in unfinished]
+    return next((package for package in there if origin_of(package) == origin), None)
+
+
+def make(
+    source: Path,
+    *,
+    options: Options,
+    agree: Callable[[Work], None],
+    waiting: Callable[[str], None],
+    progress: Progress,
+    report: Report,
+) -> Package:
+    """Make the package of a model on this disk, called like its file or folder, or open the one that another command
+    has made meanwhile.
+
+    agree: called before anything large is written; raises UserError to refuse. waiting: called again and again while
+    another command works on the package of this name. Raises UserError for whatever is wrong with model or disk. Then,
+    and when it is interrupted, nothing is left; after a kill the next one goes on.
+    """
+    while True:
+        if (there := made_of(source)) is not None:
+            return Package.open(there)
+        name = _name_for(source)
+        _refuse_asked(source, name)
+        try:
+            with working_folder(name) as folder, _emptied(folder):
+                if name == _name_for(source) and made_of(source) is None:  # or another command was faster
+                    return _make(source, name, folder, Asked(options=options), agree, progress, report)
+        except Busy:
+            waiting(name)
+            time.sleep(WAIT_S)
+
+
+def make_as_asked(
+    source: Path,
+    asked: Asked,
+    *,
+    agree: Callable[[Work], None],
+    waiting: Callable[[str], None],
+    progress: Progress,
+    report: Report,
+) -> Package:
+    """As `make`, but in the way that was asked for; raises UserError where there is a package of that name, unless it
+    is to be replaced."""
+    while True:
+        name = asked.name or _name_for(source)
+        _refuse_taken(source, name, overwrite=asked.overwrite)
+        try:
+            with working_folder(name) as folder:
+                _refuse_taken(source, name, overwrite=asked.overwrite)  # by a command that was faster
+                with _emptied(folder):
+                    return _make(source, name, folder, asked, agree, progress, report)
+        except Busy:
+            waiting(name)
+            time.sleep(WAIT_S)
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """Whatever happens to the work in a folder, nothing of it is left."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
+    """Raises UserError for a name that a package has, or is about to have."""
+    unfinished = unfinished_pull(name)
+    if unfinished is not None and unfinished.reference != one_line(Origin.of(source).path):
+        raise UserError(
+            f"{name}: an interrupted command makes a package of {unfinished.reference} of that name; go on with that "
+            f"one, remove it with `neuronpipe rm {name}`, or take another --name"
+        )
+    if (packages_folder() / name).exists() and not overwrite:
+        raise UserError(f"{name}: is there already; take another --name, `neuronpipe rm {name}`, or pass --overwrite")
+
+
+def _refuse_asked(source: Path, name: str) -> None:
+    """Raises UserError where the package of a model that has changed was made in a way that somebody asked for: another
+    one would take its name without a word."""
+    try:
+        command = [str(word) for word in read_json(packages_folder() / name / RECORD).items("command")]
+    except UserError:
+        return
+    again = shlex.join(["neuronpipe", *command, "--overwrite"])
+    raise UserError(f"{source}: has changed since `convert` made {name} of it; make that anew with `{again}`")
+
+
+def _name_for(source: Path) -> str:
+    """The name of the package that was, or is being, made of the same path; or else the first one that is free."""
+    path, taken = Origin.of(source).path, {*package_names(), *pull_names()}
+    for name in sorted(taken):
+        if _made_from(name) == one_line(path):
+            return name
+    folder = Path(os.path.abspath(source))
+    hub = next((part for part in folder.parts if part.startswith(HUB_CACHE)), None) if source.is_dir() else None
+    stem = model_stem(folder.name) if source.is_file() else folder.name if hub is None else hub.split("--")[-1]
+    first = name_like(stem)
+    number, name = 1, first
+    while name in taken:
+        number += 1
+        name = f"{first[:90]}-{number}"
+    return name
+
+
+def _made_from(name: str) -> str | None:
+    """The path that the package of this name was, or is being, made of, as one line."""
+    if (unfinished := unfinished_pull(name)) is not None:
+        return unfinished.reference
+    origin = origin_of(packages_folder() / name)
+    return None if origin is None else one_line(origin.path)
+
+
+def _make(
+    source: Path,
+    name: str,
+    folder: Path,
+    asked: Asked,
+    agree: Callable[[Work], None],
+    progress: Progress,
+    report: Report | None,
+) -> Package:
+    """Under the lock of the name."""
+    from neuronpipe.plans.convert.checkpoint import Options  # numpy: only for this
+    from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
+    from neuronpipe.plans.package.writer import bytes_there
+
+    origin, target = Origin.of(source), packages_folder() / name
+    with open_checkpoint(source, asked.options or Options()) as checkpoint:
+        conversion = Conversion(
+            checkpoint, quantization=asked.quantization, gates=asked.gates, frequencies=asked.frequencies, name=name
+        )
+        if target.exists():
+            refuse_used(name)
+        agree(
+            Work(
+                name=name,
+                folder=packages_folder(),
+                choice=conversion.choice,
+                disk_bytes=max(conversion.package_bytes - bytes_there(folder), 0),
+                free_bytes=shutil.disk_usage(folder).free,
+                replaces=target.exists(),
+            )
+        )
+        command = asked.command or ("inspect", os.path.abspath(source))
+        if asked.command and target.exists():
+            command = (*command, "--overwrite")
+        begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, command))
+        package = conversion.write(target, overwrite=True, progress=progress, report=report, place=folder)
+    record = asdict(origin) | ({"command": asked.command} if asked.command else {})
+    with whole_file(target / RECORD) as place:  # until it is there, what lies in the folder says that this goes on
+        place.write_text(json.dumps(record), encoding="utf-8")
+    return package

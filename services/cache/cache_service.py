@@ -1,0 +1,371 @@
+"""The cache: decides which clusters stay. It evicts ahead of need, so that the loader always has free slots.
+
+It keeps nothing that dies with it: which slot holds what is in the residency entries. A cache that starts (again)
+resets the loader, reads the words, and knows everything it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import time
+from array import array
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.borrowed_memory import Slots
+from neuronpipe.plans.plan.document import Memory
+from neuronpipe.plans.plan.offloaded_blocks import held_clusters
+from neuronpipe.plans.plan.pinned_clusters import pins_within
+from neuronpipe.protocol.channel import Connection, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.layouts.run import BOARD_FLASH
+from neuronpipe.protocol.layouts.weights import PIN_STATE
+from neuronpipe.protocol.links import CACHE
+from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, Trimmed
+from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
+from neuronpipe.protocol.messages.outcome import Reserved
+from neuronpipe.protocol.residency import TRIGGER, VALUE
+from neuronpipe.services.cache.residency import Counts, Following, FreeSlots, PinTrial, Region, WarmUp, packed, warm_ups
+from neuronpipe.services.cache.slot_resizing import Resizing
+from neuronpipe.services.runtime import trace
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.miss_counts import Misses
+from neuronpipe.services.runtime.run_memory import RunMemory
+from neuronpipe.services.runtime.service_base import Service
+from neuronpipe.services.runtime.trace import Trace
+
+RETRY_MS = 1
+FOLLOW_MS = 50
+GIVEN_UP_MS = 250  # how soon it is noticed that a loader does not answer `Trim`
+SETTLED_AFTER_S = 1.0  # by then the loader has done what it was asked to pin
+MAX_PINNED_AT_ONCE = 1024
+LOST_AFTER_S = 1.0
+NOBODY = 0xFFFFFFFF
+WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
+WORTH_WARMING = 64  # fewer new slots than a 64th fill by themselves
+NAMES = ("trigger_entries", "value_entries")
+PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
+
+
+PIN_NOTES: Final = {
+    PinTrial.TRIAL: "far more is missed than the plan expects: what it pins is let go, as a trial",
+    PinTrial.LET_GO: "what the plan pins is let go for good: less is missed without",
+    PinTrial.PROVED: "what the plan pins is pinned again: no less is missed without",
+}
+log = logging.getLogger(__name__)
+
+
+class Pinning:
+    """What stays of either part, for each entry of the plan's table, in as many slots as there are now."""
+
+    def __init__(self, manifest: Manifest, memory: Memory, moving: int) -> None:
+        """moving: slots in which nothing is pinned, unless all clusters have one."""
+        self._ffns, self._clusters, self._all = manifest.model.ffns, manifest.layout.clusters, manifest.clusters
+        self._planned = [entry.counts(self._ffns) for entry in memory.pins]
+        self._moving = moving
+        self._widest = [
+            ffi.new("uint32_t[]", [max(each) for each in zip(*(entry[part] for entry in self._planned), strict=True)])
+            for part in PARTS
+        ]
+        self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
+
+    def fit(self, slots: Slots, *, hold: bool = True) -> None:
+        """There are so many slots of either part from now on. hold: False lets go of everything, unless all clusters
+        have a slot."""
+
+        def within(counts: Counts, count: int) -> Counts:
+            if not hold and count < self._all:
+                return (0,) * self._ffns
+            return pins_within(counts, count, self._moving, self._all)
+
+        self._table = [
+            tuple(within(counts, slots[part]) for part, counts in enumerate(entry)) for entry in self._planned
+        ]
+        self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
+
+    @property
+    def any_planned(self) -> bool:
+        """Whether the plan pins anything that could be let go."""
+        return any(any(counts) for entry in self._planned for counts in entry)
+
+    @property
+    def entries(self) -> int:
+        """Of the table."""
+        return len(self._table)
+
+    def counts(self, entry: int) -> tuple[Counts, ...]:
+        """What stays of either part while this entry holds."""
+        return self._table[entry]
+
+    def follow(self, part: int, entry: int, words: Any) -> tuple[int, bytes]:
+        """Pin what is there and is to stay, and let go of the rest. Returns how many entries are not yet as they should
+        be, and some clusters of those that have to be read."""
+        others = ffi.new("size_t *")
+        keep, widest = self._keep[entry][part], self._widest[part]
+        left = lib.np_pins_follow(
+            words, self._ffns, self._clusters, keep, widest, self._absent, MAX_PINNED_AT_ONCE, others
+        )
+        absent = array("I", bytes(ffi.buffer(self._absent)))
+        count = absent.index(NOBODY) if NOBODY in absent else len(absent)
+        return int(left) + int(others[0]), absent[:count].tobytes()
+
+
+class CacheService:
+    """The messages around the bookkeeping."""
+
+    def __init__(self, job: Job) -> None:
+        self._memory = RunMemory.open("cache", job.segments)
+        self._trace = Trace.of(job, self._memory)
+        self._context = open_context()
+        self._service = Service(self._context, job, slots=0, available=False)
+        self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
+        memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
+        reserves = flash.reserved_triggers, flash.reserved_values
+        self._texts = self._memory.view("board", "texts")
+        self._withheld = self._memory.view("board", "withheld")
+        self._resizing = Resizing(manifest, job.plan.compute, memory)
+        self._resizing.reserve(None, self._memory.view("board", "reserved")[0])
+        self._resizing.withhold(self._withheld[0])
+        slots = self._resizing.begin()
+        self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
+        self._pins = Pinning(manifest, memory, self._resizing.least)
+        self._misses = self._memory.view("board", "misses")
+        self._slots_shown = self._memory.view("residency", "slots")
+        self._pin_trial = PinTrial(job.plan.expected.miss_rate, self._slots_shown[PIN_STATE])
+        self._pins.fit(slots, hold=self._pin_trial.holds)
+        pinned = self._pins.counts(self._following.entry)
+        self._regions = [
+            FreeSlots(
+                Region(
+                    part=part,
+                    slots=slots[part],
+                    reserve=reserves[part],
+                    clusters=manifest.clusters,
+                    pinned=pinned[part],
+                    held=held_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
+                )
+            )
+            for part in PARTS
+        ]
+        self._entries = [self._memory.view("residency", name) for name in NAMES]
+        self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]
+        self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
+        self._slots_shown[0], self._slots_shown[1] = slots
+        self._slots_shown[PIN_STATE] = self._pin_trial.state
+        self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
+        self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
+        self._generation = 0
+        self._settled = False
+        self._warms = True  # the loader is to be told what to warm up: it is new, or forgets it with a reset
+        self._flash = self._memory.view("board", "flash")
+        self._reset_at = 0.0
+        self._counts: SlotCounts | None = None
+        self._hungry = False
+        self._exhausted = [False, False]  # of either part: the loader was told that no slot can be freed
+        self._follow_next_s = 0.0
+        self._follow_until_s: float | None = None  # what stays is looked through at least until then
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        self._service.add(self._link, self._from_loader)
+        self._reset()
+        self._service.serve(self._from_coordinator, self._before_wait)
+        self._context.close()
+
+    def _reset(self) -> None:
+        """A new generation: the loader forgets its slots, and what it says of older ones no longer counts."""
+        self._generation = int(lib.np_word_load(self._generation_word)) + 1
+        lib.np_word_store(self._generation_word, self._generation)
+        self._settled = False
+        self._exhausted = [False, False]
+        self._resizing.restarted()
+        self._reset_at = time.monotonic()
+        self._link.send(Reset(generation=self._generation))
+
+    def _before_wait(self) -> int | None:
+        if self._hungry and self._counts is not None:
+            self._feed(self._counts)
+        if self._resizing.withhold(self._withheld[0]):
+            self._resize()
+        vacates = self._settled and self._resizing.vacates and self._vacate()
+        follows = self._settled and self._follow(time.monotonic())
+        if self._hungry or vacates:
+            return RETRY_MS
+        if follows:
+            return FOLLOW_MS
+        return GIVEN_UP_MS if self._resizing.vacates else None
+
+    # ---- how many slots there are ----------------------------------------------------------------------------
+    def _from_coordinator(self, message: Message) -> None:
+        if isinstance(message, Reserve):
+            self._resizing.reserve(message.number, message.reserved_bytes)
+            self._resize()
+
+    def _resize(self) -> None:
+        """Bring the slots to what is wanted now, unless that is under way: more at once, fewer after a reset."""
+        if self._resizing.vacates or not self._settled:
+            return
+        before, slots = self._resizing.slots, self._resizing.begin()
+        self._pins.fit(slots, hold=self._pin_trial.holds)
+        self._slots_shown[0], self._slots_shown[1] = slots
+        for part, pinned in enumerate(self._pins.counts(self._following.entry)):
+            self._regions[part].resize(slots[part], pinned)
+        if self._resizing.vacates:
+            self._warms = bool(self._flash[WARM_UP_LEFT])
+            self._reset()
+            return
+        if (number := self._resizing.answer()) is not None:
+            self._service.answer(Reserved(number=number))
+        if slots != before:
+            self._settle_pins(self._following.entry)
+        if sum(slots) - sum(before) > sum(slots) // WORTH_WARMING:
+            self._warm_all()
+
+    def _vacate(self) -> bool:
+        """Empty the slots that are to go, and ask the loader for their memory. Returns whether some are left."""
+        if self._resizing.is_asked(time.monotonic()):
+            if not self._resizing.vacates:  # it does not know of that
+                self._resize()
+            return False
+        for part, slots in enumerate(self._resizing.slots):
+            words, windows = self._pointers[part], self._windows
+            if lib.np_slots_vacate(words, len(self._entries[part]), slots, windows, len(windows)):
+                return True
+        triggers, values = self._resizing.slots
+        self._link.send(Trim(generation=self._generation, trigger_slots=triggers, value_slots=values))
+        self._resizing.asked(time.monotonic())
+        return False
+
+    def _follow(self, now_s: float) -> bool:
+        """What stays follows the number of texts. Returns whether something is still to be done for that."""
+        if self._following.look(self._texts[0], now_s):
+            self._settle_pins(self._following.entry)
+        if self._follow_until_s is None or now_s < self._follow_next_s:
+            return self._follow_until_s is not None
+        self._follow_next_s = now_s + FOLLOW_MS / 1000
+        done = True
+        for part, entries in zip(PARTS, self._pointers, strict=True):
+            left, absent = self._pins.follow(part, self._following.entry, entries)
+            done &= not left
+            waits = self._counts is None or (self._counts.trigger_waiting, self._counts.value_waiting)[part]
+            if len(absent) and not waits:  # a piece at a time: what else is in memory goes no sooner than it must
+                self._link.send(Warm(generation=self._generation, parts=1 << part, clusters=absent, pinned=True))  # type: ignore[arg-type]
+                self._follow_until_s = now_s + SETTLED_AFTER_S
+        if done and now_s >= self._follow_until_s:
+            self._follow_until_s = None
+        return self._follow_until_s is not None
+
+    def _try_pins(self) -> None:
+        """Let go of what the plan pins, or take it back, as the misses of decode steps tell."""
+        if not self._pins.any_planned or not self._settled or self._resizing.vacates:
+            return
+        state = self._pin_trial.state
+        if self._pin_trial.look(Misses.on_board(self._misses)):
+            self._pins.fit(self._resizing.slots, hold=self._pin_trial.holds)
+            self._settle_pins(self._following.entry)
+        if self._pin_trial.state != state:
+            log.warning(PIN_NOTES[self._pin_trial.state])
+            self._slots_shown[PIN_STATE] = self._pin_trial.state
+
+    def _settle_pins(self, entry: int) -> None:
+        """Another entry of the plan's table holds from now on, or the same in other slots."""
+        for slots, pinned in zip(self._regions, self._pins.counts(entry), strict=True):
+            slots.region = dataclasses.replace(slots.region, pinned=pinned)
+        self._follow_next_s = 0.0
+        self._follow_until_s = time.monotonic() + SETTLED_AFTER_S
+
+    def _from_loader(self) -> None:
+        while (message := self._link.receive()) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        assert isinstance(message, ResetDone | SlotCounts | Trimmed)
+        if message.generation == self._generation:
+            if not self._settled:
+                self._start()  # a SlotCounts says it as well: the ResetDone before it may have been lost
+            if isinstance(message, SlotCounts):
+                self._feed(message)
+                self._try_pins()
+            elif isinstance(message, Trimmed):
+                self._resizing.trimmed()
+                self._resize()
+        elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
+            self._warms = True
+            self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
+
+    def _start(self) -> None:
+        """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
+        self._settled = True
+        for part, slots in enumerate(self._resizing.slots):
+            free = bytearray(b"\1") * slots
+            with ffi.from_buffer(free, require_writable=True) as marked:
+                lib.np_slots_mark(self._pointers[part], len(self._entries[part]), marked, slots)
+            self._regions[part].restart(free)
+        self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
+        if self._warms:
+            self._warm_all()
+        if self._pins.entries > 1 or self._generation > 1:  # words may be pinned for another entry, or for more slots
+            self._settle_pins(self._following.entry)
+        self._service.become_available()
+        self._resize()  # what was asked for meanwhile
+
+    def _warm_all(self) -> None:
+        for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
+            self._warm(warm)
+
+    def _warm(self, warm: WarmUp) -> None:
+        for part, bit in ((TRIGGER, 1), (VALUE, 2)):
+            if warm.parts & bit:
+                self._grant(part, self._regions[part].take(len(warm)))
+        for piece in packed(warm):
+            self._link.send(Warm(generation=self._generation, parts=warm.parts, clusters=piece, pinned=warm.pinned))
+
+    def _feed(self, counts: SlotCounts) -> None:
+        """Bring the loader's free slots up to what the plan wants, and to what is waiting."""
+        self._counts = counts
+        self._hungry = False
+        said = (
+            (counts.trigger_free, counts.trigger_waiting, counts.trigger_granted),
+            (counts.value_free, counts.value_waiting, counts.value_granted),
+        )
+        for part, (free, waiting, received) in enumerate(said):
+            granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
+            if self._grant(part, granted) + free == 0 and waiting > 0:
+                self._hungry = True
+                self._say_exhausted(part, received)
+
+    def _say_exhausted(self, part: int, received: int) -> None:
+        """Tell the loader, once until its next slots, that those of this part that are not pinned are all in use: it
+        waits for none of them before it reads the other part."""
+        if not self._exhausted[part] and not self._regions[part].on_the_way(received):
+            self._exhausted[part] = True
+            self._link.send(Grant(generation=self._generation, part=part, slots=b""))  # type: ignore[arg-type]
+
+    def _grant(self, part: int, slots: Iterable[int]) -> int:
+        """Returns how many they were."""
+        count = 0
+        for piece in packed(slots):
+            self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
+            count += len(piece) // 4
+        if count:
+            self._exhausted[part] = False
+        return count
+
+    def _evict(self, part: int, want: int) -> array[int]:
+        began_ns = trace.now()
+        slots: Any = ffi.new("uint32_t[]", want)
+        taken = lib.np_clock_take(
+            self._pointers[part],
+            len(self._entries[part]),
+            self._hands[part],
+            self._windows,
+            len(self._windows),
+            want,
+            slots,
+        )
+        self._trace.put(lib.NP_SPAN_EVICT, began_ns, value=taken)
+        return array("I", bytes(ffi.buffer(slots, 4 * taken)))

@@ -1,1 +1,0 @@
-"""What answers must follow: see README.md."""

@@ -1,0 +1,450 @@
+"""The coordinator: clients and services on one socket, the scheduler's decisions between them.
+
+It reads messages, hands events to the scheduler, and carries out its actions: send, sample, score. The epoch word shows
+that a process was lost; the board shows which.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from array import array
+
+from neuronpipe.plans.plan.document import ACCELERATOR
+from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
+from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
+from neuronpipe.protocol.errors import Full, Lost
+from neuronpipe.protocol.links import CONTROL, EVENTS
+from neuronpipe.protocol.messages import outcome
+from neuronpipe.protocol.messages.cache import Reserve
+from neuronpipe.protocol.messages.client import Finished, Refused
+from neuronpipe.protocol.messages.event import Life
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
+from neuronpipe.protocol.messages.worker import Release, Step
+from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
+from neuronpipe.services.coordinator.scheduling import processes
+from neuronpipe.services.coordinator.scheduling.admission import Limits
+from neuronpipe.services.coordinator.scheduling.events import (
+    Abandon,
+    Action,
+    AnswersKnown,
+    Dismiss,
+    Ending,
+    EpochChanged,
+    Event,
+    Leaving,
+    MemoryReleased,
+    MemoryReserved,
+    ProcessKey,
+    ProcessReady,
+    ReleaseMemory,
+    RequestReceived,
+    ReserveMemory,
+    SampleTokens,
+    ScoreTokens,
+    SendStep,
+    StepFailed,
+    StepLeft,
+    Tell,
+    ThrottleChanged,
+    Tick,
+    TokensSampled,
+    TokensScored,
+)
+from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
+from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
+from neuronpipe.services.coordinator.sleep import BOARD_CHANGED, STATUS_LINGER_S, Wakefulness
+from neuronpipe.services.coordinator.step_pipeline import Relay
+from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
+from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswers
+from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
+from neuronpipe.services.runtime import trace
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.quarantine import Quarantine
+from neuronpipe.services.runtime.run_memory import Epoch, RunMemory
+from neuronpipe.services.runtime.trace import Trace
+
+GREET_AGAIN_S = 1.0
+BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
+ENDING_MS = 5
+log = logging.getLogger(__name__)
+
+
+class CoordinatorService:
+    """Sockets and clock around the scheduler."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._memory = RunMemory.open("coordinator", job.segments)
+        self._epoch = Epoch(self._memory)
+        self._processes = processes.WorkerProcesses(job.plan.compute, self._memory)
+        model, limits = job.package.manifest.model, Limits.of(job)
+        tokenizer = FileTokenizer(job.package.tokenizer())
+        grammars_bytes = job.plan.memory.grammars_bytes
+        self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens, grammars_bytes)
+        self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
+        names = [process.name for process in self._processes]
+        killed = self._processes.on_board("coordinator", 0).signal == signal.SIGKILL
+        self._quarantine = Quarantine.after(self._memory.view("board", "ledger"), killed=killed, now=time.monotonic())
+        self._quarantined = self._memory.view("board", "quarantined")
+        self._quarantined[0] += self._quarantine.take_refused()
+        reservation = Reservation.of(job.package.manifest, job.plan, self._kv_tokens.tolist())
+        self._scheduler = Scheduler(limits, names, tokenizer, self._answers, reservation, self._quarantine)
+        self._scheduler.epoch = self._epoch.load()
+        self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
+        self._texts = self._memory.view("board", "texts")
+        self._tokens = 0
+        self._draining = self._ending = False  # told to stop; and this is the run's end
+        self._wakefulness, self._watched = Wakefulness(), False
+        self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(BOARD_CHANGED, lambda *_: None)  # the wake-up is all
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
+        self._context = open_context()
+        self._control = Listener(self._context, CONTROL, job.endpoints["control"])
+        self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
+        self._step_events = StepEvents(self._events)
+        neurons = model.layers * model.experts * model.neurons
+        self._relay = Relay(self._memory, model, self._sampler)
+        self._later: list[Event] = []  # what was noticed while something else was carried out
+        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)
+        self._report = Report(job, self._scheduler, self._processes, self._meter)
+        self._delays = processes.DelayWatch(self._processes, job.directory.path, self._report.notes)
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        poller = Poller()
+        for source in (self._control, self._wake, self._relay.wake, self._events, self._answers.descriptor):
+            poller.add(source)
+        while not self._draining:
+            self._job.pulse.waits()
+            readable = poller.wait(self._patience_ms())
+            self._job.pulse.works()
+            if self._wake in readable:
+                os.read(self._wake, 4096)
+                self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
+            if self._events in readable:
+                self._watched = self._events.watched
+            if (woken := self._relay.wake in readable) or not self._relay.armed:
+                if woken:
+                    self._relay.clear_wake()
+                self._take_answers()
+            self._notice_epoch()
+            self._notice_leaving()
+            if (self._answers.descriptor in readable or self._answers.due_s == 0) and self._answers.receive():
+                self._handle(AnswersKnown())
+            while self._control in readable and (received := self._control.receive()) is not None:
+                self._notice_epoch()
+                self._take(*received)
+            while self._later:
+                self._handle(self._later.pop(0))
+            if self._scheduler.wants_tick(time.monotonic()):
+                self._handle(Tick())
+            self._arm()
+            self._step_events.publish(trace.now())
+            self._look_around(time.monotonic())
+        for source in (self._events, self._answers.descriptor):
+            poller.remove(source)
+        if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
+            poller.remove(self._wake)
+            self._end(poller)
+        self._answers.close()
+        self._relay.close()
+        self._context.close()
+
+    def _end(self, poller: Poller) -> None:
+        """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
+        self._ending = True
+        self._handle(Ending())
+        self._epoch.advance()  # the step under way is abandoned
+        for process in self._processes:
+            self._send(process.peer, Drain())
+        left = True
+        while left:
+            # First: then all their words are there.
+            left = any(self._processes.on_board(*process.name).pid for process in self._processes)
+            self._job.pulse.waits()
+            poller.wait(ENDING_MS)
+            while (received := self._control.receive()) is not None:
+                self._take(*received)
+
+    def _patience_ms(self) -> int:
+        """For how long nothing but a message can give it something to do."""
+        if self._scheduler.busy:
+            return BUSY_MS
+        now = time.monotonic()
+        pause_ms = 1000 * (self._scheduler.throttle.resume_at - now)
+        limit_ms = EVERY_MS if self._step_events.waiting else int(1000 * self._wakefulness.patience_s(now))
+        return int(min(limit_ms, 1 + 1000 * self._answers.due_s, 1 + pause_ms if pause_ms > 0 else limit_ms))
+
+    def _look_around(self, now: float) -> None:
+        """While the run is used: ask for beats, have the supervisor measure memory, find who keeps the run waiting."""
+        requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.gone())
+        if requests.active or requests.waiting or self._watched or not all_ready:
+            self._wakefulness.used(now)
+        if self._wakefulness.asks_for_beats(now):
+            self._processes.ask_for_beats(self._control.send, now)
+        if self._wakefulness.tells_supervisor(now):
+            os.kill(os.getppid(), BOARD_CHANGED)
+        if self._delays.is_due(now, awaits=self._scheduler.busy or not all_ready):
+            owed = self._scheduler.awaited_processes | self._processes.owing_steps(self._scheduler.steps)
+            self._delays.look(owed, self._control.last_dropped, self._meter.flash_now()[1], now)
+
+    # ---- messages --------------------------------------------------------------------------------------------
+    def _take(self, peer: str, message: Message) -> None:
+        match message:
+            case Generate() | Cancel() | Score() | Next() | Tokenize():
+                if isinstance(message, Generate):
+                    self._meter.request_came(peer, message.request)
+                self._handle(RequestReceived(peer.encode(), message))
+            case Throttle(share=share, for_s=for_s):
+                self._handle(ThrottleChanged(share, time.monotonic() + for_s))
+            case AskStatus():
+                self._wakefulness.used(time.monotonic(), STATUS_LINGER_S)
+                self._send(peer, self._report.status(self._tokens, ending=self._ending))
+            case _ if peer in self._processes:
+                self._take_over(peer, message)
+            case Hello():
+                self._send(peer, Reject(reason=f"this run's plan has no process {peer}"))
+            case _:
+                log.warning("%s sent %s and has no process here", peer, type(message).__name__)
+
+    def _take_over(self, peer: str, message: Message) -> None:
+        process = self._processes.heard(peer)
+        match message:
+            case Hello() if self._ending:  # it was starting when the others were told
+                self._send(peer, Drain())
+            case Hello():
+                self._greet(process, message)
+            case Ready():
+                self._ready(process)
+            case Beat():
+                self._beat(process, message)
+            case outcome.StepDone() | outcome.Prefilled():
+                self._processes.credits.give_back(peer)
+                process.step = message.step
+                self._meter.answered(message.counters)
+                ratings = message.ratings if isinstance(message, outcome.Prefilled) else ()
+                self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters, ratings))
+            case outcome.StepAbandoned():
+                self._relay.answered(process.name)
+                self._processes.credits.give_back(peer)
+                self._handle(StepLeft(process.name, message.step, message.epoch, False))
+            case outcome.StepFailed():
+                self._relay.answered(process.name)
+                self._processes.credits.give_back(peer)
+                self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
+            case outcome.Reserved(number=number):
+                self._handle(MemoryReserved(number))
+            case outcome.Released():
+                self._handle(MemoryReleased())
+            case Drained():
+                process.state = "stopped"
+            case Failed():
+                process.state = "failed"
+                log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
+
+    def _greet(self, process: processes.WorkerProcess, hello: Hello) -> None:
+        """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
+        if hello.incarnation != self._processes.on_board(*process.name).incarnation:
+            return
+        moved = self._job.plan.memory.are_scales_moved
+        if (why := processes.why_rejected(process, hello, are_scales_moved=moved)) is not None:
+            self._send(process.peer, Reject(reason=why))
+            return
+        if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
+            self._settle()
+            self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
+        self._processes.take(process, hello)
+        self._relay.lost(process.name)  # and what it left in its lane is
+        if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
+            log.info("%s speaks %.20r: no accelerator takes part in its steps", process.peer, hello.protocol)
+        self._welcome(process.peer)
+
+    def _ready(self, process: processes.WorkerProcess) -> None:
+        if process.state == "starting" and process.incarnation >= 0:
+            self._processes.ready(process)
+            self._events.send(Life(role=process.role, index=process.index, state="ready"))
+            self._handle(ProcessReady(process.name, process.numerics, process.protocol_minor))
+
+    def _beat(self, process: processes.WorkerProcess, beat: Beat) -> None:
+        if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
+            process.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
+            self._welcome(process.peer)
+        process.step = max(process.step, beat.step)
+        process.counters = beat.counters
+        self._events.send(beat)
+
+    def _welcome(self, peer: str) -> None:
+        self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+
+    def _leave(self, process: processes.WorkerProcess) -> ProcessKey:
+        """It is gone."""
+        self._processes.leave(process)
+        self._relay.lost(process.name)
+        self._events.send(Life(role=process.role, index=process.index, state="starting", detail="restarted"))
+        return process.name
+
+    def _notice_epoch(self) -> None:
+        """When the epoch has changed a process was lost; the board shows which. The epoch is read first: a loss between
+        the two reads changes it again."""
+        epoch = self._epoch.load()
+        if epoch != self._scheduler.epoch:
+            self._settle()
+            self._handle(self._epoch_event(epoch))
+
+    def _epoch_event(self, epoch: int) -> EpochChanged:
+        lost = self._processes.lost()
+        killed = all(self._processes.on_board(*process.name).signal == signal.SIGKILL for process in lost)
+        return EpochChanged(epoch, tuple(self._leave(process) for process in lost), killed)
+
+    def _notice_leaving(self) -> None:
+        """The supervisor says on the board which processes have successors."""
+        if (leaving := self._processes.new_leaving()) is not None:
+            self._handle(Leaving(leaving))
+
+    # ---- steps without messages ------------------------------------------------------------------------------
+    def _take_answers(self) -> bool:
+        """Hand over what came by lanes since, which disarms the relay; whether there was anything. A step that the
+        relay has passed on is the one that the scheduler decides on then: nothing came between."""
+        answers = self._relay.take()
+        for answer in answers:
+            role, index = answer.process
+            process = self._processes.heard(f"{role}-{index}")
+            self._processes.credits.give_back(process.peer)
+            process.step = answer.step
+            self._meter.answered(answer.counters)
+            self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, answer.counters))
+        if self._relay.take_unwanted():
+            log.error("a step was passed on that was not decided on")
+            self._carry_out(self._epoch_event(self._epoch.advance()))
+        return bool(answers)
+
+    def _settle(self) -> None:
+        """Have nothing left that came by lanes, and the relay do no more for now."""
+        while self._take_answers():
+            pass
+
+    def _arm(self) -> None:
+        """Prepare what follows the step under way."""
+        if self._relay.waits and not self._relay.armed:
+            self._relay.arm(self._scheduler.ahead(time.monotonic()))
+
+    # ---- actions ---------------------------------------------------------------------------------------------
+    def _handle(self, event: Event) -> None:
+        """Something has happened. What the relay has done meanwhile comes before it."""
+        self._settle()
+        self._carry_out(event)
+
+    def _carry_out(self, event: Event) -> None:
+        pending: list[Event] = [event]
+        while pending:
+            for action in self._scheduler.handle(pending.pop(0), time.monotonic()):
+                answer = self._do(action)
+                if answer is not None:
+                    pending.append(answer)
+            if not pending and self._scheduler.awaited:
+                self._answers.wait(self._scheduler.awaited)
+                pending.append(AnswersKnown())
+        self._meter.end_of_telling()
+
+    def _do(self, action: Action) -> Event | None:
+        match action:
+            case Tell(client, message):
+                self._tell(client.decode(), message)
+                self._meter.told(message)
+            case SendStep():
+                return self._send_step(action)
+            case SampleTokens():
+                return self._sample(action)
+            case ScoreTokens(targets, likely, ratings):
+                self._meter.step_done()
+                return TokensScored(as_logprobs(ratings) if ratings else self._sampler.rate_all(targets, likely))
+            case Dismiss((role, index)):
+                self._events.send(Life(role=role, index=index, state="draining", detail="another takes its place"))
+                self._send(f"{role}-{index}", Drain())
+            case Abandon():
+                return self._epoch_event(self._epoch.advance())
+            case ReserveMemory(number, reserved_bytes, kv_tokens):
+                self._kv_tokens[: len(kv_tokens)] = array("I", kv_tokens)
+                self._reserved[0] = reserved_bytes
+                self._send("cache-0", Reserve(number=number, reserved_bytes=reserved_bytes))
+            case ReleaseMemory(keep_tokens):
+                self._send("prefill-0", Release(keep_tokens=keep_tokens))
+        return None
+
+    def _send_step(self, action: SendStep) -> Event | None:
+        began_ns = trace.now()
+        self._meter.sending(action.message)
+        if (done := self._relay.passed(action)) is not None:
+            for role, index in action.processes:
+                self._processes.credits.take(f"{role}-{index}")
+            self._meter.sent(done.sampled_ns, len(action.processes), done.passed_ns)
+            self._arm()
+            return None
+        self._epoch.reset_barrier()
+        if isinstance(action.message, Step):
+            self._texts[0] = len(action.message.sequences)
+        given = self._give(action)
+        assigned = [given or self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
+        self._meter.sent(began_ns, len(action.processes))
+        if not all(assigned):
+            return self._epoch_event(self._epoch.advance())  # the others must not wait for it
+        self._arm()
+        return None
+
+    def _give(self, action: SendStep) -> bool:
+        """By lanes, if all its participants listen there."""
+        peers = [f"{role}-{index}" for role, index in action.processes]
+        if not all(self._processes.credits.free(peer) for peer in peers) or not self._relay.give(action):
+            return False
+        for peer in peers:
+            self._processes.credits.take(peer)
+        return True
+
+    def _sample(self, action: SampleTokens) -> TokensSampled:
+        done = self._relay.done
+        self._tokens += len(action.rows)
+        if done is not None and done.tokens is not None:
+            cost = self._meter.step_done(done.done_ns)
+            self._meter.sampled(done.done_ns, len(action.rows), done.sampled_ns)
+            return TokensSampled(done.tokens, cost)
+        cost = self._meter.step_done()
+        began_ns = trace.now()
+        tokens, logprobs = self._sampler.sample_all(action.rows)
+        self._meter.sampled(began_ns, len(action.rows))
+        return TokensSampled(tokens, cost, logprobs)
+
+    def _assign(self, peer: str, message: Message) -> bool:
+        """Send work to a service that has a credit for it; one that has none is gone, or owes an answer."""
+        if not self._processes.credits.take(peer):
+            log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
+            return False
+        self._send(peer, message)
+        return True
+
+    def _tell(self, client: str, message: Message) -> None:
+        """Send to a client; one that is gone or does not read loses its request."""
+        if isinstance(message, Finished):
+            message = self._meter.request_finished(client, message)
+        elif isinstance(message, Refused):
+            self._meter.request_refused(client, message.request)
+            if message.code == "ended_a_process":
+                self._quarantined[0] += self._quarantine.take_refused()
+        try:
+            self._control.send(client, message)
+        except (Lost, Full):
+            request = getattr(message, "request", None)
+            if request is not None and not isinstance(message, Finished | Refused):
+                self._later.append(RequestReceived(client.encode(), Cancel(request=request)))
+
+    def _send(self, peer: str, message: Message) -> None:
+        """Send to a service. The supervisor deals with one that has gone: it advances the epoch."""
+        self._relay.release(peer)
+        try:
+            self._control.send(peer, message)
+        except (Lost, Full) as error:
+            log.warning("%s", error)

@@ -1,0 +1,1 @@
+"""The scheduler and its parts, without sockets and without a clock."""

@@ -1,0 +1,150 @@
+"""Which requests a run takes on: their numbers checked, their text turned into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Tokenized
+from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
+from neuronpipe.services.coordinator.text.function_calls import CallsError, require_short_calls
+from neuronpipe.services.coordinator.text.grammar import GrammarError, require_short
+from neuronpipe.services.coordinator.text.tokenizer import Tokenizer
+from neuronpipe.services.runtime.job import Job
+
+QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
+
+
+@frozen(kw_only=True)
+class Limits:
+    """What the plan and the package fix."""
+
+    mode: Mode
+    sequences: int
+    context_tokens: int
+    prefill_chunk_tokens: int
+    logit_rows: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+    plan_id: str
+    blocks: int = 1  # of neurons in a layer
+    held_blocks: tuple[int, ...] = ()  # of them, those of an accelerator: see Compute
+    held_matrices: tuple[str, ...] = ()  # of an accelerator, too
+
+    @classmethod
+    def of(cls, job: Job) -> Limits:
+        """Those of a run."""
+        manifest, compute = job.package.manifest, job.plan.compute
+        return cls(
+            mode=compute.mode,
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            logit_rows=compute.logit_rows,
+            vocabulary=manifest.model.vocabulary,
+            end_tokens=frozenset(manifest.end_tokens),
+            plan_id=job.plan.id,
+            blocks=manifest.layout.blocks,
+            held_blocks=compute.held_blocks,
+            held_matrices=compute.held_matrices,
+        )
+
+    def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
+        """The fields of `Step` that say which blocks each participant computes, and which matrices are held. holds: who
+        of them is an accelerator: it has the first blocks and these matrices; the others have all blocks that follow,
+        and take them by turns."""
+        held = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
+        return {
+            "first_blocks": tuple(0 if one else held for one in holds),
+            "end_blocks": tuple(held if one else self.blocks for one in holds),
+            "held_matrices": self.held_matrices if any(holds) else (),
+        }
+
+
+class _Refusal(Exception):
+    """Why a request is not taken on."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
+
+
+class Admission:
+    """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+
+    def check(self, ask: Generate | Score, queued: int) -> list[int] | Refused:
+        """The request's tokens, or its refusal. queued: how many requests wait already."""
+        try:
+            if queued >= QUEUED_PER_SEQUENCE * self._limits.sequences + MIN_QUEUED:
+                raise _Refusal("busy", f"{queued} requests are waiting already; try again later")
+            if isinstance(ask, Generate):
+                self._check_options(ask)
+            elif ask.logprobs is not None and ask.logprobs not in RANGES["logprobs"]:
+                raise _Refusal("bad_request", f"logprobs is out of range: {ask.logprobs}")
+            return self._tokens_of(ask)
+        except _Refusal as refusal:
+            return Refused(request=ask.request, code=refusal.code, message=str(refusal))
+
+    def tokenized(self, ask: Tokenize) -> Tokenized | Refused:
+        """A text and its tokens: as many as could be a prompt."""
+        try:
+            tokens = self._tokens_of(ask, least=0)
+            pieces = tuple(map(self._tokenizer.piece, tokens))
+            text = self._tokenizer.decode(tokens, special=ask.special) if tokens else ""
+        except _Refusal as refusal:
+            return Refused(request=ask.request, code=refusal.code, message=str(refusal))
+        return Tokenized(request=ask.request, tokens=tuple(tokens), pieces=pieces, text=text)
+
+    def _check_options(self, ask: Generate) -> None:
+        """How the text is to be sampled."""
+        for name, allowed in RANGES.items():
+            value = getattr(ask, name)
+            if value is not None and value not in allowed:
+                raise _Refusal("bad_request", f"{name} is out of range: {value}; it must be {allowed}")
+        self._check_biases(ask.logit_bias)
+        try:
+            if ask.calls is not None:
+                require_short_calls(ask.calls)
+            if ask.grammar is not None:
+                require_short(ask.grammar)
+        except (GrammarError, CallsError) as error:
+            raise _Refusal("bad_request", f"grammar: {error}") from None
+
+    def _check_biases(self, biases: tuple[Bias, ...]) -> None:
+        if len({entry.token for entry in biases}) != len(biases):
+            raise _Refusal("bad_request", "logit_bias names a token twice")
+        for token, bias in ((entry.token, entry.bias) for entry in biases):
+            if not 0 <= token < self._limits.vocabulary:
+                outside = f"token {token} is outside the vocabulary of {self._limits.vocabulary}"
+                raise _Refusal("bad_request", f"logit_bias: {outside}")
+            if not abs(bias) <= MAX_BIAS:
+                raise _Refusal("bad_request", f"logit_bias: {bias} for token {token} is not within {MAX_BIAS:g}")
+
+    def _tokens_of(self, ask: Generate | Score | Tokenize, least: int = 1) -> list[int]:
+        limit = self._limits.context_tokens
+        most = f"this model's maximum context length is {limit} tokens"  # clients of OpenAI's API look for these words
+        tokens = self._encode(ask, most) if ask.tokens is None else list(ask.tokens)
+        if len(tokens) < least:
+            raise _Refusal("bad_request", "the prompt is empty; give at least one token")
+        if len(tokens) > limit:
+            raise _Refusal("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
+        if max(tokens, default=0) >= self._limits.vocabulary or min(tokens, default=0) < 0:
+            raise _Refusal("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
+        return tokens
+
+    def _encode(self, ask: Generate | Score | Tokenize, most: str) -> list[int]:
+        """The tokens of the request's text. One that is too long for sure is not encoded: that takes 180 bytes of
+        memory for each of the text's."""
+        text, frame = (ask.prompt if isinstance(ask, Generate) else ask.text), ask.frame
+        text_bytes = len((text or "").encode(errors="replace"))
+        if text_bytes > self._limits.context_tokens * self._tokenizer.longest_token_bytes:
+            problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"
+            raise _Refusal("too_long", problem)
+        try:
+            return self._tokenizer.encode(text or "", frame=frame)
+        except Exception as error:  # the library's own kinds; whatever it is, it is about this text
+            raise _Refusal("bad_request", f"the tokenizer refuses the prompt: {error}") from None

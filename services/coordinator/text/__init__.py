@@ -1,0 +1,1 @@
+"""Tokenizer, grammars and constrained answers."""

@@ -1,0 +1,1 @@
+"""The HTTP server: access, request bodies, memory account, metrics and errors."""

@@ -1,0 +1,1 @@
+"""OpenAI's API: request schemas, chat prompts, tools and response encoding."""

@@ -1,0 +1,252 @@
+"""`POST /v1/responses`: OpenAI's newer way to ask. A request becomes one of chat, and its answer has another form.
+
+Nothing is stored: every request carries the whole conversation, and what refers to an earlier response is refused.
+Tools are functions that the client runs; what OpenAI runs itself is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.request_body import checked
+from neuronpipe.services.gateway.http.schema_base import (
+    ALLOWED,
+    IGNORED,
+    ITEMS,
+    MODE,
+    NAMED,
+    NEVER,
+    TEXT,
+    Body,
+    kind_or,
+    not_served,
+    one_of,
+    refusing,
+)
+from neuronpipe.services.gateway.openai.answer_constraints import JsonFormat, TextFormat
+from neuronpipe.services.gateway.openai.request_schema import (
+    MAX_LOGPROBS,
+    NAMES,
+    USER,
+    ChatRequest,
+    SamplingOptions,
+)
+from neuronpipe.services.gateway.openai.responses_items import NOT_STORED, Item, messages_of
+from neuronpipe.services.gateway.openai.tools import MAX_TOOLS, Function, FunctionName, kind_of_choice
+from pydantic import Field, Tag, model_validator
+
+RATED = "message.output_text.logprobs"  # of `include`
+NO_TEMPLATE = "prompt templates are not stored here"
+NOT_LATER = "there is nowhere to fetch a response later"
+HOSTED = "OpenAI runs them; offer a function, which the client runs"
+TOOL_REASONS = {
+    "custom": "their input is free text; offer a function with a text among its arguments",
+    "mcp": "no server is asked from here; connect to it in the client, and offer its tools as functions",
+    "namespace": "offer its functions one by one",
+    "tool_search": "offer all functions at once",
+}
+
+
+NotStored = Annotated[Any, NEVER, refusing(NOT_STORED)]
+NoTemplate = Annotated[Any, NEVER, refusing(NO_TEMPLATE)]
+NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), refusing(NOT_LATER)]
+
+
+class FunctionTool(Function):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, value: Any) -> Any:
+        return _refusing_hosted(value)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+    def echoed(self) -> dict[str, Any]:
+        """As a response has it."""
+        return {**self.model_dump(), "strict": bool(self.strict)}
+
+
+class ChosenFunction(Body):
+    """A function of `tools`."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, value: Any) -> Any:
+        return _refusing_hosted(value)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedFunctions(Body):
+    """Only some of `tools` may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _refusing_hosted(value: Any) -> Any:
+    """Only functions are called here: the reason by the type of any other tool."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        reason = TOOL_REASONS.get(kind, HOSTED)
+        raise not_served(f"tools of type {quoted(kind)} are not served: {reason}")
+    return value
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(MODE)]
+    | Annotated[ChosenFunction, Tag(NAMED)]
+    | Annotated[AllowedFunctions, Tag(ALLOWED)],
+    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
+]
+
+
+class NamedSchema(Body):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
+    name: str | None = Field(None, description=IGNORED)
+    description: str | None = Field(None, description=IGNORED)
+    strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
+
+
+class TextOptions(Body):
+    """How the text is to be."""
+
+    format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = Field(
+        None, description="what the answer is to be"
+    )
+    verbosity: str | None = Field(None, description=IGNORED)
+
+
+class ResponsesRequest(SamplingOptions):
+    """Answer a conversation, as the Responses API asks."""
+
+    input: Annotated[
+        Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag(ITEMS)],
+        one_of("expected a text, or a list of items", kind_or(ITEMS)),
+    ] = Field(description="what the user says, or the whole conversation")
+    instructions: str | None = Field(None, description="a system message before all others")
+    model: str | None = Field(None, description="name of the model; the one that is served when not given")
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="most tokens to generate; without it, up to the context's end"
+    )
+    text: TextOptions | None = Field(None, description="what the answer is to be")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="rate each token, and name this many likely ones beside it"
+    )
+    include: list[str] = Field(default=[], description=f"`{RATED}` rates each token; others are without effect")
+    seed: int | None = Field(None, description="any integer, modulo 2^63; the same seed gives the same text")
+    stream: bool = Field(False, description="send the text as it is made, as server-sent events")
+    tools: list[FunctionTool] = Field(
+        default=[], max_length=MAX_TOOLS, description="functions that the answer may call"
+    )
+    tool_choice: Choice = Field("auto", description="whether it calls any, and which")
+    parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="without effect: a conversation that does not fit is refused, whatever this says"
+    )
+    store: bool | None = Field(None, description="without effect: nothing is stored, and the response says so")
+    user: str | None = Field(None, description=USER)
+    safety_identifier: str | None = Field(None, description=USER)
+    max_tool_calls: int | None = Field(None, description=IGNORED)
+    reasoning: dict[str, Any] | None = Field(None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(None, description="sent back with the response")
+    service_tier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    image: dict[str, Any] | None = Field(None, description=IGNORED)
+    stream_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    background: NotLater = Field(False, description=NOT_LATER)
+    previous_response_id: NotStored = Field(None, description=NOT_STORED)
+    conversation: NotStored = Field(None, description=NOT_STORED)
+    prompt: NoTemplate = Field(None, description=NO_TEMPLATE)
+
+    @property
+    def rated(self) -> int | None:
+        """How many likely tokens to name beside each token, None to rate none."""
+        return (self.top_logprobs or 0) if self.top_logprobs is not None or RATED in self.include else None
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat request. Raises Problem where that would be refused."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            said = [{"role": "user", "content": self.input}]
+        else:
+            said = messages_of(self.input)
+            if not said:
+                raise Problem(400, "invalid_value", "input: expected a message in it", param="input")
+        options = {NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
+        rated = {} if self.rated is None else {"logprobs": True, "top_logprobs": self.rated}
+        same = {name: getattr(self, name) for name in ("model", "seed", "stream", "user", "safety_identifier")}
+        return checked(
+            {
+                "messages": system + said,
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": self._response_format(),
+                **options,
+                **rated,
+                **same,
+                "tools": [tool.as_chat() for tool in self.tools],
+                "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.as_chat(),
+                "parallel_tool_calls": self.parallel_tool_calls,
+            },
+            ChatRequest,
+        )
+
+    def _response_format(self) -> dict[str, Any] | None:
+        asked = self.text.format if self.text is not None else None
+        if isinstance(asked, NamedSchema):
+            return {"type": "json_schema", "json_schema": {"schema": asked.schema_}}
+        return None if asked is None else {"type": asked.type}
+
+    def echoed(self) -> dict[str, Any]:
+        """What a response says of the request that it answers."""
+        asked = self.text.format if self.text is not None else None
+        shown = (
+            {"type": "text"} if asked is None else json.loads(asked.model_dump_json(by_alias=True, exclude_none=True))
+        )
+        return {
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": getattr(self, "temperature"),  # noqa: B009
+            "text": {"format": shown},
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            "tools": [tool.echoed() for tool in self.tools],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": getattr(self, "top_p"),  # noqa: B009
+            "truncation": "disabled",
+            "user": self.user,
+        }

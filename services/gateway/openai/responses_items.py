@@ -1,0 +1,142 @@
+"""The conversation as requests of the Responses API have it: items, which become the messages of a chat.
+
+A call is an item of its own there. In a chat it belongs to the assistant's message before it, with the calls beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from neuronpipe.protocol.errors import quoted
+from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.schema_base import PARTS, TEXT, UNREAD, Body, kind_or, not_served, one_of
+from neuronpipe.services.gateway.openai.tools import FunctionName
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+NOT_STORED = "responses are not stored here; send the whole conversation in input"
+NO_REFERENCES = f"{NOT_STORED}, each item itself; many clients do with `store: false`"
+
+
+class Lenient(Body):
+    """What clients send back as they got it: what is not read is passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class ContentPart(Lenient):
+    """A piece of a message's text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class RefusalPart(Lenient):
+    """Why an earlier answer was refused; it is passed on as that answer's text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """As any part has it."""
+        return self.refusal
+
+
+Part = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(PARTS)],
+    one_of("expected a text, or a list of parts", kind_or(PARTS)),
+]
+
+
+def _text(content: str | list[ContentPart | RefusalPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageItem(Lenient):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = Field(description="the text, whole or in parts")
+
+
+class CallItem(Lenient):
+    """A function that an earlier answer called."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: FunctionName
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class ResultItem(Lenient):
+    """What a function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(description="of a `function_call` before it")
+    output: Content = Field(description="the text, whole or in parts")
+
+
+class ReasoningItem(Lenient):
+    """What another model thought. It is passed over: no model here was trained to read it."""
+
+    type: Literal["reasoning"]
+
+
+READ_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class UnreadItem(Lenient):
+    """An item of any other type; refused by its name."""
+
+    type: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind == "item_reference":
+            raise not_served(NO_REFERENCES)
+        named = f"items of type {quoted(kind)}" if isinstance(kind, str) else "such items"
+        raise not_served(f"{named} are not read here; {', '.join(READ_ITEMS)} are")
+
+
+def _kind_of_item(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in READ_ITEMS else UNREAD
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[SkipJsonSchema[UnreadItem], Tag(UNREAD)],
+    Discriminator(_kind_of_item),
+]
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The items as a chat request's messages. Raises Problem where a result is of no call before it."""
+    messages: list[dict[str, Any]] = []
+    called = set[str]()
+    for number, item in enumerate(items):
+        if isinstance(item, MessageItem):
+            messages.append({"role": item.role, "content": _text(item.content)})
+        elif isinstance(item, CallItem):
+            called.add(item.call_id)
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif isinstance(item, ResultItem):
+            if item.call_id not in called:
+                param = f"input.{number}.call_id"
+                said = f"no function_call before it has the call_id {quoted(item.call_id)}; {NOT_STORED}"
+                raise Problem(400, "invalid_value", f"{param}: {said}", param=param)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    return messages

@@ -1,0 +1,169 @@
+"""The OpenAPI description at /openapi.json: what the endpoints take, from the very models that check it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronpipe.services.gateway.llamacpp.llamacpp_api import DetokenizeRequest, TokenizeRequest
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
+from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+REFERENCE = "#/components/schemas/"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    "properties": {
+        "prompt_tokens_details": {
+            "type": "object",
+            "required": ["cached_tokens"],
+            "properties": {"cached_tokens": {"type": "integer"}},
+        }
+    },
+    "additionalProperties": {"type": "integer"},
+}
+MODEL = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by"],
+    "properties": {"id": {"type": "string"}, "object": {"const": "model"}, "created": {"type": "integer"}},
+}
+MODELS = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": MODEL}}}
+RESPONSE = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "model", "status", "output", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "status": {"enum": ["completed", "incomplete"]},
+        "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
+    },
+}
+TOKENIZED = {"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array"}}}
+DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"content": {"type": "string"}}}
+APPLIED = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+PROPS = {"type": "object", "required": ["default_generation_settings", "total_slots"]}
+CHOICE = {"type": "object", "required": ["index", "finish_reason", "logprobs"]}
+PROBLEMS = {
+    "400": "the request is not understood",
+    "401": "a key is needed",
+    "403": "not for pages from elsewhere",
+    "404": "there is no such thing",
+    "408": "the body came too slowly",
+    "413": "the body is too large",
+    "415": "the body is not declared as JSON, or it is compressed",
+    "429": "too much at once; see Retry-After",
+    "431": "the headers are too large",
+    "500": "trouble inside",
+    "503": "not ready; see Retry-After",
+}
+
+
+def description(version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    kinds: tuple[type[BaseModel], ...] = (
+        ChatRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    )
+    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
+    schemas = {name: _nullable(schema) for name, schema in made["$defs"].items()} | {"Error": ERROR, "Usage": USAGE}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "neuronpipe", "version": version, "description": "OpenAI's API for one model."},
+        "paths": {
+            "/v1/chat/completions": _text("chat", ChatRequest, "chat.completion"),
+            "/v1/completions": _text("completion", CompletionRequest, "text_completion"),
+            "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=True),
+            "/tokenize": _posted("tokenize", TokenizeRequest, TOKENIZED),
+            "/detokenize": _posted("detokenize", DetokenizeRequest, DETOKENIZED),
+            "/apply-template": _posted("applyTemplate", ChatRequest, APPLIED),
+            "/props": _plain("props", PROPS),
+            "/v1/models": _plain(
+                "models", {"type": "object", "properties": {"data": {"type": "array", "items": MODEL}}}
+            ),
+            "/v1/models/{name}": _plain("model", MODEL, "name"),
+            "/health": _plain("health", {"type": "object", "properties": {"status": {"const": "ok"}}}),
+            "/metrics": {"get": {"operationId": "metrics", "responses": _responses({"text/plain": {}})}},
+        },
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+        "security": [{}, {"key": []}, {"header": []}],
+    }
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """null counts as not given, wherever a field need not be."""
+    required = schema.get("required", [])
+    properties = {
+        name: field if name in required else {"anyOf": [field, {"type": "null"}]}
+        for name, field in schema.get("properties", {}).items()
+    }
+    return {**schema, "properties": properties}
+
+
+def _responses(content: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": f"{REFERENCE}Error"}}}
+    problems = {status: {"description": text, "content": error} for status, text in PROBLEMS.items()}
+    return {"200": {"description": "the answer", "content": content}} | problems
+
+
+def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": answer},
+            "choices": {"type": "array", "items": CHOICE},
+            "usage": {"$ref": f"{REFERENCE}Usage"},
+        },
+    }
+    return _posted(name, kind, schema, streams=True)
+
+
+def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    """A body of this kind, and its answer."""
+    content: dict[str, Any] = {"application/json": {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    body = {"application/json": {"schema": {"$ref": REFERENCE + kind.__name__}}}
+    return {
+        "post": {
+            "operationId": name,
+            "summary": kind.__doc__,
+            "requestBody": {"required": True, "content": body},
+            "responses": _responses(content),
+        }
+    }
+
+
+def _plain(name: str, schema: dict[str, Any], *parameters: str) -> dict[str, Any]:
+    places = [
+        {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}} for parameter in parameters
+    ]
+    content = {"application/json": {"schema": schema}}
+    return {"get": {"operationId": name, "parameters": places, "responses": _responses(content)}}

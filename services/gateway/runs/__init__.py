@@ -1,0 +1,1 @@
+"""The packages that are served, and the runs that serve them."""

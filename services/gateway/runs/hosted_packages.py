@@ -1,0 +1,196 @@
+"""Packages whose runs come and go: a run is started when a request names its package, and ended when nobody has used it
+for a while, or when its memory is needed for another. `run_pool.py` decides; the command that serves, at the other
+end of a
+link, starts and ends runs as it is told.
+
+| message, a line of JSON | from | meaning |
+|---|---|---|
+| `{"serving": true}` | the gateway | it takes requests |
+| `{"start": NAME}`, `{"end": NAME}` | the gateway | start this package's run, or end it |
+| `{"started": NAME, "directory": PATH}` | the command | it has begun; its coordinator says when it is ready |
+| `{"ended": NAME, "why": TEXT, "again_in_s": SECONDS}` | the command | it is over, or could not begin |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.gateway.client.run_client import Coordinator
+from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.runs.run_pool import Pool
+from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Model, Models, Run
+
+WORDS = {"asleep": "no run", "starting": "starting", "live": "ready", "leaving": "ending", "ending": "ending"}
+LOOK_S = 0.05
+ORDERED = "it was ended"
+
+
+class HostedModels(Models):
+    """The packages of a command that serves several. templates_bytes: as in `Models`; end_server: called when that
+    command is gone."""
+
+    def __init__(
+        self, models: Sequence[Model], pool: Pool, templates_bytes: int, end_server: Callable[[], None]
+    ) -> None:
+        super().__init__(models, templates_bytes)
+        self._pool, self._end_server = pool, end_server
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {model.name: [] for model in models}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._due: asyncio.TimerHandle | None = None
+        self._ended: tuple[str, str] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def attach(self, link: socket.socket) -> None:
+        """Begin to speak with the command."""
+        reader, self._writer = await asyncio.open_connection(sock=link)
+        self._begin(self._listen(reader))
+        self._say({"serving": True})
+
+    # ---- requests --------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def _hold(self, model: Model) -> AsyncIterator[Coordinator]:
+        name = model.name
+        await self._live_run(name)
+        try:
+            assert model.run is not None
+            yield model.run.coordinator
+        finally:
+            self._pool.release(name, self._loop.time())
+            self._carry_out()
+
+    async def _live_run(self, name: str) -> None:
+        """Wait until its run is live, and hold it. Raises Problem where it cannot be started."""
+        if self._ended is not None:
+            raise unavailable(*self._ended)
+        if self._pool.state(name) == "live":
+            self._pool.hold(name)
+            return
+        live = self._loop.create_future()
+        self._waiting[name].append(live)
+        self._pool.want(name)
+        self._carry_out()
+        try:
+            await live
+        except asyncio.CancelledError:
+            if live.done() and not live.cancelled() and live.exception() is None:
+                self._pool.release(name, self._loop.time())  # it was given to a client that has just left
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting[name].remove(live)
+            if not self._waiting[name]:
+                self._pool.drop(name)
+            self._carry_out()
+
+    def _wake(self, name: str, problem: Problem | None = None) -> None:
+        """Tell all who wait for a run that they have it, or why not."""
+        waiting, self._waiting[name] = self._waiting[name], []
+        for live in waiting:
+            if live.done():
+                continue
+            if problem is not None:
+                live.set_exception(problem)
+            else:
+                self._pool.hold(name)  # now: another package must not take its room before it was used
+                live.set_result(None)
+
+    async def health(self) -> dict[str, Any]:
+        """That requests are served, and which packages have a run."""
+        if self._ended is not None:
+            raise unavailable(*self._ended)
+        return {"status": "ok", "models": {name: WORDS[self._pool.state(name)] for name in self._by_name}}
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What /v1/models says: whether each has a run, too."""
+        return [one | {"state": WORDS[self._pool.state(one["id"])]} for one in super().facts()]
+
+    def end(self, code: str, reason: str) -> None:
+        """The server is ending."""
+        self._ended = code, reason
+        super().end(code, reason)
+        for name in self._waiting:
+            self._wake(name, unavailable(code, reason))
+
+    async def close(self) -> None:
+        """Close the connections to all runs, and the link."""
+        if self._due is not None:
+            self._due.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().close()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+
+    # ---- the command -----------------------------------------------------------------------------------------
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            said = json.loads(line)
+            if "started" in said:
+                self._run_began(self._by_name[said["started"]], Path(said["directory"]))
+            elif "ended" in said:
+                await self._run_ended(self._by_name[said["ended"]], said["why"], said["again_in_s"])
+            self._carry_out()
+        self._end_server()
+
+    def _run_began(self, model: Model, directory: Path) -> None:
+        """A gateway that was started again hears of runs that it did not ask for."""
+        self._pool.starting(model.name)
+        model.run = Run.of(RunDirectory(directory).endpoint(CONTROL), directory)
+        self._begin(self._await_ready(model, model.run))
+
+    async def _await_ready(self, model: Model, run: Run) -> None:
+        ready = False
+        while not ready and model.run is run:
+            with contextlib.suppress(Problem):  # it does not answer yet
+                ready = (await run.coordinator.fresh_status(HEALTH_S)).ready
+            await asyncio.sleep(0 if ready else LOOK_S)
+        if model.run is run:
+            self._pool.started(model.name, self._loop.time())
+            self._wake(model.name)
+            self._carry_out()
+
+    async def _run_ended(self, model: Model, why: str, again_in_s: float) -> None:
+        ordered = self._pool.state(model.name) == "ending"
+        run, model.run = model.run, None
+        self._pool.ended(model.name)
+        if not ordered:
+            said = f"the run of {model.name} has ended: {why}"
+            problem = Problem(503, "restarting", said, kind="server_error", retry_after_s=again_in_s)
+            self._wake(model.name, problem)
+        if run is not None:
+            run.end("ended", ORDERED if ordered else why)
+            await run.coordinator.close()
+
+    def _carry_out(self) -> None:
+        """Give the orders that are due, and look again when the next ones will be."""
+        now = self._loop.time()
+        for order in self._pool.orders(now):
+            self._say({order.act: order.name})
+        if self._due is not None:
+            self._due.cancel()
+        self._due = None
+        if math.isfinite(due_at := self._pool.due_at()):
+            self._due = self._loop.call_at(due_at, self._carry_out)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _begin(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

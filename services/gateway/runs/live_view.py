@@ -1,0 +1,141 @@
+"""`/live`: the run as a monitor sees it, a snapshot four times a second, while clients view it.
+
+One observer serves all viewers, in a thread of its own; the event loop, which carries the texts, only passes on its
+snapshots. Without viewers there is no observer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.openai.response_sending import while_there
+from neuronpipe.services.monitor.observer import Observer
+from starlette.types import Receive, Scope, Send
+
+EVERY_S = 0.25
+MAX_VIEWERS = 32
+
+
+class Live:
+    """The observer, while there are viewers."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._viewers: set[View] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[bytes] | None = None
+        self._over = unavailable("ended", "the last viewer has left")
+        self._ending: str | None = None
+
+    def view(self) -> View:
+        """A response for one more viewer. Raises Problem when there are too many, or the server is ending."""
+        self._require_no_end()
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise Problem(
+                429,
+                "rate_limit_exceeded",
+                f"{MAX_VIEWERS} clients view this run already",
+                kind="rate_limit_error",
+                retry_after_s=5,
+            )
+        return View(self)
+
+    def end(self, reason: str) -> None:
+        """End the responses of all viewers with this reason."""
+        self._ending = reason
+        self._fail_next(unavailable("draining", reason))
+
+    def _require_no_end(self) -> None:
+        if self._ending is not None:
+            raise unavailable("draining", self._ending)
+
+    def _fail_next(self, problem: Problem) -> None:
+        """Raise this where the next snapshot is awaited."""
+        if self._next is not None and not self._next.done():
+            self._next.set_exception(problem)
+            self._next.exception()  # it counts as seen, though its viewer may have left
+
+    async def enter(self, view: View) -> None:
+        """Count a viewer; the first one starts the observer."""
+        self._viewers.add(view)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    def leave(self, view: View) -> None:
+        """The viewer has left."""
+        self._viewers.discard(view)
+
+    async def next(self) -> bytes:
+        """The next snapshot, as an event. Raises Problem when the run has ended, or the server does."""
+        self._require_no_end()
+        if self._watching is None:
+            raise self._over
+        if self._next is None or self._next.done():
+            self._next = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
+
+    async def _watch(self) -> None:
+        """Take snapshots while there are viewers."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "observer")  # the observer's sockets belong to one thread
+        observer: Observer | None = None
+        try:
+            observer = await loop.run_in_executor(thread, Observer, self._run)
+            while self._viewers:
+                began = time.monotonic()
+                event = await loop.run_in_executor(thread, _event, observer)
+                if self._next is not None and not self._next.done():
+                    self._next.set_result(event)
+                await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
+        except UserError as error:
+            self._over = unavailable("ended", str(error))
+        except Exception as error:  # a mistake of ours: not that the run has ended, nor that nobody looks
+            traceback.print_exc()
+            said = f"the run cannot be looked at: {type(error).__name__}; the server's log says more"
+            self._over = Problem(500, "internal", said, kind="server_error")
+        finally:
+            self._watching = None
+            self._fail_next(self._over)
+            if observer is not None:
+                thread.submit(observer.close)
+            thread.shutdown(wait=False)
+
+
+class View:
+    """One viewer's response: an ASGI application."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send snapshots until the client goes away."""
+        await self._live.enter(self)
+        try:
+            await while_there(receive, self._show(send))
+        finally:
+            self._live.leave(self)
+
+    async def _show(self, send: Send) -> None:
+        event = await self._live.next()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                event = await self._live.next()
+        except Problem as problem:
+            event = b"data: " + problem.body() + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
+
+
+def _event(observer: Observer) -> bytes:
+    observer.poll()
+    return b"data: " + json.dumps(dataclasses.asdict(observer.snapshot())).encode() + b"\n\n"

@@ -1,0 +1,134 @@
+"""The packages that are served, by name, and the run of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.protocol.errors import quoted
+from neuronpipe.services.gateway.client.run_client import Coordinator, Hold
+from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.openai.chat_prompt import Chat
+from neuronpipe.services.gateway.openai.infill import Infill
+from neuronpipe.services.gateway.runs.live_view import Live
+from neuronpipe.services.gateway.templates.template_pool import TemplatePool
+
+HEALTH_S = 2.0
+
+
+class Run(NamedTuple):
+    """A live run as the gateway sees it."""
+
+    coordinator: Coordinator
+    live: Live
+
+    @classmethod
+    def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
+        """The run with this directory. ended: why it is over, where nobody else says so."""
+        return cls(Coordinator(endpoint, ended), Live(directory))
+
+    def end(self, code: str, reason: str) -> None:
+        """It is over, or the server is: say so to all who wait or look."""
+        self.coordinator.end(code, reason)
+        self.live.end(reason)
+
+
+class Model:
+    """One package: what is known of it whether it has a run or not."""
+
+    def __init__(self, package: Package, plan: Plan) -> None:
+        self.package, self.context_tokens, self.sequences = package, plan.compute.context_tokens, plan.compute.sequences
+        self.name = package.manifest.name
+        self.fingerprint = f"np_{package.manifest.id[:12]}"
+        self.chat = Chat(package)
+        self.infill: Infill  # of the gateway's, once it serves this
+        self.run: Run | None = None
+        self._created = int(time.time())
+
+    def facts(self) -> dict[str, Any]:
+        """What /v1/models says of it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "neuronpipe",
+            "chat_template": self.package.manifest.chat is not None,
+            "context_tokens": self.context_tokens,
+        }
+
+
+class Models:
+    """All of them. This class serves one package with a run that is there; `HostedModels` many, with runs that come and
+    go. templates_bytes: by how much chat templates may make a helper process grow."""
+
+    def __init__(self, models: Sequence[Model], templates_bytes: int) -> None:
+        self._by_name = {model.name: model for model in models}
+        self._first = models[0]
+        self._templates = TemplatePool(templates_bytes)
+        for model in models:
+            model.infill = Infill(self.holding(model))
+            model.chat.templates = self._templates
+
+    def named(self, name: str | None) -> Model:
+        """The package of this name, the first where a request names none. Raises Problem where there is none."""
+        if name is None:
+            return self._first
+        if name not in self._by_name:
+            there = ", ".join(map(repr, self._by_name))
+            are = "is" if len(self._by_name) == 1 else "are"
+            said = f"the model {quoted(name)} is not served here; {there} {are}"
+            raise Problem(404, "model_not_found", said, param="model")
+        return self._by_name[name]
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What /v1/models says."""
+        return [model.facts() for model in self._by_name.values()]
+
+    @property
+    def live(self) -> list[tuple[str, Run]]:
+        """Those that have a run, by name."""
+        return [(model.name, model.run) for model in self._by_name.values() if model.run is not None]
+
+    def run_of(self, model: Model) -> Run:
+        """Its run, to look at. Raises Problem where it has none."""
+        if model.run is None:
+            said = f"{model.name} has no run now; the next request for it starts one"
+            raise unavailable("asleep", said)
+        return model.run
+
+    def holding(self, model: Model) -> Hold:
+        """What a request for this package waits for before it asks."""
+        return partial(self._hold, model)
+
+    @asynccontextmanager
+    async def _hold(self, model: Model) -> AsyncIterator[Coordinator]:
+        yield self.run_of(model).coordinator
+
+    async def health(self) -> dict[str, Any]:
+        """That requests are served. Raises Problem while the run starts, or its coordinator is being restarted."""
+        status = await self.run_of(self._first).coordinator.fresh_status(HEALTH_S)
+        if not status.ready:
+            raise unavailable("starting", status.notes() or "not all processes of the run are ready")
+        return {"status": "ok"}
+
+    async def try_templates(self) -> None:
+        """Find out what the chat templates do, and log those that fail."""
+        for model in self._by_name.values():
+            await model.chat.report()
+
+    def end(self, code: str, reason: str) -> None:
+        """The server is ending."""
+        for _, run in self.live:
+            run.end(code, reason)
+
+    async def close(self) -> None:
+        """Close the connections to all runs, and end the processes of chat templates."""
+        self._templates.close()
+        for _, run in self.live:
+            await run.coordinator.close()

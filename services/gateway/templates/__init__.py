@@ -1,0 +1,1 @@
+"""Chat templates, rendered in helper processes, and the call formats that are read off them."""

@@ -1,0 +1,86 @@
+"""Messages of a conversation: as chat templates take them, and as texts where a template knows no functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, RESULT, CallFormat, Message, instruction
+
+Tools = Sequence[dict[str, Any]]
+"""Functions that an answer may call, as in OpenAI's API."""
+
+
+class ChatTurn(NamedTuple):
+    """A message of a request. calls: ids, names and arguments of the functions that it calls."""
+
+    role: str
+    text: str
+    name: str | None = None
+    tool_call_id: str | None = None
+    calls: Sequence[tuple[str, str, str]] = ()
+
+
+def as_messages(turns: Sequence[ChatTurn], form: CallFormat) -> list[Message]:
+    """Return messages as templates take them: "developer" is the newer name of "system", and results have the name of
+    their function."""
+    names = {id_: name for turn in turns for id_, name, _ in turn.calls}
+    return [_as_message(turn, form, names) for turn in turns]
+
+
+def as_texts(
+    turns: Sequence[ChatTurn], tools: Tools | None, form: CallFormat = DEFAULT, by: str = "system"
+) -> list[Message]:
+    """Return the conversation in texts alone. by: whose message says what can be called: the first of this role, or a
+    new message at the beginning."""
+    messages: list[Message] = []
+    after_result = False
+    for turn in turns:
+        result = turn.role == "tool"
+        if turn.calls:
+            calls = DEFAULT.written([(name, arguments) for _, name, arguments in turn.calls])
+            message: Message = {"role": "assistant", "content": f"{turn.text}\n{calls}" if turn.text else calls}
+        elif result:
+            message = {"role": "user", "content": RESULT.format(turn.text)}
+        else:
+            message = _as_message(turn, DEFAULT, {})
+        if messages and message["role"] == messages[-1]["role"] == "user" and (result or after_result):
+            messages[-1]["content"] += "\n" + message["content"]  # templates want the roles to alternate
+        else:
+            messages.append(message)
+        after_result = result
+    if tools is not None:
+        _tell_functions(messages, instruction(tools, form), by)
+    return messages
+
+
+def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> Message:
+    """names: of the functions that were called, by the ids of their calls."""
+    if turn.calls:
+        return form.message(turn.text, turn.calls)
+    message: Message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.text}
+    if turn.name is not None:
+        message["name"] = turn.name
+    if turn.role == "tool" and turn.tool_call_id is not None:
+        message["tool_call_id"] = form.id_of(turn.tool_call_id)
+        if turn.tool_call_id in names:
+            message.setdefault("name", names[turn.tool_call_id])
+    return message
+
+
+def shows_function(text: str, tools: Tools) -> bool:
+    """Whether a prompt has the text that describes these functions."""
+    return json.dumps(tools[0]["function"]["name"]) in text
+
+
+def _tell_functions(messages: list[Message], text: str, by: str) -> None:
+    place = next((message for message in messages if message["role"] == by), None)
+    if by == "system" and messages[0] is not place:
+        place = None
+    if place is None:
+        messages.insert(0, {"role": by, "content": text})
+    elif by == "system":
+        place["content"] += f"\n\n{text}"
+    else:
+        place["content"] = f"{text}\n\n{place['content']}"

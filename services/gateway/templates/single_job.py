@@ -1,0 +1,52 @@
+"""One job for a chat template, for commands: by a helper process that lives as long as the job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuronpipe.services.gateway.templates.messages import ChatTurn
+from neuronpipe.services.gateway.templates.template_jobs import (
+    JOB_S,
+    WORK,
+    PromptJob,
+    TemplateError,
+    TemplateReport,
+    TemplateSource,
+    WrittenPrompt,
+    report_job,
+)
+from neuronpipe.services.untrusted.helper import Helper, UntrustedError
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.convert.chat_template import ChatTemplate, TemplateFacts
+
+
+def write_prompt(source: TemplateSource, messages: list[dict[str, str]]) -> str:
+    """Write messages, of roles and contents, as a prompt. Raises Refused, and TemplateError, which names the limit that
+    the template has reached."""
+    turns = [ChatTurn(message["role"], message["content"]) for message in messages]
+    return WrittenPrompt.decoded(_answer(PromptJob(source=source, turns=turns).encoded())).text
+
+
+def examine_template(template: ChatTemplate) -> TemplateFacts:
+    """Find out for a conversion what a template does."""
+    from neuronpipe.plans.convert.chat_template import TemplateFacts  # numpy: whoever converts has it
+
+    source = TemplateSource(template.text, template.begin, template.end)
+    try:
+        report = TemplateReport.decoded(_answer(report_job(source)))
+    except TemplateError as error:
+        return TemplateFacts(error=str(error))
+    return TemplateFacts(report.closing, report.error, report.why_not if report.tools_fail else None)
+
+
+def _answer(job: bytes) -> bytes:
+    from neuronpipe.plans.plan.memory_budget import MAX_HELPER_GROWTH_BYTES  # the planner: not before it is needed
+
+    helper = Helper(WORK, memory_bytes=MAX_HELPER_GROWTH_BYTES)
+    try:
+        return helper.call(job, JOB_S)
+    except (UntrustedError, ValueError) as error:  # ValueError: the conversation is too long
+        raise TemplateError(str(error)) from None
+    finally:
+        helper.dispose()

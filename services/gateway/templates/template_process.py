@@ -1,0 +1,132 @@
+"""The work of the helper process for chat templates: a conversation to a prompt, and a report on a template."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat, Message
+from neuronpipe.services.gateway.templates.format_probe import probe_format
+from neuronpipe.services.gateway.templates.messages import ChatTurn, as_messages, as_texts, shows_function
+from neuronpipe.services.gateway.templates.sandbox import Template
+from neuronpipe.services.gateway.templates.template_jobs import (
+    PromptJob,
+    Refused,
+    TemplateError,
+    TemplateReport,
+    TemplateSource,
+    WrittenPrompt,
+    encode_error,
+    encode_result,
+)
+
+MAX_COMPILED = 4  # templates of other packages are compiled again
+_ANSWER = "qzx answer"
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the work of a process that has just started; setup is empty."""
+    return _Work()
+
+
+class _Work:
+    """Answers jobs. idle_s: None, because a chat that comes after a pause must not wait for a process to start."""
+
+    idle_s = None
+
+    def __init__(self) -> None:
+        self._compiled: OrderedDict[TemplateSource, Template] = OrderedDict()
+
+    def __call__(self, request: bytes) -> bytes:
+        try:
+            job = json.loads(request.decode(errors="surrogatepass"))
+            template = self._template(TemplateSource(*job["source"]))
+            return encode_result(report(template) if job["do"] == "report" else write(template, _prompt_job(job)))
+        except (Refused, TemplateError) as error:
+            return encode_error(error)
+
+    def _template(self, source: TemplateSource) -> Template:
+        if source not in self._compiled:
+            self._compiled[source] = Template(source)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(source)
+        return self._compiled[source]
+
+
+def _prompt_job(fields: dict[str, Any]) -> PromptJob:
+    return PromptJob(
+        source=TemplateSource(*fields["source"]),
+        turns=[ChatTurn(*turn) for turn in fields["turns"]],
+        tools=fields["tools"],
+        marked=fields["marked"],
+        settings=fields["settings"],
+        begins_answer=fields["begins_answer"],
+        form=None if fields["form"] is None else CallFormat(**fields["form"]),
+    )
+
+
+def write(template: Template, job: PromptJob) -> WrittenPrompt:
+    """Write a conversation as a prompt. Raises Refused, TemplateError."""
+    found, calls = job.form, DEFAULT
+    if job.tools is not None or any(turn.calls or turn.role == "tool" for turn in job.turns):
+        found = found or probe_format(template).form
+        calls = DEFAULT if job.marked and not found.marker else found
+    own = template.with_settings(job.settings, begins_answer=job.begins_answer)
+    return WrittenPrompt(_text(own, calls, job), calls, found)
+
+
+def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
+    if form.by_template and job.tools is not None:
+        return template.render(as_messages(job.turns, form), tools=job.tools)
+    if form.by_template or job.tools is None:
+        messages = as_messages(job.turns, form) if form.by_template else as_texts(job.turns, None)
+        return _without_tools(template, messages)
+    try:
+        text = _without_tools(template, as_texts(job.turns, job.tools))
+        if shows_function(text, job.tools):
+            return text
+    except Refused:
+        pass  # it may know no system messages
+    return _without_tools(template, as_texts(job.turns, job.tools, by="user"))
+
+
+def _without_tools(template: Template, messages: Sequence[Message], *, answer: bool = True) -> str:
+    """Write messages alone. Raises Refused, TemplateError."""
+    try:
+        return template.render(messages, answer=answer)
+    except TemplateError:
+        return template.render(messages, tools=[], answer=answer)  # it may count on a list
+
+
+def report(template: Template) -> TemplateReport:
+    """Try what a template does with a small conversation, and with functions."""
+    question = {"role": "user", "content": "Hi"}
+    try:
+        _without_tools(template, [question])
+    except Refused:
+        pass
+    except TemplateError as error:
+        return TemplateReport(error=str(error))
+    probe = probe_format(template)
+    return TemplateReport(
+        closing=_closing(template, question),
+        writes_calls=probe.form.by_template,
+        why_not=probe.why_not,
+        tools_fail=probe.fails,
+    )
+
+
+def _closing(template: Template, question: Message) -> str:
+    """Return what is written after the last answer of a conversation; after an earlier one, where that is nothing."""
+    answer = {"role": "assistant", "content": _ANSWER}
+    for messages in ([question, answer], [question, answer, question]):
+        try:
+            closing = _without_tools(template, messages, answer=False).partition(_ANSWER)[2].strip()
+        except (Refused, TemplateError):
+            continue
+        if closing:
+            return closing
+    return ""

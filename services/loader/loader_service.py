@@ -1,0 +1,277 @@
+"""The loader: the only process that reads flash for neurons. One queue, direct I/O, deep submission.
+
+Workers put what they miss into rings in shared memory, the cache sends free slots. The native loader empties the rings,
+claims the clusters' words, reads into the slots, verifies checksums, publishes the words and wakes the waiters, in one
+call that lasts until a message comes; Python only carries messages to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import FIXED, PREDICTOR
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.memory_budget import queue_clusters
+from neuronpipe.protocol.channel import Listener, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Full, Lost, UserError
+from neuronpipe.protocol.links import CACHE
+from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
+from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
+from neuronpipe.protocol.residency import TRIGGER, VALUE
+from neuronpipe.protocol.segments import Segment
+from neuronpipe.services.runtime.core_pinning import unpinned
+from neuronpipe.services.runtime.job import Job
+from neuronpipe.services.runtime.run_memory import Rings, RunMemory
+from neuronpipe.services.runtime.service_base import Service
+from neuronpipe.services.runtime.trace import Trace
+
+UNKNOWN_GENERATION_MS = 50
+SPIN_US = 0  # cores are for the workers; an interrupt reports a read
+log = logging.getLogger(__name__)
+
+
+def load_fixed(package: Package, segment: Segment) -> None:
+    """Copy fixed.safetensors, and where it is used predictor.safetensors, into the segment and seal it; nothing to do
+    when an earlier loader has. Verifies the tokenizer, the checksum table and the tensors (UserError naming
+    the file)."""
+    if segment.sealed:
+        return
+    with segment.map(writable=True) as mapping:
+        targets = {FIXED: mapping.view("file"), PREDICTOR: mapping.view("predictor")}
+        loaded = {name: target for name, target in targets.items() if len(target)}
+        package.verify_fixed(loaded=loaded.keys())
+        for name, target in loaded.items():
+            package.load(name, target)
+        for target in targets.values():
+            target.release()
+    segment.seal()
+
+
+class Core:
+    """The native loader over this process's mappings."""
+
+    def __init__(self, job: Job, memory: RunMemory) -> None:
+        manifest, flash = job.package.manifest, job.plan.flash
+        error = ffi.new("int *")
+        path = str(job.package.bundles_path).encode()
+        depth = flash.depth + flash.warm_up_reads
+        self._reader = lib.np_reader_open(path, flash.engine.encode(), depth, error)
+        if self._reader == ffi.NULL and flash.engine != "threads":
+            log.warning("%s is refused here (errno %d); reading with threads", flash.engine, error[0])
+            self._reader = lib.np_reader_open(path, b"threads", depth, error)
+        if self._reader == ffi.NULL:
+            raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
+        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # of each cluster that of either part
+        self._keep: list[Any] = [checksums]
+        layout, memory_plan = manifest.layout, job.plan.memory
+        places = manifest.slots(moved=memory_plan.are_scales_moved)
+        described = (
+            (
+                "trigger",
+                0,
+                layout.trigger_part_bytes,
+                places.trigger_bytes,
+                memory_plan.trigger_slots,
+                memory_plan.lent_trigger_slots,
+                flash.reserved_triggers,
+            ),
+            (
+                "value",
+                layout.trigger_part_bytes,
+                layout.value_part_bytes,
+                places.value_bytes,
+                memory_plan.value_slots,
+                memory_plan.lent_value_slots,
+                flash.reserved_values,
+            ),
+        )
+        parts = ffi.new(
+            "np_loader_part[2]",
+            [
+                {
+                    "base_offset": 0,
+                    "stride_bytes": layout.cluster_stride_bytes,
+                    "part_offset": part_offset,
+                    "part_bytes": part_bytes,
+                    "slot_bytes": slot_bytes,
+                    "moved_from": places.moved_from if part == VALUE else 0,
+                    "moved_bytes": places.moved_bytes if part == VALUE else 0,
+                    "slot_count": own_slots + lent_slots,
+                    "demand_slots": reserve // 4 if own_slots < manifest.clusters else 0,
+                    "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),
+                    "slots_file": memory.segments["slots"].fd,
+                    "slots_file_offset": memory.segments["slots"].layout[f"{name}_slots"].offset_bytes,
+                    "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_entries"))),
+                    "cluster_count": manifest.clusters,
+                    "checksums": checksums + part,
+                    "checksum_stride": 2,
+                }
+                for part, (
+                    name,
+                    part_offset,
+                    part_bytes,
+                    slot_bytes,
+                    own_slots,
+                    lent_slots,
+                    reserve,
+                ) in enumerate(described)
+            ],
+        )
+        reading = ffi.new(
+            "np_loader_reading *",
+            {
+                "most_read_bytes": flash.most_read_bytes,
+                "merge_gap_bytes": flash.merge_gap_bytes,
+                "prefetch_depth": flash.prefetch_depth,
+                "warm_up_reads": flash.warm_up_reads,
+                "warm_up_read_bytes": flash.warm_up_read_bytes,
+            },
+        )
+        arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
+        self._keep += [parts, memory]
+        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, queue_clusters(manifest))
+        if self._loader == ffi.NULL:
+            raise UserError(
+                f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
+            )
+        self._attach(memory, job.doorbell, Trace.of(job, memory))
+        self._state = ffi.new("np_loader_state *")
+
+    def _attach(self, memory: RunMemory, doorbell: Path, trace: Trace) -> None:
+        """Let the native loader take requests from the participants' rings."""
+        rings = Rings(memory, doorbell)
+        board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
+        participants = ffi.new("np_requests[]", [rings.of(participant)[0] for participant in range(rings.participants)])
+        epoch = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
+        in_flight = ffi.from_buffer("uint32_t[]", memory.view("residency", "in_flight"))
+        self._keep += [rings, board, epoch, in_flight, trace]
+        attached = lib.np_loader_attach(
+            self._loader, participants, rings.participants, board, epoch, in_flight, trace.native
+        )
+        if attached < 0:
+            raise MemoryError("the loader's list of rings could not be allocated")
+
+    def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
+        """Load these parts of clusters while nothing else waits; what is there is passed over."""
+        ids = ffi.from_buffer("uint32_t[]", clusters)
+        flags = lib.NP_ENTRY_PINNED if pinned else 0
+        if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_TRIGGER, ids, len(ids), flags) < 0:
+            log.error("a message named clusters outside the package; dropped")
+
+    def grant(self, part: int, slots: bytes) -> None:
+        """Take over free slots."""
+        if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
+            raise RuntimeError("the cache granted a slot that does not exist or is in use")
+
+    def trim(self, slots: tuple[int, int]) -> None:
+        """Give the memory of the slots behind so many of each part back."""
+        for part, first in enumerate(slots):
+            result = lib.np_loader_trim(self._loader, part, first)
+            if result == lib.NP_E_ARGUMENT:
+                raise RuntimeError("the cache wants the memory of a slot back that it has granted")
+            if result < 0:
+                log.warning(
+                    "the system does not take the memory of unused slots back: the run holds more than it should"
+                )
+
+    def serve(self, descriptors: tuple[int, ...], timeout_ms: int) -> None:
+        """Read, publish, sleep, until a descriptor can be read, the cache should hear how many slots are left, or time
+        is over."""
+        if lib.np_loader_serve(self._loader, descriptors, len(descriptors), timeout_ms, SPIN_US) < 0:
+            raise RuntimeError("the loader cannot wait for its descriptors")
+
+    def state(self) -> Any:
+        """Free slots, waiting clusters, counters."""
+        lib.np_loader_read_state(self._loader, self._state)
+        return self._state
+
+    def reset(self) -> None:
+        """Forget slots and all that is queued but demands; finish what is in flight."""
+        lib.np_loader_reset(self._loader)
+
+
+class LoaderService:
+    """The messages around the native loader."""
+
+    def __init__(self, job: Job) -> None:
+        self._memory = RunMemory.open("loader", job.segments)
+        self._context = open_context()
+        self._service = Service(self._context, job, slots=0, available=False)
+        self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
+        with unpinned():  # it reads and hashes at once
+            load_fixed(job.package, self._memory.segments["fixed"])
+        self._core = Core(job, self._memory)
+        loaded = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "loaded"))
+        lib.np_word_store(loaded, 1)
+        lib.np_word_wake(loaded)
+        self._generation = 0
+        self._granted = [0, 0]
+        self._told: SlotCounts | None = None
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        self._service.counters = self._counters
+        self._service.add(self._cache, self._from_cache)
+        self._service.serve(lambda message: None, self._tell_slot_counts, self._core.serve)
+        self._context.close()
+
+    def _counters(self) -> dict[str, float]:
+        """For monitors: the queue."""
+        state = self._core.state()
+        return {
+            "in_flight": state.in_flight,
+            "trigger_waiting": state.waiting[TRIGGER],
+            "value_waiting": state.waiting[VALUE],
+            "trigger_free": state.free_slots[TRIGGER],
+            "value_free": state.free_slots[VALUE],
+        }
+
+    def _tell_slot_counts(self) -> int | None:
+        """Before each wait: tell the cache what is left."""
+        state = self._core.state()
+        counts = SlotCounts(
+            generation=self._generation,
+            trigger_free=state.free_slots[TRIGGER],
+            value_free=state.free_slots[VALUE],
+            trigger_waiting=state.waiting[TRIGGER],
+            value_waiting=state.waiting[VALUE],
+            trigger_granted=self._granted[TRIGGER],
+            value_granted=self._granted[VALUE],
+        )
+        if counts != self._told or self._generation == 0:
+            self._told = counts
+            self._tell(counts)
+        return UNKNOWN_GENERATION_MS if self._generation == 0 else None
+
+    def _from_cache(self) -> None:
+        while (received := self._cache.receive()) is not None:
+            _, message = received
+            if isinstance(message, Reset):
+                if message.generation <= self._generation:
+                    continue  # a late one: its slots are granted already
+                self._core.reset()
+                self._generation, self._told, self._granted = message.generation, None, [0, 0]
+                self._tell(ResetDone(generation=message.generation))
+                self._service.become_available()
+            elif message.generation == self._generation:  # type: ignore[attr-defined]
+                self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Grant):
+            self._core.grant(message.part, message.slots)
+            self._granted[message.part] += len(message.slots) // 4
+        elif isinstance(message, Warm):
+            self._core.warm_up(message.parts, message.clusters, pinned=message.pinned)
+        elif isinstance(message, Trim):
+            self._core.trim((message.trigger_slots, message.value_slots))
+            self._tell(Trimmed(generation=message.generation))
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._cache.send("cache-0", message)
+        except (Lost, Full):
+            self._told = None  # the cache is not there yet, or not again; the next round sends it

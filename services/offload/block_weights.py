@@ -1,0 +1,84 @@
+"""The weights of held blocks: read from the package once, checked as the loader checks them, and handed on layer by
+layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.offloaded_blocks import held_clusters
+from neuronpipe.plans.uncached_read import forget
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+READ_BYTES = 4 << 20  # at once, in whole clusters
+
+
+def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
+    """Of each layer the first clusters of its experts: [experts][clusters][bytes of both slots]. The array is written
+    again for the next layer. Raises UserError for bytes that do not match their checksum."""
+    manifest, layout = package.manifest, package.manifest.layout
+    experts, clusters = manifest.model.experts, held_clusters(layout, blocks)
+    checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, 2)
+    cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
+    weights = np.empty((experts * clusters, cluster_bytes), np.uint8)
+    file = os.open(package.bundles_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for layer in range(manifest.model.layers):
+            for expert in range(experts):
+                first = layout.cluster_index(layer, expert, experts, 0)
+                own = weights[expert * clusters : (expert + 1) * clusters]
+                _read(package, file, first, checksums, own)
+            yield weights
+        forget(file)
+    finally:
+        os.close(file)
+
+
+def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32], into: NDArray[np.uint8]) -> None:
+    """Clusters from this one on, as many as `into` has rows."""
+    manifest, layout = package.manifest, package.manifest.layout
+    at_once = max(1, READ_BYTES // layout.cluster_stride_bytes)
+    trigger, value = manifest.trigger_slot_bytes, manifest.value_slot_bytes
+    start = layout.part_offset("value")
+    for at in range(0, len(into), at_once):
+        some = into[at : at + at_once]
+        read = np.empty((len(some), layout.cluster_stride_bytes), np.uint8)
+        offset = layout.offset_bytes(first + at)
+        try:
+            count = os.preadv(file, [read.reshape(-1).data], offset)
+        except OSError as error:
+            raise UserError(f"{package.bundles_path}: cannot be read: {error.strerror}") from None
+        if count < read.size:
+            raise UserError(f"{package.bundles_path}: ended after {offset + count} bytes; is it being replaced?")
+        for cluster, (row, sums) in enumerate(zip(read, checksums[first + at :], strict=False), first + at):
+            for name, part, wanted in (("trigger", row[:start], sums[0]), ("value", row[start:], sums[1])):
+                if lib.np_crc32c(0, ffi.from_buffer(part), len(part)) != wanted:
+                    raise _damaged(package, cluster, name)
+        some[:, :trigger] = read[:, :trigger]
+        some[:, trigger:] = read[:, start : start + value]
+
+
+def _damaged(package: Package, cluster: int, part: str) -> UserError:
+    model, layout = package.manifest.model, package.manifest.layout
+    ffn, number = divmod(cluster, layout.clusters)
+    layer, expert = divmod(ffn, model.experts)
+    where = f"layer {layer}" if model.experts == 1 else f"layer {layer}, expert {expert}"
+    first, n = number * layout.cluster_neurons, layout.cluster_neurons
+    return UserError(
+        f"bundles.bin: {where}, neurons {first} to {first + n - 1}: the {part} part does not match its checksum; "
+        "convert the model again or copy the package again"
+    )
+
+
+def held_biases(package: Package) -> Iterator[NDArray[np.float32] | None]:
+    """Of each layer the biases of its Ups, where it has any."""
+    for layer in range(package.manifest.model.layers):
+        entry = package.fixed.get(f"layers.{layer}.up.bias")
+        if entry is None:
+            yield None
+        else:
+            yield np.fromfile(package.fixed_path, np.float32, (entry.stop - entry.start) // 4, offset=entry.start)

@@ -1,0 +1,150 @@
+"""Held blocks without a package: weights that mean nothing, and steps of which it is known which neurons fire for which
+text. What a device profile is measured on.
+
+A text's vector is one in its own quarter of the columns and zero elsewhere; a neuron's row of Gate is above zero in the
+quarters of the texts that it fires for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
+from neuronpipe.plans.package.manifest import Manifest, Source
+from neuronpipe.services.offload.gpu.blocks import HeldBlocks
+from neuronpipe.services.offload.gpu.device import Device
+from numpy.typing import NDArray
+
+TEXTS = 4
+NEURONS_PER_WEIGHT = 3.5
+SCALE_BYTE = 0x11  # twice, as fp16: 0.00065
+PLUS_MINUS: dict[str, tuple[int, int]] = {"q4": (0x99, 0x77), "q8": (0x01, 0xFF)}  # weights of 1, and of -1
+TYPES = {"q4": lib.NP_Q4, "q8": lib.NP_Q8}
+
+
+def manifest_of(quantization: Quantization, width: int, experts: int = 1, experts_per_token: int = 1) -> Manifest:
+    """Of a dReLU model without a package, of one layer."""
+    model = ModelSpec(
+        family="llama",
+        width=width,
+        neurons=int(NEURONS_PER_WEIGHT * width),
+        experts=experts,
+        experts_per_token=experts_per_token,
+        layer_kinds=(LayerKind(1),),
+        query_heads=width // 64,
+        key_heads=width // 64,
+        head_width=64,
+        vocabulary=64,
+        context_tokens=64,
+        norm_epsilon=1e-5,
+        activation="drelu",
+    )
+    return Manifest(
+        name="trial",
+        source=Source("synthetic", "trial", "drelu"),
+        model=model,
+        quantization=quantization,
+        end_tokens=(),
+        layout=compute_layout(quantization, width, model.neurons, model.ffn_matrices, "frequency"),
+        files={},
+        quantization_error={},
+        fired_by_layer=None,
+    )
+
+
+def blocks_within(manifest: Manifest, size_bytes: int) -> int:
+    """How many blocks of a layer take so many bytes at most; one at least."""
+    cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
+    block_bytes = manifest.model.experts * manifest.layout.block_clusters * cluster_bytes
+    return max(1, min(manifest.layout.blocks, size_bytes // block_bytes))
+
+
+def fired_of(neurons: int, share: float) -> NDArray[np.bool_]:
+    """For which texts each neuron fires: [neurons][TEXTS], this share of them for each text, always the same."""
+    return np.random.default_rng(7).random((neurons, TEXTS)) < share
+
+
+def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Of one layer's first blocks, as a device holds them: [clusters][bytes of both slots]."""
+    layout, width, quantization = manifest.layout, manifest.model.width, manifest.quantization
+    plus, minus = PLUS_MINUS[quantization]
+    clusters = blocks * layout.block_clusters
+    starts = {"trigger": 0, "value": manifest.trigger_slot_bytes}
+    weights = np.full((clusters, manifest.trigger_slot_bytes + manifest.value_slot_bytes), plus, np.uint8)
+    row_bytes, row_scale_bytes = quant_bytes(quantization, width), scale_bytes(quantization, width)
+    of_cluster = fired[: clusters * layout.cluster_neurons].reshape(clusters, layout.cluster_neurons, TEXTS)
+    for number, place in enumerate(layout.matrices):
+        scales = starts[place.scales_part] + place.scales
+        weights[:, scales : scales + layout.cluster_neurons * row_scale_bytes] = SCALE_BYTE
+        if number == 0:
+            rows = np.where(of_cluster, np.uint8(plus), np.uint8(minus)).repeat(row_bytes // TEXTS, axis=2)
+            at = starts[place.part] + place.quants
+            weights[:, at : at + layout.cluster_neurons * row_bytes] = rows.reshape(clusters, -1)
+    return weights
+
+
+class TrialSteps:
+    """What HeldBlocks is asked for, by how many texts."""
+
+    def __init__(self, manifest: Manifest, blocks: int) -> None:
+        self._manifest, self.blocks = manifest, blocks
+        width, kind = manifest.model.width, TYPES[manifest.quantization]
+        self._stride = -(-lib.np_activation_bytes(kind, width) // 64) * 64
+        self._vectors = ffi.new("uint8_t[]", TEXTS * self._stride + 64)
+        aligned = -int(ffi.cast("uintptr_t", self._vectors)) % 64
+        self._first = self._vectors + aligned
+        for text in range(TEXTS):
+            vector = np.zeros(width, np.float32)
+            vector[text * width // TEXTS : (text + 1) * width // TEXTS] = 1.0
+            lib.np_activation_prepare(
+                kind, ffi.from_buffer("float[]", vector), width, self._first + text * self._stride
+            )
+        self._keep: list[Any] = []
+
+    def wanted(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
+        """np_wanted_blocks. predicted: which neurons' triggers are named for which texts, as `fired_of` has it."""
+        model, each = self._manifest.model, self._manifest.model.experts_per_token
+        pairs = texts * each
+        if model.experts == 1:
+            groups, tokens = [(0, 0, pairs)], list(range(texts))
+        else:  # every text has experts of its own, as far as there are some
+            groups = [(pair % model.experts, pair, 1) for pair in range(pairs)]
+            tokens = [pair // each for pair in range(pairs)]
+        group, token = ffi.new("np_group[]", groups), ffi.new("uint32_t[]", tokens)
+        weight, mask = ffi.new("float[]", [1.0] * pairs), ffi.NULL
+        if predicted is not None:
+            bits = np.packbits(predicted[:, :texts], axis=1, bitorder="little").reshape(-1)
+            mask = ffi.from_buffer("uint8_t[]", bits)
+            self._keep.append(bits)
+        made = ffi.new(
+            "np_wanted_blocks *",
+            {
+                "layer": layer, "tokens": texts, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
+                "group": group, "pair_token": token, "pair_weight": weight,
+                "vectors": self._first, "vector_stride": self._stride,
+                "predicted": mask, "mask_bytes": 1 if predicted is not None else 0,
+                "predicted_neurons": 0 if predicted is None else len(predicted),
+            },
+        )  # fmt: skip
+        self._keep += [group, token, weight, mask]
+        return made
+
+    def forget(self) -> None:
+        """What was asked for is no longer used."""
+        self._keep.clear()
+
+
+def holder_of(
+    device: Device, manifest: Manifest, blocks: int, instructions: str, shares: tuple[float, ...], layers: int
+) -> HeldBlocks:
+    """Held blocks with so many layers of each share: first all of the first share."""
+    held = HeldBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
+    neurons = blocks * manifest.layout.block_neurons
+    for share in shares:
+        weights = weights_of(manifest, blocks, fired_of(neurons, share))
+        for _ in range(layers):
+            held.load(weights if manifest.model.experts == 1 else np.tile(weights, (manifest.model.experts, 1)), None)
+    return held

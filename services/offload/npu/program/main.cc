@@ -1,0 +1,249 @@
+/* The prefill worker of the backend `onnx` as a program without Python: README.md. */
+#include <climits>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <poll.h>
+
+#include "job.h"
+#include "products.h"
+#include "services/examples/life.h"
+#include "team.h"
+
+static const char USAGE[] = "npu-prefill [--graphs FOLDER] [--library FILE] [--provider cpu|qnn[:SOC]|qnn-emulated[:SOC]] [--plugins FOLDER]";
+static const char LIBRARY[] = "ONNXRUNTIME_LIBRARY"; /* of the environment, where --library is not given */
+
+static const double MARGIN = 1.3; /* as graphs.py has it */
+
+enum { LARGE_BYTES = 1 << 20, MAX_PRODUCT_NEURONS = 2048 /* as plans/plan/runtime_memory.py has it */ };
+
+struct Options {
+    std::string graphs, library, provider = "cpu", plugins;
+};
+
+static Options options_of(int count, char **words)
+{
+    Options o;
+    const char *library = getenv(LIBRARY);
+    o.library = library ? library : "libonnxruntime.so";
+    const std::map<std::string, std::string *> known = {
+        {"--graphs", &o.graphs}, {"--library", &o.library}, {"--provider", &o.provider}, {"--plugins", &o.plugins}};
+    for (int n = 1; n < count; n += 2) {
+        const auto found = known.find(words[n]);
+        if (found == known.end() || n + 1 == count)
+            place_fail(words[n], USAGE);
+        *found->second = words[n + 1];
+    }
+    return o;
+}
+
+/* Neurons of one product as the worker in Python would have computed them with this plan, and no more than `most`. */
+static uint32_t planned_neurons(const Job &job, uint32_t most)
+{
+    const uint32_t block = job.shape.block_neurons, blocks = job.shape.blocks;
+    const uint32_t products = (blocks + std::max(1u, most / block) - 1) / std::max(1u, most / block);
+    return std::min((blocks + products - 1) / products, job.window_blocks) * block;
+}
+
+/* Where `neuronpipe compile` puts what such a plan computes with this provider. */
+static std::string graphs_of(const Provider &provider, const Job &job)
+{
+    const std::string kind = provider.soc ? "soc" + std::to_string(provider.soc) : "graphs";
+    return std::string(place_fact("PACKAGE")) + "/npu/" + kind + "-" + std::to_string(planned_neurons(job, MAX_PRODUCT_NEURONS));
+}
+
+/* Ends the run where graphs were made before the package chose other ranges. */
+static void require_ranges(const Graphs &graphs, const Job &job)
+{
+    const double planned = MARGIN * job.static_inputs, found = graphs.x.step * (MOST - MIDDLE);
+    if (graphs.by_token ? job.static_inputs > 0 : !(std::fabs(found - planned) <= planned * 1e-6))
+        place_fail("graphs.json", "has other ranges than the package, which was profiled since; make it again with `neuronpipe compile`");
+}
+
+/* Of what computes here: the provider's arithmetic and the engine's. Graphs of another size than the worker in Python would make for this plan have
+ * other ranges, and so give other bits: they say so. */
+static std::string numerics_of(const Graphs &graphs, const Job &job)
+{
+    const std::string size = graphs.neurons == planned_neurons(job, graphs.most_neurons) ? "" : "-" + std::to_string(graphs.neurons);
+    return graphs.numerics + size + "+cpu:" + np_isa_name();
+}
+
+/* ---- a piece of work ------------------------------------------------------------------------------------------------- */
+struct Prefill {
+    uint64_t step, epoch;
+    int32_t sequence, position, copy_from; /* copy_from -1: from nowhere */
+    std::vector<int32_t> tokens;
+    uint32_t logits_first, logits_count;
+};
+
+static bool take(const uint8_t *map, size_t bytes, const char *name, uint64_t most, uint64_t *number)
+{
+    const value found = unpack_field(map, bytes, name);
+    *number = found.number;
+    return found.kind == 'n' && found.number <= most;
+}
+
+/* Whether the message is a Prefill that this run can have; another one is dropped. */
+static bool understand(const Job &job, const uint8_t *map, size_t bytes, Prefill *p)
+{
+    uint64_t sequence, position, copy = 0;
+    const value from = unpack_field(map, bytes, "copy_from"), logits = unpack_field(map, bytes, "logits");
+    if (!value_is(unpack_field(map, bytes, "type"), "Prefill") || !take(map, bytes, "step", UINT64_MAX, &p->step) ||
+        !take(map, bytes, "epoch", UINT32_MAX, &p->epoch) || !take(map, bytes, "sequence", job.sequences - 1, &sequence) ||
+        !take(map, bytes, "position", job.shape.context_tokens, &position))
+        return false;
+    if (from.kind && from.kind != 'z' && !take(map, bytes, "copy_from", job.sequences - 1, &copy))
+        return false;
+    p->tokens.resize(job.max_tokens);
+    const int count = unpack_items(unpack_field(map, bytes, "tokens"), p->tokens.data(), static_cast<int>(job.max_tokens));
+    if (count < 1 || position + static_cast<uint64_t>(count) > job.shape.context_tokens)
+        return false;
+    p->tokens.resize(static_cast<size_t>(count));
+    for (int32_t token : p->tokens)
+        if (static_cast<uint32_t>(token) >= job.shape.vocabulary)
+            return false;
+    const uint32_t all = static_cast<uint32_t>(count);
+    p->logits_first = value_is(logits, "last") ? all - 1 : 0;
+    p->logits_count = value_is(logits, "last") ? 1 : value_is(logits, "all") ? all : 0;
+    p->sequence = static_cast<int32_t>(sequence);
+    p->position = static_cast<int32_t>(position);
+    p->copy_from = from.kind == 'n' ? static_cast<int32_t>(copy) : -1;
+    return p->logits_count <= job.logit_rows && (p->logits_count || value_is(logits, "none"));
+}
+
+/* Keys and values of the positions before the first one. Copying again changes nothing. */
+static void copy_keys_and_values(const Job &job, const Prefill &p)
+{
+    const np_shape &s = job.shape;
+    const size_t stride = static_cast<size_t>(s.context_tokens) * s.head_width, halves = 2 * static_cast<size_t>(s.key_heads);
+    for (size_t layer = 0; layer < s.layers; layer++)
+        for (size_t half = 0; half < halves; half++) {
+            const size_t first = layer * job.sequences * halves + half;
+            memmove(job.kv + (first + static_cast<size_t>(p.sequence) * halves) * stride,
+                    job.kv + (first + static_cast<size_t>(p.copy_from) * halves) * stride,
+                    static_cast<size_t>(p.position) * s.head_width * sizeof(uint16_t));
+        }
+}
+
+static void answer(life *alive, pack *p, unsigned entries, const char *type, const Prefill &ask)
+{
+    pack_map(p, entries + 3, type);
+    pack_number(p, "step", ask.step);
+    pack_number(p, "epoch", ask.epoch);
+    pack_number(p, "index", alive->index);
+}
+
+static void say_failed(life *alive, const Job &job, const Team &team, int result, const Prefill &ask)
+{
+    char why[200];
+    pack p;
+    const uint32_t clusters = job.shape.clusters;
+    if (result == NP_E_DAMAGED)
+        snprintf(why, sizeof why,
+                 "bundles.bin: feed-forward %u, cluster %u: the %s part cannot be read or does not match its checksum; convert the model again or copy "
+                 "the package again",
+                 static_cast<uint32_t>(team.damaged_word) / clusters, static_cast<uint32_t>(team.damaged_word) % clusters,
+                 team.damaged_part == NP_TRIGGER ? "trigger" : "value");
+    else
+        snprintf(why, sizeof why, "the engine refused its arguments (%d)", result);
+    answer(alive, &p, 2, "StepFailed", ask);
+    pack_text(&p, "code", result == NP_E_DAMAGED ? "damaged" : "mismatch");
+    pack_text(&p, "message", why);
+    life_send(alive, &p);
+}
+
+static void work(life *alive, const Job &job, Team &team, const Prefill &ask)
+{
+    const std::vector<int32_t> sequences(ask.tokens.size(), ask.sequence);
+    std::vector<int32_t> positions(ask.tokens.size());
+    for (size_t n = 0; n < positions.size(); n++)
+        positions[n] = ask.position + static_cast<int32_t>(n);
+    pack p;
+    np_step step = {};
+    step.number = ask.step;
+    step.epoch = static_cast<uint32_t>(ask.epoch);
+    step.count = static_cast<uint32_t>(ask.tokens.size());
+    step.sequences = sequences.data();
+    step.positions = positions.data();
+    step.tokens = ask.tokens.data();
+    step.logits_first = ask.logits_first;
+    step.logits_count = ask.logits_count;
+    int result = np_word_load(job.epoch) == ask.epoch ? NP_OK : NP_E_EPOCH;
+    if (result == NP_OK && ask.copy_from >= 0 && ask.copy_from != ask.sequence)
+        copy_keys_and_values(job, ask);
+    if (result == NP_OK)
+        result = team.compute(step);
+    if (result == NP_OK) {
+        const std::map<std::string, double> counters = team.counters();
+        answer(alive, &p, 1, "Prefilled", ask);
+        pack_inner_map(&p, "counters", static_cast<unsigned>(counters.size()));
+        for (const auto &counter : counters)
+            pack_real(&p, counter.first.c_str(), counter.second);
+        life_send(alive, &p);
+    } else if (result == NP_E_EPOCH) {
+        answer(alive, &p, 0, "StepAbandoned", ask);
+        life_send(alive, &p);
+    } else {
+        say_failed(alive, job, team, result, ask);
+    }
+}
+
+/* ---- the loop ---------------------------------------------------------------------------------------------------------- */
+static void serve(life *alive, const Job &job, Team &team)
+{
+    Prefill ask;
+    while (!alive->draining) {
+        size_t bytes;
+        life_tick(alive);
+        while (const uint8_t *map = life_hear(alive, &bytes))
+            if (understand(job, map, bytes, &ask)) {
+                alive->step = ask.step;
+                work(alive, job, team, ask);
+            }
+        pollfd source = {alive->control.fd, POLLIN, 0};
+        if (!alive->draining)
+            poll(&source, 1, alive->control.fd < 0 ? LIFE_SOON_MS : LIFE_WAIT_MS);
+    }
+    life_end(alive);
+}
+
+/* The runtime failed: a fresh process has a fresh one, and gets the step again. */
+static void say_lost(life *alive, const char *why)
+{
+    pack p;
+    pack_map(&p, 2, "Failed");
+    pack_text(&p, "code", "internal");
+    pack_text(&p, "message", why);
+    life_send(alive, &p);
+    fprintf(stderr, "%s\n", why);
+}
+
+int main(int count, char **words)
+{
+    const Options o = options_of(count, words);
+    life alive;
+    try {
+        const Provider provider = provider_named(o.provider);
+        Job job;
+        job.open_fixed();
+        np_memory_map_from(LARGE_BYTES); /* what the runtime frees after each product */
+        Runtime runtime(o.library, provider, o.plugins);
+        Graphs graphs(o.graphs.empty() ? graphs_of(provider, job) : o.graphs, job.shape, job.max_tokens, runtime);
+        require_ranges(graphs, job);
+        Products products(job.shape, job.max_tokens, job.threads, graphs);
+        Team team(job, products, std::min({job.window_blocks, job.shape.blocks, graphs.neurons / job.shape.block_neurons}));
+        const std::string numerics = numerics_of(graphs, job);
+        life_begin(&alive, job.run_directory.c_str(), "prefill", numerics.c_str(), 1, 1);
+        try {
+            serve(&alive, job, team);
+        } catch (const RuntimeError &error) {
+            say_lost(&alive, error.what());
+            _Exit(1); /* threads may wait for each other */
+        }
+        _Exit(0);
+    } catch (const RuntimeError &error) {
+        place_fail("npu-prefill", error.what());
+    }
+}

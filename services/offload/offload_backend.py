@@ -1,0 +1,57 @@
+"""What backends of an accelerator share: an engine that goes through decode steps with the others and computes nothing
+of them, and somebody who holds the weights of its blocks and computes these."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from neuronpipe.native import ffi
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.steps.backend import Placement
+from neuronpipe.services.worker.cpu import CpuBackend
+from neuronpipe.services.worker.participant import View
+
+
+class HolderBackend(CpuBackend):
+    """See the module; the interface is that of services/steps/backend.py, and what follows."""
+
+    name = ""
+    """As a plan has it."""
+
+    @abstractmethod
+    def describe(self) -> Accelerator:
+        """The device that holds the weights. Raises UserError where there is none."""
+
+    def follow(self, decode_backend: str) -> None:
+        """Take part in steps with this backend of the decode workers: all that is not the device's has its bits."""
+        name, _, instructions = decode_backend.partition(":")
+        if name != "cpu":
+            raise UserError(f"backend {self.name} follows decode workers of the backend cpu, not {decode_backend}")
+        self._isa = instructions or self._isa
+
+    def _own_view(self, placement: Placement) -> View:
+        """It reads fixed tensors and shares the stages; slots, requests, keys and values are the others'."""
+        package, memory, stage = placement.job.package, placement.memory, self._stage
+        fixed = memory.view("fixed", "file")
+        tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
+        predictor = memory.view("fixed", "predictor")
+        if len(predictor) and package.predictor is not None:
+            tensors |= {name: predictor[entry.start : entry.stop] for name, entry in package.predictor.items()}
+        stages = ("residual", "queries", "attention", "hidden", "partials", "ranks", "predicted", "claims")
+        return View(
+            fixed=tensors,
+            **{name: stage(name) for name in stages},
+            barrier=stage("barriers"),
+            logits=memory.view("exchange", "logits"),
+            kv=None,
+            slots=(None, None),
+            entries=(None, None),
+            window=None,
+            arrivals=None,
+            in_flight=None,
+            epoch=memory.view("exchange", "epoch"),
+            requests=ffi.new("np_requests *"),
+            trace=self._trace.native,
+            activity=None,
+        )

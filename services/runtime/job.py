@@ -1,0 +1,54 @@
+"""What a service process is given when it starts: all that it needs to find its place in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.document import Plan, ProcessSpec
+from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
+from neuronpipe.protocol.segments import Segment
+from neuronpipe.services.runtime.listener import Listener
+from neuronpipe.services.runtime.pulse import Pulse, unwatched
+
+
+@frozen(kw_only=True)
+class Job:
+    """One process of a run. `incarnation` counts those that had its place before."""
+
+    run: str
+    process: ProcessSpec
+    incarnation: int
+    package: Package
+    plan: Plan
+    directory: RunDirectory
+    segments: Mapping[str, Segment]
+    listener: Listener | None = None  # a gateway's
+    pulse: Pulse = field(default_factory=unwatched)
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        """The addresses of the run's links."""
+        return self.directory.endpoints()
+
+    @property
+    def doorbell(self) -> Path:
+        """The FIFO whose bytes wake the loader."""
+        return self.directory.doorbell
+
+    def variables(self) -> dict[str, str]:
+        """The same as texts, by name, for a program in another language; it finds the rest in the run directory."""
+        return {
+            "run": str(self.directory.path),
+            "role": self.process.role,
+            "index": str(self.process.index),
+            "incarnation": str(self.incarnation),
+            "backend": self.process.backend,
+            "core": "" if self.process.core is None else str(self.process.core),
+            "package": str(self.package.path.resolve()),
+            "plan": str(self.directory.path / PLAN_FILE),
+            "listen": "" if self.listener is None else str(self.listener.descriptor),
+        }

@@ -1,0 +1,38 @@
+"""Names, counts and sizes of a run, which monitors find in its run.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes
+from neuronpipe.plans.plan.document import Plan
+from neuronpipe.protocol.run_directory import RunSummary
+from neuronpipe.protocol.segments import Segment
+
+
+def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:
+    """The summary of a run of this plan."""
+    manifest, compute, memory = package.manifest, plan.compute, plan.memory
+    model, slots = manifest.model, manifest.slots(moved=plan.memory.are_scales_moved)
+    return RunSummary(
+        model=manifest.name,
+        mode=compute.mode,
+        quantization=manifest.precision,
+        processes=" ".join(f"{process.role}.{process.index}" for process in compute.processes),
+        layers=model.layers,
+        neurons=model.experts * model.neurons,
+        clusters=manifest.clusters // model.layers,
+        participants=segments["residency"].layout["windows"].shape[0],
+        trigger_slots=memory.trigger_slots,
+        value_slots=memory.value_slots,
+        trigger_slot_bytes=slots.trigger_bytes,
+        value_slot_bytes=slots.value_bytes,
+        fixed_bytes=segments["fixed"].layout["file"].total_bytes + segments["fixed"].layout["predictor"].total_bytes,
+        kv_bytes=segments["kv"].layout["kv"].total_bytes,
+        step_bytes=step_bytes(package, predicts=compute.mode == "predicted" or compute.hints),
+        row_bytes=neuron_row_bytes(manifest),
+        position_bytes=position_bytes(model),
+        context_tokens=compute.context_tokens,
+        lends=memory.lends,
+    )
