@@ -1,0 +1,1 @@
+../../launch/__main__.py
