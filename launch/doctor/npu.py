@@ -67,12 +67,12 @@ def _runtime(chip: Chip, android: Callable[[str], str], version: Callable[[Chip]
     except UserError as error:
         if android("ro.soc.model"):
             found = "there is no wheel of it for Android"
-            return Check(name=RUNTIME, state="warn", found=found, advice="take npu-prefill: launch/npu.md"), None
+            return Check(name=RUNTIME, state="warn", found=found, advice="take npu-prefill: launch/guide/gpu-and-npu.md"), None
         return Check(name=RUNTIME, state="warn", found=str(error), advice="then run the doctor again"), None
     try:
         qnn = version(chip)
     except UserError as error:
-        advice = "the board's own libcdsprpc.so must be found, and /dev/fastrpc-cdsp be yours to open: launch/npu.md"
+        advice = "the board's own libcdsprpc.so must be found, and /dev/fastrpc-cdsp be yours to open: launch/guide/gpu-and-npu.md"
         return Check(name=RUNTIME, state="warn", found=str(error), advice=advice), None
     found = f"QNN {qnn} loads; prompts go there with --backend prefill=onnx:qnn"
     return Check(name=RUNTIME, state="ok", found=found), qnn
