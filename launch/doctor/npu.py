@@ -67,7 +67,9 @@ def _runtime(chip: Chip, android: Callable[[str], str], version: Callable[[Chip]
     except UserError as error:
         if android("ro.soc.model"):
             found = "there is no wheel of it for Android"
-            return Check(name=RUNTIME, state="warn", found=found, advice="take npu-prefill: launch/guide/gpu-and-npu.md"), None
+            return Check(
+                name=RUNTIME, state="warn", found=found, advice="take npu-prefill: launch/guide/gpu-and-npu.md"
+            ), None
         return Check(name=RUNTIME, state="warn", found=str(error), advice="then run the doctor again"), None
     try:
         qnn = version(chip)
