@@ -26,6 +26,9 @@ ASK_VERSION = (
 )
 
 
+GUIDE = "launch/guide/gpu-and-npu.md"
+
+
 def loaded_version(chip: Chip) -> str:
     """QNN's version, from a process of its own: a library of another processor may end the one that loads it. Raises
     UserError."""
@@ -67,14 +70,12 @@ def _runtime(chip: Chip, android: Callable[[str], str], version: Callable[[Chip]
     except UserError as error:
         if android("ro.soc.model"):
             found = "there is no wheel of it for Android"
-            return Check(
-                name=RUNTIME, state="warn", found=found, advice="take npu-prefill: launch/guide/gpu-and-npu.md"
-            ), None
+            return Check(name=RUNTIME, state="warn", found=found, advice=f"take npu-prefill: {GUIDE}"), None
         return Check(name=RUNTIME, state="warn", found=str(error), advice="then run the doctor again"), None
     try:
         qnn = version(chip)
     except UserError as error:
-        advice = "the board's own libcdsprpc.so must be found, and /dev/fastrpc-cdsp be yours to open: launch/guide/gpu-and-npu.md"
+        advice = f"the board's own libcdsprpc.so must be found, and /dev/fastrpc-cdsp be yours to open: {GUIDE}"
         return Check(name=RUNTIME, state="warn", found=str(error), advice=advice), None
     found = f"QNN {qnn} loads; prompts go there with --backend prefill=onnx:qnn"
     return Check(name=RUNTIME, state="ok", found=found), qnn

@@ -21,7 +21,7 @@ from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduling.events import Ahead, ProcessKey, SendStep
 from neuronpipe.services.runtime.run_memory import Lanes, RunMemory
-from neuronpipe.services.steps.step_counters import sum_of
+from neuronpipe.services.steps.step_counters import summed_counters
 from neuronpipe.services.steps.step_shares import work_of
 
 
@@ -75,7 +75,7 @@ class Relay:
         )
         for lane in range(self._lanes.count):  # of workers that listen to a coordinator that is gone
             lib.np_lane_clear(self._lanes.native, lane)
-        self._native = lib.np_relay_create(self._config) if self._lanes.count <= Lanes.MOST else ffi.NULL
+        self._native = lib.np_relay_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
         self._taken = ffi.new("np_relay_taken *")
         self._given: SendStep | None = None  # the step under way here
         self._owed: dict[ProcessKey, int] = {}  # who has not answered it, with their lanes
@@ -170,7 +170,9 @@ class Relay:
         answers = []
         if there:
             self._owed = {process: lane for process, lane in self._owed.items() if process not in there}
-            counters = [dict[str, float]()] * (len(there) - 1) + [sum_of([taken.counters + n for n in there.values()])]
+            counters = [dict[str, float]()] * (len(there) - 1) + [
+                summed_counters([taken.counters + n for n in there.values()])
+            ]
             answers = [Answer(one, step.step, step.epoch, sums) for one, sums in zip(there, counters, strict=True)]
         if taken.all:
             self._end(taken, ahead)

@@ -1,7 +1,7 @@
-"""Keeping a thread on the core that the plan gave it, where the system lets it.
+"""Pin threads to the cores of the plan, where the system allows it.
 
-Which cores a process may use changes while it lives: Android moves apps out of sight to the slow cores, and switches
-cores off. Who sits badly is slow; who insisted would be dead.
+The cores that a process may use change while it lives: Android moves background apps to the slow cores and switches
+cores off. A thread that cannot be pinned runs wherever the system puts it; that is slower, but it is no error.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ import os
 from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
-_told: set[int] = set()  # once is enough: prompts ask for every stretch of tokens
+_reported_cores: set[int] = set()  # each core is logged once: prefill pins its thread for every chunk
 
 
 def pin(core: int | None) -> bool:
-    """This thread stays on that core from now on; None: anywhere. False: it is not to be had, and all is as before."""
+    """Pin this thread to a core; None leaves it unpinned. Return False, and change nothing, if the core is unavailable."""
     if core is None:
         return True
     try:
         os.sched_setaffinity(0, {core})
     except OSError as error:
-        if core not in _told:
-            log.warning("core %d is not to be had (%s): running where the system puts us", core, error.strerror)
-            _told.add(core)
+        if core not in _reported_cores:
+            log.warning("core %d is unavailable (%s): running where the system puts us", core, error.strerror)
+            _reported_cores.add(core)
         return False
     return True
 
 
 @contextlib.contextmanager
 def unpinned() -> Iterator[None]:
-    """While this lasts, this thread and those that it starts may run wherever the process's parent may: for work of
-    several threads in a process that has one core. Where the system does not let them, all stays as it is."""
+    """Let this thread, and the threads that it starts, run on every core of the parent process while the context lasts.
+
+    It is for parallel work in a process that is pinned to one core. Where the system forbids it, nothing changes.
+    """
     before: set[int] = set()
     with contextlib.suppress(OSError):
         before = os.sched_getaffinity(0)

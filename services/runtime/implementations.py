@@ -1,11 +1,11 @@
-"""Who does a role's work: our class, another one, or any program that speaks the protocol.
+"""Implementations of roles: our class, another class, or any program that speaks the protocol.
 
     package.module:Class        called in a process that the supervisor forks: Class(job).serve()
     argv:"./decoder --run {run}"
                                 a program in any language, started in that process's place; see SPEC.md section 5
 
-Modules are imported by the process that needs them and by nobody else, so that a fresh process runs the code as it is
-on disk by then.
+Only the process that runs an implementation imports its module, so that a new process runs the code that is on disk
+when it starts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OURS = {
     "coordinator": "neuronpipe.services.coordinator.coordinator_service:CoordinatorService",
     "gateway": "neuronpipe.services.gateway.gateway_service:GatewayService",
 }
-"""The class that does each role's work unless another one is asked for, in the order in which they start."""
+"""The default class of each role, in the order in which processes start."""
 
 SWAPPABLE = ("decode", "prefill", "accelerator", "loader", "cache")
-"""Roles whose processes may be replaced while a run is live. Clients' requests live in the others."""
+"""Roles whose processes may be replaced in a live run. The other roles hold the requests of clients."""
 
 PROGRAM = "argv:"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -44,22 +44,22 @@ _PROCESS = re.compile(r"([a-z]+)(?:\.(\d+))?")
 
 
 class Service(Protocol):
-    """What a class must offer to be used: it is called with its job, then serves until drained."""
+    """The interface of an implementation's class, which is constructed with its `Job`."""
 
     def serve(self) -> None:
-        """Return when drained. Raises UserError for what a person can put right, which ends the run."""
+        """Serve until drained, then return. Raise UserError for a mistake of the user; it ends the run."""
 
 
 @frozen
 class Implementation:
-    """One way to do a role's work. folder: where it was named; modules and programs are looked for from there."""
+    """One implementation: its text as the user wrote it, and the folder in which modules and programs are looked up."""
 
     text: str
     folder: str
 
     @classmethod
     def parse(cls, text: str, folder: Path | str) -> Implementation:
-        """Check how it is written. Raises UserError."""
+        """Parse `package.module:Class` or `argv:COMMAND`. Raises UserError when it is neither."""
         if text.startswith(PROGRAM):
             try:
                 words = shlex.split(text[len(PROGRAM) :])
@@ -72,8 +72,8 @@ class Implementation:
         return cls(text, str(Path(folder).resolve()))
 
     def serve(self, job: Job) -> None:
-        """Be this implementation: return when drained, or become another program and never return. Raises UserError
-        when there is no such module, class or program."""
+        """Run this implementation in the calling process: a class until it is drained; a program by exec, which never
+        returns. Raises UserError when the module, class or program does not exist."""
         if self.text.startswith(PROGRAM):
             self._execute(job)
         self._class()(job).serve()
@@ -107,7 +107,7 @@ class Implementation:
 
 @frozen
 class Use:
-    """One `--use`. index None: every process of the role."""
+    """One `--use` option. index: of one process; None for every process of the role."""
 
     role: str
     index: int | None
@@ -115,50 +115,53 @@ class Use:
 
     @classmethod
     def parse(cls, text: str, folder: Path) -> Use:
-        """`ROLE=IMPLEMENTATION` or `ROLE.INDEX=IMPLEMENTATION`. Raises UserError."""
-        process, equals, rest = text.partition("=")
+        """Parse `ROLE=IMPLEMENTATION` or `ROLE.INDEX=IMPLEMENTATION`. Raises UserError."""
+        process, equals, implementation = text.partition("=")
         if not equals:
             raise UserError(f"--use {quoted(text)}: write ROLE=package.module:Class or ROLE=argv:COMMAND")
         role, index = parse_process(process)
-        return cls(role, index, Implementation.parse(rest, folder))
+        return cls(role, index, Implementation.parse(implementation, folder))
 
 
 def parse_process(text: str) -> tuple[str, int | None]:
-    """`decode` or `decode.1`. Raises UserError naming the roles there are."""
-    found = _PROCESS.fullmatch(text)
-    if not found or found[1] not in OURS:
+    """Split `decode` or `decode.1` into role and index. Raises UserError, which names the roles, for any other text."""
+    match = _PROCESS.fullmatch(text)
+    if not match or match[1] not in OURS:
         raise UserError(f"{quoted(text)} is no role; the roles are {', '.join(OURS)}, one process of them ROLE.INDEX")
-    return found[1], None if found[2] is None else int(found[2])
+    return match[1], None if match[2] is None else int(match[2])
 
 
 def implementation_facts(processes: Mapping[tuple[str, int], Implementation]) -> dict[str, Sequence[str]]:
-    """Which implementation each process has, in JSON: how it is written, and the folder where it was named."""
-    return {f"{role}.{index}": (one.text, one.folder) for (role, index), one in processes.items()}
+    """Return the implementation of each process as JSON values: its text and its folder, by process name."""
+    return {
+        f"{role}.{index}": (implementation.text, implementation.folder)
+        for (role, index), implementation in processes.items()
+    }
 
 
 class Implementations:
-    """Which implementation each process has: what was asked for, the last one first, else ours."""
+    """The implementation of every process: that of the last `--use` that applies, otherwise the default."""
 
     def __init__(self, uses: Iterable[Use] = ()) -> None:
         self._uses = tuple(uses)
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Sequence[str]]) -> Implementations:
-        """From the answer of a supervisor: see `implementation_facts`."""
+        """Restore them from `implementation_facts`, as a supervisor answers them."""
         processes = {name: parse_process(name) for name in facts}
         return cls(Use(*processes[name], Implementation(*facts[name])) for name in facts)
 
     def of(self, role: str, index: int) -> Implementation:
-        """That of one process."""
+        """Return the implementation of one process."""
         for use in reversed(self._uses):
             if use.role == role and use.index in (None, index):
                 return use.implementation
         return Implementation(OURS[role], "/")
 
     def check(self, processes: Iterable[tuple[str, int]]) -> None:
-        """Raises UserError when one is meant for a process that the plan does not have."""
-        known = set(processes)
+        """Raise UserError if a `--use` names a process that the plan does not have."""
+        plan_processes = set(processes)
         for use in self._uses:
-            if use.index is not None and (use.role, use.index) not in known:
-                here = ", ".join(f"{role}.{index}" for role, index in sorted(known) if role == use.role)
-                raise UserError(f"--use {use.role}.{use.index}: this plan has {here or f'no {use.role}'}")
+            if use.index is not None and (use.role, use.index) not in plan_processes:
+                same_role = ", ".join(f"{role}.{index}" for role, index in sorted(plan_processes) if role == use.role)
+                raise UserError(f"--use {use.role}.{use.index}: this plan has {same_role or f'no {use.role}'}")

@@ -1,4 +1,4 @@
-"""What a service process is given when it starts: all that it needs to find its place in the run."""
+"""The job of a service process: everything that it needs to take its place in the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neuronpipe.services.runtime.pulse import Pulse, unwatched
 
 @frozen(kw_only=True)
 class Job:
-    """One process of a run. `incarnation` counts those that had its place before."""
+    """The job of one process. incarnation: how many processes had this place before it."""
 
     run: str
     process: ProcessSpec
@@ -31,7 +31,7 @@ class Job:
 
     @property
     def endpoints(self) -> Mapping[str, str]:
-        """The addresses of the run's links."""
+        """The endpoints of the run's links, by link name."""
         return self.directory.endpoints()
 
     @property
@@ -40,7 +40,7 @@ class Job:
         return self.directory.doorbell
 
     def variables(self) -> dict[str, str]:
-        """The same as texts, by name, for a program in another language; it finds the rest in the run directory."""
+        """Return the job as strings by name, for a program in another language. The run directory has the rest."""
         return {
             "run": str(self.directory.path),
             "role": self.process.role,

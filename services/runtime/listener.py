@@ -1,5 +1,7 @@
-"""Where the gateway listens, decided and bound before any of its processes exists: a gateway that is started again
-takes the same socket, in whose queue new connections have waited."""
+"""The gateway's listening socket, which is bound before the first gateway process starts.
+
+A restarted gateway inherits the same socket, so that connections which arrived in between wait in its queue.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ MIN_KEY_CHARACTERS = 16
 ALL_ORIGINS = "*"
 LOCAL_ORIGINS = "localhost"
 HOSTED_NAME = b"np-gateway"
-"""What the gateway of several packages calls itself; that of a run has a number, `np-gateway.0`."""
+"""The process name of a gateway that serves several packages. The gateway of one run is `np-gateway.0`."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @frozen(kw_only=True)
 class Listener:
-    """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect. origins:
-    of pages of other sites that may use the server; "*" is all, "localhost" those of this machine at any port."""
+    """A bound socket and its access rules.
+
+    key: what clients must send; None on loopback, where any user of this machine may connect
+    origins: the sites whose pages may use the server; "*" allows all, "localhost" this machine's at any port
+    """
 
     descriptor: int
     host: str
@@ -36,12 +41,12 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """What a browser on this machine is given."""
+        """The URL for a browser on this machine."""
         return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
 
     @property
     def addresses(self) -> list[str]:
-        """What a browser on another device is given, the likeliest first; on loopback, one on this machine."""
+        """The URLs for a browser on another device, the most likely first. On loopback, the URL for this machine."""
         return [self._url(host) for host in reached_at(self.host)]
 
     def _url(self, host: str) -> str:
@@ -49,17 +54,17 @@ class Listener:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
+    """Return True if only this machine can reach a server that is bound to `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def chosen_key(given: str | None) -> str | None:
-    """The key of the command line, else that of the environment. Raises UserError for one that is easily guessed, or
-    that no header could carry."""
-    key = os.environ.get(KEY_VARIABLE) if given is None else given
+def chosen_key(option: str | None) -> str | None:
+    """Return the key of the command line, otherwise that of the environment. Raises UserError for a key that is easily
+    guessed, or that no header can carry."""
+    key = os.environ.get(KEY_VARIABLE) if option is None else option
     if key is None:
         return None
     if len(key) < MIN_KEY_CHARACTERS or not all("!" <= c <= "~" for c in key):
@@ -70,9 +75,9 @@ def chosen_key(given: str | None) -> str | None:
     return key
 
 
-def checked_origins(given: Sequence[str]) -> tuple[str, ...]:
-    """The origins of --cors, as browsers write them. Raises UserError for what no browser sends."""
-    for origin in given:
+def checked_origins(origins: Sequence[str]) -> tuple[str, ...]:
+    """Check the origins of --cors. Raises UserError for one that no browser sends."""
+    for origin in origins:
         try:
             parts = urlsplit(origin)
             sent = f"{parts.scheme}://{parts.netloc}"
@@ -85,11 +90,12 @@ def checked_origins(given: Sequence[str]) -> tuple[str, ...]:
                 f"--cors {origin}: expected an origin like https://chat.example.org, localhost for pages at any port "
                 "of this machine, or * for any page"
             )
-    return tuple(given)
+    return tuple(origins)
 
 
 def bind(host: str, port: int, key: str | None, origins: tuple[str, ...] = ()) -> Listener:
-    """Take the port; 0 takes any that is free. Raises UserError when it cannot be had, or would let strangers in."""
+    """Bind the port; 0 takes any free one. Raises UserError if it is taken, or if other machines could connect without
+    a key."""
     if not 0 <= port < 1 << 16:
         raise UserError(f"--port {port}: between 0 and 65535")
     if key is None and not is_loopback(host):
@@ -99,18 +105,18 @@ def bind(host: str, port: int, key: str | None, origins: tuple[str, ...] = ()) -
         )
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        server = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place)
-            made.listen(BACKLOG)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(place)
+            server.listen(BACKLOG)
         except OSError:
-            made.close()
+            server.close()
             raise
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: cannot be listened on: {error.strerror}; name another, or --port 0 for any"
         ) from None
-    address, bound = made.getsockname()[:2]
-    host = address if address in EVERYWHERE else host  # `0` and the like
-    return Listener(descriptor=made.detach(), host=host, port=bound, key=key, origins=origins)
+    address, bound_port = server.getsockname()[:2]
+    host = address if address in EVERYWHERE else host  # `0` is another spelling of 0.0.0.0
+    return Listener(descriptor=server.detach(), host=host, port=bound_port, key=key, origins=origins)

@@ -1,4 +1,4 @@
-"""What decode steps miss beside what their plan expects: the counts, and whether a run is far off."""
+"""Counts of cache misses of decode steps, and the test whether a run misses far more than its plan expects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAR_DIFFERENCE: Final = 0.1
 
 @frozen(kw_only=True)
 class Misses:
-    """Sums over decode steps: how many, the cluster parts that they wanted, and those that were not in memory."""
+    """Sums over decode steps: the steps, the cluster parts that they wanted, and the parts that were not resident."""
 
     steps: float = 0
     wanted: float = 0
@@ -22,7 +22,7 @@ class Misses:
 
     @property
     def rate(self) -> float:
-        """The share of what was wanted that was missed, 0 to 1."""
+        """The miss rate, 0 to 1."""
         return self.missed / self.wanted if self.wanted else 0.0
 
     def __add__(self, more: Misses) -> Misses:
@@ -40,16 +40,16 @@ class Misses:
 
 
 class MissesOfRun:
-    """The sums over a run's decode steps, and those over its last ones."""
+    """The misses of a run: of all its decode steps, and of the recent ones."""
 
     RECENT_STEPS: Final = 64
 
     def __init__(self) -> None:
         self._total = self._since = Misses()
-        self.recent = Misses()  # of the last whole RECENT_STEPS
+        self.recent = Misses()  # of the last full window of RECENT_STEPS
 
     def add(self, step: Misses) -> Misses:
-        """Add a step. Returns the sums over all."""
+        """Add a step. Return the sums over all steps."""
         self._total += step
         if (recent := self._total - self._since).steps >= self.RECENT_STEPS:
             self.recent, self._since = recent, self._total
@@ -57,12 +57,13 @@ class MissesOfRun:
 
 
 def misses_of(counters: Mapping[str, float], *, whole: bool) -> Misses:
-    """Return what steps with these counters, wanted and missed, as plans count it, taken as one step.
+    """Return the wanted and missed cluster parts of a step by its counters, as the cost model counts them.
 
-    Triggers are looked for ahead of computing, where anything is: with a predictor those of clusters it names, else all
-    of a layer. Those that nobody looked for ahead are taken to miss as often. whole: a value part comes with its
-    trigger part, so that triggers speak for both; otherwise those of clusters that fired count as well, when computing
-    comes to them.
+    Trigger parts are looked up ahead of computing where possible: those that a predictor names, otherwise all of a
+    layer. Trigger parts that were not looked up ahead count with the same miss rate.
+
+    whole: each value part is read together with its trigger part, so that only trigger parts count; otherwise the value
+        parts of clusters that fired count as well
     """
 
     def count(name: str) -> float:
@@ -77,5 +78,5 @@ def misses_of(counters: Mapping[str, float], *, whole: bool) -> Misses:
 
 
 def is_far_above(rate: float, expected_rate: float) -> bool:
-    """Return whether a miss rate is so far above the plan's that the plan does not describe the run."""
+    """Return True if a miss rate is so far above the plan's that the plan does not describe the run."""
     return rate > FAR_RATIO * expected_rate and rate > expected_rate + FAR_DIFFERENCE

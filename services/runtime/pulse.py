@@ -1,8 +1,8 @@
-"""The sign of life of a process's main loop, in memory shared with the watchdog (launch/supervisor/watchdog.py).
+"""A word of shared memory by which the watchdog (launch/supervisor/watchdog.py) sees that a main loop progresses.
 
-A process that waits for work shows an even word, one that works an odd word; each change is a new word. So nobody has
-to ask an idle process whether it lives, and a process that works shows that it does not stand still. A program that
-does not write its word is taken for one that waits.
+The word is even while the process waits for work and odd while it works; each change writes a new value. An idle
+process therefore needs no heartbeat, and a working one shows progress. A program that never writes its word counts as
+waiting.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ _CLOCK_OF_PROCESS = 2  # CPUCLOCK_SCHED, of all its threads
 
 
 class Pulse:
-    """One process's word. The process that it belongs to writes it, nobody else does."""
+    """The word of one process, which is its only writer."""
 
     def __init__(self, words: memoryview, index: int) -> None:
         self._words, self._index = words, index
         self._word = int(words[index])
 
     def works(self) -> None:
-        """From now on the process works, until it says that it waits."""
+        """Mark the process as working, until `waits` is called."""
         self._word += 1 + self._word % 2
         self._words[self._index] = self._word
 
     def waits(self) -> None:
-        """From now on the process waits for something to do."""
+        """Mark the process as waiting for work."""
         self._word += self._word % 2
         self._words[self._index] = self._word
 
 
 def shared_words(count: int) -> memoryview:
-    """Words that this process and those that it forks share. Until a process begins, its word is 0: it waits."""
+    """Return words that this process shares with those that it forks. They begin at 0, which means waiting."""
     return memoryview(mmap.mmap(-1, WORD_BYTES * count)).cast("Q")
 
 
 def unwatched() -> Pulse:
-    """A pulse that nobody looks at."""
+    """Return a pulse in private memory, which no watchdog reads."""
     return Pulse(memoryview(bytearray(WORD_BYTES)).cast("Q"), 0)
 
 
-class _ShownSelector(selectors.DefaultSelector):
-    """A selector that shows when the event loop waits."""
+class _PulseSelector(selectors.DefaultSelector):
+    """A selector that writes the pulse around each wait of the event loop."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__()
         self._pulse = pulse
 
     def select(self, timeout: float | None = None) -> Any:
-        """Wait as the selector does."""
+        """Wait as the base class does, with the pulse at waiting."""
         self._pulse.waits()
         try:
             return super().select(timeout)
@@ -62,10 +62,10 @@ class _ShownSelector(selectors.DefaultSelector):
 
 
 def event_loop(pulse: Pulse) -> asyncio.AbstractEventLoop:
-    """An event loop that shows when it waits for events and when it works on them."""
-    return asyncio.SelectorEventLoop(_ShownSelector(pulse))
+    """Return an event loop whose pulse tells waiting for events from handling them."""
+    return asyncio.SelectorEventLoop(_PulseSelector(pulse))
 
 
 def processor_time_s(pid: int) -> float:
-    """Processor time that a process has used, all threads together. Raises OSError when there is no such process."""
+    """Return the processor time of all threads of a process in seconds. Raises OSError if there is no such process."""
     return time.clock_gettime(~pid << 3 | _CLOCK_OF_PROCESS)

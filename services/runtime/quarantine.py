@@ -1,20 +1,20 @@
-"""Requests that end processes: how they are recognized, and what becomes of them.
+"""Quarantine of requests that end processes.
 
-A process that dies takes nobody's request with it: requests run again, and give the same tokens. A request that is the
-cause of the death would kill the next process, too. It is recognized by its place: what runs again comes to the same
-token by the same computation, so that a request which was at the same place at two deaths is suspected, and one that
-has got past that place is cleared.
+When a process dies, the requests under way run again and give the same tokens. A request that caused the death would
+kill the next process too. It is recognized by its place, the number of its computed tokens: a repeated request reaches
+the same place by the same computation. A request that was at the same place at two deaths is suspected; one that gets
+past that place is cleared.
 
-    the request was, at the deaths,               what becomes of it
-    at the same place, no other one was           refused with "ended_a_process"
-    at the same place, and so were others         each of them runs while no other suspect does, so that the next
-                                                  death has one suspect
-    SIGKILL from outside                          as above, at the third death of the coordinator, or the sixth during
-                                                  one step: who kills at random hits a place several times now and then
+    at the deaths, the request was                then
+    at the same place, and it was the only one    it is refused with "ended_a_process"
+    at the same place, as were others             each of them runs apart from other suspects, so that the next death
+                                                  has one suspect
+    at the same place, and the cause was SIGKILL  as above, but only at the third death of the coordinator, or the sixth
+                                                  during one step, since random kills hit a place several times
 
-What is under way stands in shared memory, the ledger, which outlives the coordinator that writes it. So a coordinator
-that starts knows what its predecessor was doing, whatever ended that, and whoever sends the request again, under
-whatever name: a request is known by a fingerprint of all that decides its tokens.
+The requests under way are listed in the ledger, in shared memory that outlives the coordinator. A new coordinator thus
+knows what its predecessor was computing. A request is identified by a fingerprint of everything that decides its
+tokens, so that it is recognized under another name or from another client.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
 
 CRASH_WEIGHT, KILL_WEIGHT, CERTAIN = 3, 2, 6  # two crashes of the coordinator, or three deaths by SIGKILL among them
-STEP_KILL_WEIGHT = 1  # a step that waits for a restarted process is under way for long, and kills from outside hit it
-SAME_PLACE_TOKENS: Final = 1  # native code may be a token ahead of what the ledger says
-FORGET_AFTER_S: Final = 600.0  # a cause outside the request may have gone by then
+STEP_KILL_WEIGHT = 1  # a step that waits for a restarted process takes long, so that outside kills often hit it
+SAME_PLACE_TOKENS: Final = 1  # native code may be a token ahead of the ledger
+FORGET_AFTER_S: Final = 600.0  # a cause outside the request may have passed by then
 ENDED = "this request ended a process of the run twice, and is not run again"
 
 FINGERPRINT, PLACE, WEIGHT, LAST_DEATH_S = range(len(LEDGER_ENTRY))
 
 
 def fingerprint(request: Generate | Score | Tokenize) -> int:
-    """Return a number, never 0, of what one sequence computes: not of its name and its owner. Sequences of a request
-    differ in their seeds, and each has a place of its own."""
+    """Return the fingerprint of one sequence, never 0: a hash of everything but its name and owner.
+
+    The sequences of a request differ in their seeds, so that each has its own place.
+    """
     nameless = dataclasses.replace(request, request="")
     if not isinstance(nameless, Tokenize):
         nameless = dataclasses.replace(nameless, owner="")
@@ -48,15 +50,20 @@ def fingerprint(request: Generate | Score | Tokenize) -> int:
 
 
 def request_fingerprint(request: Generate | Score | Tokenize) -> int:
-    """Return the fingerprint without the seed, which differs each time where the client gives none: by this a request
-    that was found to end processes is refused, whichever of its sequences was the cause."""
+    """Return the fingerprint of a request without its seed, which is random if the client gives none.
+
+    A request that ended processes is refused by this one, whichever of its sequences was the cause.
+    """
     return fingerprint(dataclasses.replace(request, seed=0) if isinstance(request, Generate) else request)
 
 
 @frozen
 class Suspect:
-    """A request that was at `place` when processes died. weight: of these deaths; last_death_s: of the monotonic clock
-    in seconds."""
+    """A request that was at `place` when processes died.
+
+    weight: the sum of the weights of these deaths
+    last_death_s: the time of the last one, in seconds of the monotonic clock
+    """
 
     place: int
     weight: int
@@ -64,15 +71,15 @@ class Suspect:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the deaths are enough to refuse it, if no other request is suspected as much."""
+        """True if the deaths suffice to refuse the request, provided that no other request is suspected as much."""
         return self.weight >= CERTAIN
 
 
 class Ledger:
-    """What is under way, by KV slot, and the suspects, in the field `ledger` of the board.
+    """The ledger in the board's field `ledger`: the request of each KV slot, and the suspects.
 
-    words: the field, 64-bit words; entries of `LEDGER_ENTRY`: one for each KV slot, one for the request that is being
-    admitted, and `SUSPECTS`
+    words: the field as 64-bit words: entries of `LEDGER_ENTRY`, one per KV slot, one for the request that is being
+        admitted, and `SUSPECTS` for suspects
     """
 
     def __init__(self, words: memoryview) -> None:
@@ -81,13 +88,14 @@ class Ledger:
         self.slots = len(words) // self._width - SUSPECTS - 1
 
     def set(self, entry: int, *values: int) -> None:
-        """Write the first words of an entry; the fingerprint comes last, so that a torn entry is an old one."""
+        """Write the first words of an entry. The fingerprint is written last, so that a torn entry reads as the old
+        one."""
         at = entry * self._width
         for place in reversed(range(len(values))):
             self._words[at + place] = values[place]
 
     def get(self, entry: int) -> tuple[int, ...]:
-        """The words of an entry."""
+        """Return the words of an entry."""
         at = entry * self._width
         return tuple(self._words[at : at + self._width])
 
@@ -97,7 +105,7 @@ class Ledger:
         return self.slots
 
     def under_way(self) -> dict[int, list[int]]:
-        """The places of what is under way, by fingerprint: several sequences may have the same."""
+        """Return the places of the requests under way by fingerprint, which several sequences may share."""
         places: dict[int, list[int]] = {}
         for entry in map(self.get, range(self.slots + 1)):
             if entry[FINGERPRINT]:
@@ -105,17 +113,17 @@ class Ledger:
         return places
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Mark every entry as unused."""
         for entry in range(self.slots + 1):
             self.set(entry, 0)
 
     def suspects(self) -> dict[int, Suspect]:
-        """Those of earlier coordinators."""
+        """Return the suspects that earlier coordinators recorded, by fingerprint."""
         entries = (self.get(self.slots + 1 + number) for number in range(SUSPECTS))
         return {entry[FINGERPRINT]: Suspect(*entry[PLACE:]) for entry in entries if entry[FINGERPRINT]}
 
     def keep(self, suspects: dict[int, Suspect]) -> None:
-        """Write the suspects, the latest where there are more than places."""
+        """Write the suspects; if there are too many, those of the latest deaths."""
         latest = sorted(suspects.items(), key=lambda item: -item[1].last_death_s)[:SUSPECTS]
         for number in range(SUSPECTS):
             values = (latest[number][0], *dataclasses.astuple(latest[number][1])) if number < len(latest) else (0,)
@@ -123,31 +131,31 @@ class Ledger:
 
 
 class Quarantine:
-    """Which requests are suspected, and which are refused. Without sockets and clock.
+    """The suspected and the refused requests. It has no sockets and no clock.
 
-    ledger: None keeps nothing, for a coordinator without predecessors
+    ledger: None for a private one, which no later coordinator reads
     """
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger or Ledger(memoryview(bytearray(8 * len(LEDGER_ENTRY) * (SUSPECTS + 1))).cast("Q"))
         self._suspects = self._ledger.suspects()
-        self._refused = 0  # requests found to be the cause of deaths, since `take_refused`
+        self._refused = 0  # requests that were identified as the cause of deaths since `take_refused`
 
     @classmethod
     def after(cls, words: memoryview, *, killed: bool, now: float) -> Quarantine:
-        """That of a coordinator whose predecessor left this ledger, if it had one. killed: by SIGKILL."""
+        """Return the quarantine of a coordinator whose predecessor left this ledger. killed: by SIGKILL."""
         quarantine = cls(Ledger(words))
         quarantine.coordinator_died(killed=killed, now=now)
         return quarantine
 
     # ---- deaths ----------------------------------------------------------------------------------------------
     def coordinator_died(self, *, killed: bool, now: float) -> None:
-        """Suspect what the predecessor had under way. killed: by SIGKILL."""
+        """Suspect the requests that the predecessor had under way. killed: by SIGKILL."""
         self.died(self._ledger.under_way(), killed=killed, now=now)
         self._ledger.clear()
 
     def died(self, under_way: dict[int, list[int]], *, killed: bool, now: float) -> None:
-        """A process died while these requests were under way, the sequences of each at their places."""
+        """Record that a process died. under_way: the requests at that moment, with the places of their sequences."""
         weight = KILL_WEIGHT if killed else CRASH_WEIGHT
         for name, places in under_way.items():
             before = self._suspects.get(name)
@@ -157,7 +165,7 @@ class Quarantine:
                 self._suspects[name] = Suspect(max(places), weight, int(now))
         self._forget(now)
         causes = self._certain(under_way)
-        if len(causes) > 1:  # any of them may be it: each has to run without the others to be found guilty
+        if len(causes) > 1:  # any of them may be the cause: each must run without the others to be identified
             for name in causes:
                 suspect = self._suspects[name]
                 self._suspects[name] = dataclasses.replace(suspect, weight=CERTAIN - KILL_WEIGHT)
@@ -173,28 +181,30 @@ class Quarantine:
         }
 
     def take_refused(self) -> int:
-        """How many requests were found to be the cause of deaths since this was last called. A request that is refused
-        again is no new one: it must not have the supervisor forget deaths that it did not cause."""
+        """Return how many requests were identified as the cause of deaths since the last call.
+
+        A request that is refused again does not count, since the supervisor forgives one death history per request.
+        """
         refused, self._refused = self._refused, 0
         return refused
 
     # ---- requests --------------------------------------------------------------------------------------------
     def is_refused(self, name: int, now: float) -> bool:
-        """Whether a request ended processes and is not to be run."""
+        """Return True if the request ended processes and must not run."""
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.is_certain and now - suspect.last_death_s < FORGET_AFTER_S
 
     def runs_apart(self, name: int) -> bool:
-        """Whether a request runs while no other one of its kind does: the next death is to have one suspect."""
+        """Return True if the request must run apart from other suspects, so that the next death has one suspect."""
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.weight >= CERTAIN - KILL_WEIGHT
 
     def admits(self, name: int) -> None:
-        """The coordinator looks at a request that has no KV slot; 0 when it is done with that."""
+        """Record that the coordinator is admitting a request, which has no KV slot yet; 0 when that is over."""
         self._ledger.set(self._ledger.admission, name, 0)
 
     def computes(self, name: int, slot: int, place: int) -> None:
-        """A step is sent for the request in this KV slot. place: 1 + the tokens whose keys and values are there."""
+        """Record that a step is sent for the request in this KV slot. place: 1 + the number of its computed tokens."""
         self._ledger.set(slot, name, place)
         suspect = self._suspects.get(name)
         if suspect is not None and not suspect.is_certain and place > suspect.place + SAME_PLACE_TOKENS:
@@ -202,13 +212,13 @@ class Quarantine:
             self._ledger.keep(self._suspects)
 
     def convict(self, name: int, now: float) -> None:
-        """A request ended processes for certain: while they computed a step of it alone, say."""
+        """Refuse a request that certainly ended processes, such as one that died in a step of its own."""
         self._suspects[name] = Suspect(0, CERTAIN, int(now))
         self._refused += 1
         self._ledger.keep(self._suspects)
 
     def ends(self, name: int, slot: int) -> None:
-        """A request has ended: it is under way no more, and suspected no more unless it is refused."""
+        """Record that a request has ended. It is no longer suspected, unless it is refused."""
         self._ledger.set(slot, 0)
         suspect = self._suspects.get(name)
         if suspect is not None and not suspect.is_certain:

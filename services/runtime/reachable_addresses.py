@@ -1,5 +1,4 @@
-"""The addresses at which others reach a server that listens at every address of this machine. Found without sending a
-packet."""
+"""The addresses at which other devices reach a server that listens on all addresses. No packet is sent to find them."""
 
 from __future__ import annotations
 
@@ -12,15 +11,17 @@ _FAMILIES = {"0.0.0.0": (socket.AF_INET,), "::": (socket.AF_INET, socket.AF_INET
 
 
 def reached_at(host: str) -> list[str]:
-    """What another device has to type for a server that listens at `host`: the address itself, or of those of this
-    machine first the one by which it would speak to others. Loopback where it has no other."""
+    """Return the addresses by which another device reaches a server that listens at `host`.
+
+    For "all addresses" these are the machine's own, that of the default route first; loopback if there is no other.
+    """
     if host not in EVERYWHERE:
         return [host]
-    found = [_speaks_from(), *_of_interfaces(_FAMILIES[host])]
-    return list(dict.fromkeys(address for address in found if address is not None)) or [LOOPBACK]
+    addresses = [_default_route_address(), *_interface_addresses(_FAMILIES[host])]
+    return list(dict.fromkeys(address for address in addresses if address is not None)) or [LOOPBACK]
 
 
-def _speaks_from() -> str | None:
+def _default_route_address() -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # of a datagram socket: looks up the route, and sends nothing
@@ -29,14 +30,14 @@ def _speaks_from() -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _of_interfaces(families: tuple[socket.AddressFamily, ...]) -> list[str]:
-    """Without those that no other device can use. Android does not let everybody look: none, then."""
-    import psutil  # only who listens everywhere pays for it
+def _interface_addresses(families: tuple[socket.AddressFamily, ...]) -> list[str]:
+    """Return the addresses of the interfaces without loopback and link-local ones; none where Android forbids it."""
+    import psutil  # lazily: only servers that listen on all addresses pay for the import
 
     try:
         entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
     except OSError:
         return []
-    found = [entry.address for family in families for entry in entries if entry.family == family]
-    addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in found]
+    texts = [entry.address for family in families for entry in entries if entry.family == family]
+    addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
     return [str(address) for address in addresses if not (address.is_loopback or address.is_link_local)]

@@ -1,4 +1,4 @@
-"""The run's segments: made once by the supervisor, mapped by each role with the rights it needs and no more."""
+"""The run's shared segments: the supervisor creates them, and each role maps only what it needs, read-only if it can."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ WRITES: dict[str, frozenset[str]] = {
     "accelerator": frozenset({"kv", "exchange", "trace"}),
 }
 LOCKS = ("loader", "decode", "prefill")
-"""Roles that lock what they map, where they may: `doctor` says whether. A phone swaps out what was not used for a
-while, and other kernels unmap it, so that every access to it is a page fault again."""
+"""Roles that lock the memory they map, where the system allows it (`doctor` says whether). Otherwise a phone swaps out
+pages that were not used for a while, and other kernels unmap them, so that the next access is a page fault."""
 
 
 def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:
-    """All segments, zeroed; or the sealed one of another run of this package for the fixed tensors. Raises UserError
-    when memory does not suffice."""
+    """Create all segments, zeroed. fixed: the sealed segment of another run of this package, to be shared. Raises
+    UserError if there is not enough memory."""
     segments: dict[str, Segment] = {} if fixed is None else {"fixed": fixed}
     try:
         for name, layout in run_layouts(manifest, plan).items():
@@ -54,39 +54,42 @@ def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None
 
 @dataclasses.dataclass
 class RunMemory:
-    """The segments as one role maps them."""
+    """The segments of a run as one role maps them."""
 
     segments: dict[str, Segment]
     mappings: dict[str, Mapping]
 
     @classmethod
     def open(cls, role: str, segments: MappingOf[str, Segment]) -> RunMemory:
-        """Map what `role` needs. In a forked child: descriptors it may only read are replaced by read-only ones, and
-        those it has no business with are closed, so that a bug cannot write where it should not."""
+        """Map what `role` needs.
+
+        In a forked child, descriptors of segments that the role only reads are replaced by read-only ones, and all
+        others are closed, so that a bug cannot write to them.
+        """
         reads, writes = READS.get(role, frozenset()), WRITES.get(role, frozenset())
-        keeps_fixed = role == "loader"  # it writes and seals the fixed tensors once, then lets go
-        own: dict[str, Segment] = {}
+        keeps_fixed = role == "loader"  # it writes and seals the fixed tensors once, then closes them
+        opened: dict[str, Segment] = {}
         for name, segment in segments.items():
             if name in reads:
-                own[name] = segment.read_only()
+                opened[name] = segment.read_only()
             elif name in writes or (name == "fixed" and keeps_fixed):
-                own[name] = segment
-            if role != "supervisor" and own.get(name) is not segment:
+                opened[name] = segment
+            if role != "supervisor" and opened.get(name) is not segment:
                 segment.close()
-        mappings = {name: own[name].map(writable=name in writes) for name in own if name in reads | writes}
+        mappings = {name: opened[name].map(writable=name in writes) for name in opened if name in reads | writes}
         if role in LOCKS:
             for mapping in mappings.values():
                 with ffi.from_buffer(mapping.content) as content:
                     lib.np_memory_lock(content, len(content))
-        return cls(own, mappings)
+        return cls(opened, mappings)
 
     def view(self, segment: str, field: str) -> memoryview:
-        """The items of a field, flat."""
+        """Return the items of a field as a flat view."""
         return self.mappings[segment].view(field)
 
 
 class Epoch:
-    """The epoch word, and everything that sleeps under it."""
+    """The epoch word, and the waits that end when it changes."""
 
     def __init__(self, memory: RunMemory) -> None:
         self._word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
@@ -95,27 +98,29 @@ class Epoch:
         self._arrivals = ffi.from_buffer("uint32_t[]", memory.view("residency", "arrivals"))
 
     def load(self) -> int:
-        """The present epoch."""
+        """Return the current epoch."""
         return int(lib.np_word_load(self._word))
 
     def advance(self) -> int:
-        """A new epoch: every wait inside a step is abandoned."""
+        """Begin a new epoch and return it. Every wait inside a step is abandoned."""
         barrier_word = ffi.cast("uint32_t *", ffi.addressof(self._barrier[0], "phase"))
         words = ffi.new("uint32_t *[]", [barrier_word, self._arrivals])
         return int(lib.np_epoch_advance(self._word, words, 2))
 
     def reset_barrier(self) -> None:
-        """Before a step is sent: nobody waits on the barrier or takes work now."""
+        """Reset barrier and claims. Call it before a step is sent, while no participant waits or claims work."""
         lib.np_barrier_reset(self._barrier)
         ffi.memmove(self._claims, bytes(len(self._claims) * 4), len(self._claims) * 4)
 
 
 class Rings:
-    """The participants' rings of requests, as the native library takes them: one per participant, one doorbell for all.
-    Decode and prefill workers write them, the loader reads them. Holds the doorbell open."""
+    """The request rings of the participants as native structures: a ring per participant, one doorbell for all.
+
+    Decode and prefill workers write the rings, the loader reads them. The object holds the doorbell open.
+    """
 
     def __init__(self, memory: RunMemory, doorbell: Path) -> None:
-        # For both: a FIFO that is open for writing only has no reader while the loader is being restarted.
+        # Open for reading too: a FIFO without a reader would refuse bytes while the loader is being restarted.
         self._doorbell = os.open(doorbell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         names = ("request_tails", "request_heads", "requests", "asleep")
         self._tails, self._heads, self._entries, self._asleep = (
@@ -124,7 +129,7 @@ class Rings:
         self.participants = len(self._tails) // LINE_WORDS
 
     def of(self, participant: int) -> Any:
-        """The `np_requests *` of one participant, alive as long as this object."""
+        """Return the `np_requests *` of one participant. It is valid as long as this object."""
         capacity = len(self._entries) // self.participants
         return ffi.new(
             "np_requests *",
@@ -140,9 +145,9 @@ class Rings:
 
 
 class Lanes:
-    """The decode workers' lanes as the native library takes them: one for each, in the order of their indices."""
+    """The step channels of the decode workers as native structures, in the order of the workers' indices."""
 
-    MOST = 64
+    MAX_COUNT = 64
 
     def __init__(self, memory: RunMemory) -> None:
         layout = memory.mappings["exchange"].layout

@@ -1,4 +1,4 @@
-"""Names, counts and sizes of a run, which monitors find in its run.json."""
+"""The summary of a run in its run.json, which monitors read: names, counts and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from neuronpipe.protocol.segments import Segment
 
 
 def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:
-    """The summary of a run of this plan."""
+    """Return the summary of a run of this plan."""
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
     model, slots = manifest.model, manifest.slots(moved=plan.memory.are_scales_moved)
     return RunSummary(

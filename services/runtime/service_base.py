@@ -1,7 +1,7 @@
-"""What every service does besides its work: greet the coordinator, beat, drain, and notice that a peer was restarted.
+"""The shell of every service: it greets the coordinator, sends heartbeats, drains, and notices restarted peers.
 
-One thread per process: it waits for messages, does the work they ask for, and answers. It beats when the coordinator
-asks for that, which it does while the run is used: a service without work has no timer.
+A service has one thread, which waits for messages, does the work and answers. It sends a heartbeat when the coordinator
+asks for one, which happens only while the run is in use, so that an idle service has no timer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from neuronpipe.protocol.messages.lifecycle import (
 from neuronpipe.services.runtime.job import Job
 
 HELLO_AGAIN_MS = 1000
-FOREVER_MS = 3_600_000  # what waits natively has no other word for it
+FOREVER_MS = 3_600_000  # native waits take no "for ever"
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """The shell of one service. slots: requests it takes at once; not available: `Ready` waits for become_available;
-    numerics: as in `Hello`."""
+    """The shell of one service.
+
+    slots: requests that it takes at once
+    available: False delays `Ready` until `become_available`
+    numerics: as in `Hello`
+    """
 
     def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True, numerics: str = "") -> None:
         process = job.process
@@ -60,7 +64,7 @@ class Service:
         self._pulse = job.pulse
         self._hello_due = 0.0
         self.step = 0
-        self.counters: Callable[[], dict[str, float]] = dict  # what beats tell monitors; set by the service
+        self.counters: Callable[[], dict[str, float]] = dict  # of heartbeats, for monitors; set by the service
 
     def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
         """Call `readable` whenever the channel or descriptor can be read."""
@@ -68,15 +72,15 @@ class Service:
         self._sources.append((source, readable))
 
     def answer(self, content: Message) -> None:
-        """Send to the coordinator. One that does not listen for seconds is being restarted: it asks again
-        afterwards."""
+        """Send a message to the coordinator. It is dropped, with a warning, if the coordinator does not read for
+        seconds: it is being restarted then, and asks again."""
         try:
             self.control.send(content)
         except Full as error:
             log.warning("%s.%d: %s", self.role, self.index, error)
 
     def become_available(self) -> None:
-        """Send `Ready`, once welcomed: what had to be settled with other processes is settled."""
+        """Send `Ready` after `Welcome`: the service has settled with other processes what it had to."""
         if not self._available and self._welcomed:
             self.answer(Ready(role=self.role, index=self.index))
         self._available = True
@@ -87,14 +91,18 @@ class Service:
         idle: Callable[[], int | None] = lambda: None,
         sleep: Callable[[tuple[int, ...], int], None] | None = None,
     ) -> None:
-        """Serve until drained. `handle` gets the messages that are not about life itself; `idle` runs before each wait
-        and may shorten it (milliseconds). `sleep`, where a service has work of its own, waits in the poller's place:
-        for one of these descriptors, for so many milliseconds at most."""
+        """Serve until drained.
+
+        handle: gets the messages that do not concern the process's life
+        idle: runs before each wait, and returns the longest wait in milliseconds, or None for no limit
+        sleep: waits in place of the poller, for one of the descriptors or for so many milliseconds; for a service that
+            has work between messages
+        """
         while not self._draining:
             self._greet()
             limit_ms = idle()
-            longest_ms = FOREVER_MS if self._welcomed else HELLO_AGAIN_MS
-            wait_ms = longest_ms if limit_ms is None else min(limit_ms, longest_ms)
+            max_wait_ms = FOREVER_MS if self._welcomed else HELLO_AGAIN_MS
+            wait_ms = max_wait_ms if limit_ms is None else min(limit_ms, max_wait_ms)
             self._pulse.waits()
             readable = self._poller.wait(0 if sleep else wait_ms)
             if sleep and not readable:
@@ -109,7 +117,7 @@ class Service:
         self.answer(Drained(role=self.role, index=self.index))
 
     def _greet(self) -> None:
-        """Say Hello now and then until welcomed."""
+        """Send `Hello` from time to time until welcomed."""
         now = time.monotonic()
         if not self._welcomed and now >= self._hello_due:
             self.answer(self._hello)

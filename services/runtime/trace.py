@@ -1,6 +1,6 @@
-"""The spans of this process: its own ring of the trace segment, for Python and for the native code it calls.
+"""The span ring of this process in the trace segment, for Python and for the native code that it calls.
 
-A ring has one writer: a thread that puts spans does so alone.
+A ring has one writer: only one thread of a process may add spans.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from neuronpipe.services.runtime.run_memory import RunMemory
 
 
 class Trace:
-    """One writer's ring. `native` is the `np_trace *` for native code; it lives as long as this object."""
+    """The ring of one writer. native: its `np_trace *`, which is valid as long as this object."""
 
     def __init__(self, memory: RunMemory, ring: int) -> None:
         mapping = memory.mappings["trace"]
@@ -29,16 +29,19 @@ class Trace:
 
     @classmethod
     def of(cls, job: Job, memory: RunMemory) -> Trace:
-        """The ring of this process."""
+        """Return the ring of the job's process."""
         return cls(memory, job.plan.compute.processes.index(job.process))
 
     def put(self, kind: int, start_ns: int, *, value: int = 0, step: int = 0, end_ns: int | None = None) -> int:
-        """A span that ends now, or at end_ns; both by `now`. Returns its end, for the span that follows."""
+        """Add a span that ends at end_ns, by default now. Return its end, at which the next span may start.
+
+        Times are in nanoseconds of the clock `now`.
+        """
         end_ns = now() if end_ns is None else end_ns
         lib.np_trace_add(self.native, kind, 0, value, step, start_ns, end_ns)
         return end_ns
 
 
 def now() -> int:
-    """The clock of spans, in nanoseconds."""
+    """Return the time of the clock of spans, in nanoseconds."""
     return int(lib.np_trace_now())

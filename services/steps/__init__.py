@@ -1,1 +1,1 @@
-"""What a decode or prefill step is to the processes that compute it: the backend interface, shares and counters."""
+"""Steps as the processes that compute them see them: the backend interface, shares of work and counters."""

@@ -1,13 +1,13 @@
-"""Who computes a process's share of steps: the interface, and the backends there are by name.
+"""The interface of a backend, which computes a process's share of steps, and the backends by name.
 
-A plan names a backend for each worker process as NAME or NAME:OPTIONS, the options in the backend's own words. The
-process makes it, asks whether it can compute this model, loads it once the weights are there, and calls `compute` for
+A plan names a backend for each worker process as NAME or NAME:OPTIONS; the options are the backend's own. The process
+constructs it, asks whether it supports the model, loads it when the weights are in memory, and calls `compute` for
 every step.
 
 `numerics` names a backend's arithmetic. Two backends with the same numerics compute the same bits, whatever the batch,
-the memory and who else takes part; with different numerics they agree within stated tolerances
-(launch/conformance/agreement.py). What one computed may stand for what another would have computed only where both have
-the same numerics: the coordinator keeps them with keys and values.
+the memory and the other participants; with different numerics they agree within stated tolerances
+(launch/conformance/agreement.py). Results of one backend may replace those of another only if both have the same
+numerics, so the coordinator records the numerics with keys and values.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from neuronpipe.services.runtime.run_memory import RunMemory
 from neuronpipe.services.steps.scored_tokens import Ratings
 
 Phase = Literal["decode", "prefill", "accelerator"]
-"""What of steps: decode steps with the other decode workers; prompts alone; the first blocks of decode steps."""
+"""The steps that a process computes: decode steps with the other decode workers; prompts, alone; or the offloaded
+blocks of decode steps."""
 
 BACKENDS = {
     "cpu": "neuronpipe.services.worker.cpu:CpuBackend",
     "onnx": "neuronpipe.services.offload.npu.backend:OnnxBackend",
     "opencl": "neuronpipe.services.offload.gpu.backend:OpenClBackend",
 }
-"""The class of each backend: called with its options, a text."""
+"""The class of each backend, which is constructed with its options, a string."""
 
 HOLDERS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxHolder"}
-"""Those of an accelerator, where they are others; see services/offload/offload_backend.py."""
+"""The classes of accelerator processes, where they differ; see services/offload/offload_backend.py."""
 
 
 Activity = bytearray | mmap.mmap
-"""A byte for each neuron: see Placement."""
+"""A byte for each neuron; see Placement."""
 
 
 class Abandoned(Exception):
-    """The epoch changed: leave the step, its inputs are still there."""
+    """The epoch changed during a step. The participant leaves the step, whose inputs stay valid."""
 
 
 class Damaged(Exception):
-    """A cluster that the step needs cannot be read; the text names it."""
+    """A cluster that the step needs cannot be read. The message names it."""
 
 
 @frozen(kw_only=True, slots=True)
 class Share:
-    """What of a step is one participant's.
+    """One participant's share of a step.
 
-    first_block, end_block: whose neurons it computes, in every layer
-    participants, participant: how many compute the step, and which of them this is
-    sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
-    held_blocks: the first ones belong to who holds their weights; nobody else looks for their clusters
-    held_matrices: whole matrices that belong to the same, by their names in a plan; nobody else computes their rows
+    first_block, end_block: the range of blocks whose neurons it computes, in every layer
+    participants, participant: the number of participants, and the index of this one
+    sharers, sharer: the number of participants that take turns at the same blocks, and the index of this one
+    held_blocks: the number of offloaded blocks, which come first; only the accelerator looks up their clusters
+    held_matrices: the offloaded matrices by their names in a plan; only the accelerator computes their rows
     """
 
     first_block: int
@@ -74,11 +75,11 @@ class Share:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StepWork:
-    """One step as one participant gets it: np_step in native/neuronpipe.h.
+    """One step as one participant gets it; see np_step in native/neuronpipe.h.
 
-    sequences, positions, tokens: the KV slot, position and id of each token
-    logits_first, logits_count: whose logits are wanted; they go into logit rows 0..
-    ratings: what is to be filled instead of logits; None: nothing
+    sequences, positions, tokens: the KV slot, the position and the id of each token
+    logits_first, logits_count: the tokens whose logits are computed, into logit rows from 0 on
+    ratings: scores to fill in place of logits, or None
     """
 
     number: int
@@ -94,12 +95,13 @@ class StepWork:
 
 @frozen(kw_only=True)
 class Placement:
-    """Where a backend finds what it computes with.
+    """The package, the plan and the memory with which a backend computes.
 
-    job: the package, the plan and the process
+    job: package, plan and process
     memory: the run's segments
-    activity: uint8 [layers * experts][blocks * block_neurons], for who wants to know which neurons fire: the bits of
-        np_activity (native/neuronpipe.h) are set. One thread sets them, so it is for a process with one participant
+    activity: uint8 [layers * experts][blocks * block_neurons] in which the backend sets the bits of np_activity
+        (native/neuronpipe.h) of neurons that fire; None if nobody reads them. One thread writes it, so it is for
+        processes with one participant
     """
 
     job: Job
@@ -108,32 +110,35 @@ class Placement:
 
 
 class Backend(Protocol):
-    """One process's means to compute. One thread uses it. One that fills `StepWork.ratings` says so by an attribute
-    `rates` that is true; of others a prefill worker asks for logits and rates by these."""
+    """The backend of one process, used by one thread.
+
+    A backend that fills `StepWork.ratings` has a true attribute `rates`. Of any other backend the prefill worker
+    requests logits, and computes the scores from them.
+    """
 
     @property
     def numerics(self) -> str:
-        """The name of its arithmetic."""
+        """The name of the backend's arithmetic."""
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Why it cannot compute steps of this phase for this package, in words; None: it can."""
+        """Return None if it can compute steps of this phase for this package, otherwise the reason as a sentence."""
 
     def load(self, placement: Placement) -> None:
-        """Get ready. The fixed tensors are in memory by now."""
+        """Prepare to compute. The fixed tensors are in memory."""
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """This process's share of a step, and its counters. Raises Abandoned, Damaged, and ValueError for arguments
-        out of range."""
+        """Compute this process's share of a step and return its counters. Raises Abandoned, Damaged, and ValueError for
+        arguments out of range."""
 
     def give_back(self) -> None:
-        """Give the memory back that only the stages of steps need; the next step takes it again."""
+        """Free the memory that only running steps need. The next step allocates it again."""
 
     def close(self) -> None:
-        """Let go of everything, before the segments are unmapped."""
+        """Release everything, before the segments are unmapped."""
 
 
 def create_backend(text: str, phase: Phase = "decode") -> Backend:
-    """The backend that a plan names, NAME or NAME:OPTIONS, for these steps. Raises UserError."""
+    """Construct the backend that a plan names as NAME or NAME:OPTIONS. Raises UserError for an unknown name."""
     name, _, options = text.partition(":")
     classes = BACKENDS | HOLDERS if phase == "accelerator" else BACKENDS
     if name not in classes:
@@ -144,12 +149,12 @@ def create_backend(text: str, phase: Phase = "decode") -> Backend:
 
 
 def phase_of(role: str) -> Phase:
-    """What of steps the processes of a role compute: by default decode."""
+    """Return the phase that processes of a role compute."""
     phases: dict[str, Phase] = {"prefill": "prefill", "accelerator": "accelerator"}
     return phases.get(role, "decode")
 
 
 def require(backend: Backend, manifest: Manifest, phase: Phase, where: str) -> None:
-    """Raises UserError when it cannot compute these steps; `where` names it."""
+    """Raise UserError if the backend cannot compute these steps. where: the process or option to name in the error."""
     if (why := backend.supports(manifest, phase)) is not None:
         raise UserError(f"{where}: {why}")

@@ -1,4 +1,4 @@
-"""Ratings of a given text's tokens: where the native engine writes them, and how they are told."""
+"""Log-probabilities of the tokens of a scored text: native memory that the engine fills, and the message made of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from neuronpipe.protocol.messages.outcome import Rating
 
 
 class Ratings:
-    """Of these targets, each with its `likely` most likely tokens. native: np_ratings for a step's participants, good
-    as long as this is."""
+    """The scores of target tokens, each with the `likely` most likely tokens at its place.
+
+    native: the np_ratings for a step's participants, valid as long as this object
+    """
 
     def __init__(self, targets: Sequence[int], likely: int) -> None:
         self._count, self._columns = len(targets), 1 + likely
         self._ids: Any = ffi.new("int32_t[]", self._count * self._columns)
-        # No numbers until they are rated: who fills none is noticed.
+        # NaN until they are filled, so that a backend that fills none is noticed.
         self._logs: Any = ffi.new("double[]", [math.nan] * (self._count * self._columns))
         for row, target in enumerate(targets):
             self._ids[row * self._columns] = target
@@ -26,8 +28,11 @@ class Ratings:
         )
 
     def read(self, logits: memoryview, vocabulary: int, first: int, tokens: int) -> None:
-        """Fill the rows of so many tokens from the first on, as the native engine does, from their logits, which are in
-        rows 0.. of these; the last token of a text has no row."""
+        """Fill the scores of `tokens` tokens from `first` on from their logits, as the native engine does.
+
+        logits: float32 rows of `vocabulary`, beginning with that of the first token. The last token of a text has no
+        target and so no row.
+        """
         rows = ffi.from_buffer("float[]", logits)
         for row in range(min(tokens, self._count - first)):
             place, likely = (first + row) * self._columns, self._columns - 1
@@ -36,8 +41,8 @@ class Ratings:
                 rows + row * vocabulary, vocabulary, self._ids + place, self._columns, self._logs + place
             )
 
-    def told(self) -> tuple[Rating, ...]:
-        """As in `Prefilled`, once the step is done."""
+    def ratings(self) -> tuple[Rating, ...]:
+        """Return the scores as `Prefilled` carries them. Call it when the step is done."""
         ids, logs, columns = list(self._ids), list(self._logs), self._columns
         return tuple(
             Rating(

@@ -1,4 +1,4 @@
-"""What an engine counted in a step, by name: the figures of `StepDone`."""
+"""The counters of an engine's step by name, as `StepDone` carries them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COUNTS = (
 """Counters of a step, by the names of native/neuronpipe.h."""
 
 PART_COUNTS = ("clusters", "missed")
-"""Those that there are of each part: `trigger_clusters` and so on."""
+"""Counters that exist for each part: `trigger_clusters` and so on."""
 
 TIMES = ("step_ms", "flash_ms", "barrier_ms")
-"""Times of a step: all of it, and what of it went into waiting for flash and for the other participants."""
+"""Times of a step: the whole step, waiting for flash, and waiting for the other participants."""
 
 
 _WORDS = struct.Struct(f"={ffi.sizeof('np_engine_counters') // 8}Q")
-"""One unpacking in place of two dozen reads of fields: steps of a small model wait for little else."""
+"""One unpacking instead of two dozen field reads, which dominate the Python time of a small model's step."""
 
 
 def _place(field: str, part: int = 0) -> int:
@@ -49,14 +49,14 @@ _PLACES = tuple(
 _TIME_PLACES = tuple((name, _place(f"{name[:-3]}_ns")) for name in TIMES)
 
 
-def figures_of(counters: Any) -> dict[str, float]:
-    """The fields of an `np_engine_counters *`, times in ms."""
-    return sum_of([counters])
+def counters_by_name(counters: Any) -> dict[str, float]:
+    """Return the fields of an `np_engine_counters *`, times in milliseconds."""
+    return summed_counters([counters])
 
 
-def sum_of(all_of_them: Sequence[Any]) -> dict[str, float]:
-    """Those of several participants, in sum. Each a pointer."""
-    words = [_WORDS.unpack_from(ffi.buffer(one)) for one in all_of_them]
+def summed_counters(pointers: Sequence[Any]) -> dict[str, float]:
+    """Return the sums over several `np_engine_counters *`, one per participant, times in milliseconds."""
+    words = [_WORDS.unpack_from(ffi.buffer(pointer)) for pointer in pointers]
     sums = words[0] if len(words) == 1 else tuple(map(sum, zip(*words, strict=True)))
     figures = {name: sums[place] for name, place in _PLACES}
     return figures | {name: sums[place] / 1e6 for name, place in _TIME_PLACES}

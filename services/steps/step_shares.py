@@ -1,4 +1,4 @@
-"""What of a `Step` is whose: the step as one participant gets it."""
+"""The share of a `Step` that one participant computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neuronpipe.services.steps.backend import Share, StepWork
 
 
 def work_of(step: Step, name: str) -> StepWork:
-    """A step as the participant of this name gets it. Raises ValueError when it is not among them."""
+    """Return the step as the participant of this name computes it. Raises ValueError if it does not take part."""
     return StepWork(
         number=step.step,
         epoch=step.epoch,
@@ -23,25 +23,25 @@ def work_of(step: Step, name: str) -> StepWork:
     )
 
 
-@lru_cache(maxsize=8)  # of the participants of one step, who are mostly those of the last
+@lru_cache(maxsize=8)  # consecutive steps mostly have the same participants
 def _share_of(
     participants: tuple[str, ...], first: tuple[int, ...], end: tuple[int, ...], matrices: tuple[str, ...], name: str
 ) -> Share:
-    own = participants.index(name)
+    index = participants.index(name)
     ranges = list(zip(first, end, strict=True))
-    sharers = [number for number, blocks in enumerate(ranges) if blocks == ranges[own]]
+    sharers = [number for number, blocks in enumerate(ranges) if blocks == ranges[index]]
+    offloaded_ends = [end for name, (_, end) in zip(participants, ranges, strict=True) if _is_accelerator(name)]
     return Share(
-        first_block=first[own],
-        end_block=end[own],
+        first_block=first[index],
+        end_block=end[index],
         participants=len(participants),
-        participant=own,
+        participant=index,
         sharers=len(sharers),
-        sharer=sharers.index(own),
-        held_blocks=max((end for one, (_, end) in zip(participants, ranges, strict=True) if _holds(one)), default=0),
+        sharer=sharers.index(index),
+        held_blocks=max(offloaded_ends, default=0),
         held_matrices=matrices,
     )
 
 
-def _holds(participant: str) -> bool:
-    """Whether it holds the weights of its blocks."""
+def _is_accelerator(participant: str) -> bool:
     return participant.startswith(f"{ACCELERATOR}.")

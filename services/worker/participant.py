@@ -16,7 +16,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.steps.backend import Abandoned, Damaged, StepWork
-from neuronpipe.services.steps.step_counters import PARTS, figures_of
+from neuronpipe.services.steps.step_counters import PARTS, counters_by_name
 from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
 from neuronpipe.services.worker.step_channel import Lane
 
@@ -278,7 +278,7 @@ class Participant:
 
     def counters(self) -> dict[str, float]:
         """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
-        return figures_of(self._read_counters())
+        return counters_by_name(self._read_counters())
 
     def _check(self, result: int) -> int:
         if result >= 0:

@@ -67,7 +67,7 @@ class PrefillService:
             outcome = self._worker.answer(work, Prefilled)
         else:
             outcome = self._in_rows(ask, ratings)
-        return dataclasses.replace(outcome, ratings=ratings.told()) if isinstance(outcome, Prefilled) else outcome
+        return dataclasses.replace(outcome, ratings=ratings.ratings()) if isinstance(outcome, Prefilled) else outcome
 
     def _in_rows(self, ask: Prefill, ratings: Ratings) -> Outcome:
         """With a backend that computes logits alone: as many tokens at a time as there are rows for them."""

@@ -62,7 +62,7 @@ class Worker:
         """This worker's lane; None where its steps all come by messages: it is no decode worker, or its backend is
         another than the native engine."""
         process, compute = self._job.process, self._job.plan.compute
-        if process.role != "decode" or type(self._backend) is not CpuBackend or process.index >= Lanes.MOST:
+        if process.role != "decode" or type(self._backend) is not CpuBackend or process.index >= Lanes.MAX_COUNT:
             return None
         return Lane(self.memory, process.index, compute.spin_us)
 

@@ -91,8 +91,8 @@ def test_ratings_are_those_of_the_logits_however_few_rows_there_are(
         wanted.read(memoryview(logits[first : first + 1]).cast("B"), vocabulary, first, 1)
     participants = Participants(package, count=workers, max_tokens=len(text), logit_rows=rows)
     for _ in range(5):
-        assert participants.rate(text, 2).told() == wanted.told()
-    target, found = text[1], wanted.told()[0]
+        assert participants.rate(text, 2).ratings() == wanted.ratings()
+    target, found = text[1], wanted.ratings()[0]
     row = logits[0].astype(np.float64)
     assert found.logprob == pytest.approx(row[target] - np.log(np.exp(row).sum()), abs=1e-9)
     assert list(found.likely) == np.argsort(-row, kind="stable")[:2].tolist()
