@@ -264,6 +264,11 @@ uint32_t np_entry_look(uint32_t *word);
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots);
 
+/* Evict chosen clusters: of the `id_count` ids take up to `want` that are present, unpinned and covered by no window, in this order;
+ * ids from `count` on are passed over. Writes freed slots; returns how many. For policies other than CLOCK. */
+size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, size_t id_count, const uint64_t *windows,
+                         size_t window_count, size_t want, uint32_t *slots);
+
 /* Mark the slots that present words name as not free: sets free[slot] to 0, of slots below slot_count. */
 void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t slot_count);
 /* Empty the slots from `first_slot` on, whatever is in them: present words that name one are set to absent, pinned ones too, unless a

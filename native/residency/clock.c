@@ -72,6 +72,21 @@ size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const
     return left;
 }
 
+size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, size_t id_count, const uint64_t *windows, size_t window_count,
+                         size_t want, uint32_t *slots)
+{
+    size_t taken = 0;
+    for (size_t i = 0; i < id_count && taken < want; i++) {
+        const size_t id = ids[i];
+        if (id >= count)
+            continue;
+        const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
+        if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && vacate(&words[id], id, windows, window_count))
+            slots[taken++] = value & NP_ENTRY_SLOT_MASK;
+    }
+    return taken;
+}
+
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots)
 {

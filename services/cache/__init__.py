@@ -1,1 +1,1 @@
-"""The cache manager: which clusters are resident."""
+"""The cache manager, which decides which clusters are resident."""

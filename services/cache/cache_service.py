@@ -1,7 +1,10 @@
-"""The cache: decides which clusters stay. It evicts ahead of need, so that the loader always has free slots.
+"""The cache manager decides which clusters stay resident. It evicts ahead of need, so that the loader has free slots.
 
-It keeps nothing that dies with it: which slot holds what is in the residency entries. A cache that starts (again)
-resets the loader, reads the words, and knows everything it needs.
+It has no state that dies with it: the residency entries say which slot holds which cluster. A cache manager that starts
+or restarts resets the loader and reads the entries.
+
+Another eviction policy is a subclass that overrides `CacheService.evict`; see README.md and
+services/examples/random_eviction.py.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, T
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.protocol.messages.outcome import Reserved
 from neuronpipe.protocol.residency import TRIGGER, VALUE
-from neuronpipe.services.cache.residency import Counts, Following, FreeSlots, PinTrial, Region, WarmUp, packed, warm_ups
+from neuronpipe.services.cache.residency import Counts, FreeSlots, PinTable, PinTrial, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.cache.slot_resizing import Resizing
 from neuronpipe.services.runtime import trace
 from neuronpipe.services.runtime.job import Job
@@ -40,30 +43,30 @@ from neuronpipe.services.runtime.trace import Trace
 
 RETRY_MS = 1
 FOLLOW_MS = 50
-GIVEN_UP_MS = 250  # how soon it is noticed that a loader does not answer `Trim`
-SETTLED_AFTER_S = 1.0  # by then the loader has done what it was asked to pin
+GIVEN_UP_MS = 250  # how soon an unanswered `Trim` is noticed
+SETTLED_AFTER_S = 1.0  # by then the loader has pinned what it was sent
 MAX_PINNED_AT_ONCE = 1024
 LOST_AFTER_S = 1.0
-NOBODY = 0xFFFFFFFF
+NO_CLUSTER = 0xFFFFFFFF
 WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
-WORTH_WARMING = 64  # fewer new slots than a 64th fill by themselves
+WARM_UP_SHARE = 64  # if fewer than one in 64 slots are new, they fill by themselves
 NAMES = ("trigger_entries", "value_entries")
 PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
 
 PIN_NOTES: Final = {
-    PinTrial.TRIAL: "far more is missed than the plan expects: what it pins is let go, as a trial",
-    PinTrial.LET_GO: "what the plan pins is let go for good: less is missed without",
-    PinTrial.PROVED: "what the plan pins is pinned again: no less is missed without",
+    PinTrial.TRIAL: "the miss rate is far above the plan's: the pins are released as a trial",
+    PinTrial.LET_GO: "the pins are released for good: the miss rate is lower without them",
+    PinTrial.PROVED: "the pins are restored: the miss rate is no lower without them",
 }
 log = logging.getLogger(__name__)
 
 
 class Pinning:
-    """What stays of either part, for each entry of the plan's table, in as many slots as there are now."""
+    """The pinned clusters of either part, for each entry of the plan's table, within the current number of slots."""
 
     def __init__(self, manifest: Manifest, memory: Memory, moving: int) -> None:
-        """moving: slots in which nothing is pinned, unless all clusters have one."""
+        """moving: slots that must stay unpinned, unless every cluster has a slot."""
         self._ffns, self._clusters, self._all = manifest.model.ffns, manifest.layout.clusters, manifest.clusters
         self._planned = [entry.counts(self._ffns) for entry in memory.pins]
         self._moving = moving
@@ -73,49 +76,52 @@ class Pinning:
         ]
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
 
-    def fit(self, slots: Slots, *, hold: bool = True) -> None:
-        """There are so many slots of either part from now on. hold: False lets go of everything, unless all clusters
-        have a slot."""
+    def fit(self, slots: Slots, *, pin: bool = True) -> None:
+        """Fit the table to a new number of slots of either part. pin: False unpins everything, unless every cluster has
+        a slot."""
 
         def within(counts: Counts, count: int) -> Counts:
-            if not hold and count < self._all:
+            if not pin and count < self._all:
                 return (0,) * self._ffns
             return pins_within(counts, count, self._moving, self._all)
 
         self._table = [
             tuple(within(counts, slots[part]) for part, counts in enumerate(entry)) for entry in self._planned
         ]
-        self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
+        self._native_table = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
 
     @property
     def any_planned(self) -> bool:
-        """Whether the plan pins anything that could be let go."""
+        """True if the plan pins anything that can be released."""
         return any(any(counts) for entry in self._planned for counts in entry)
 
     @property
     def entries(self) -> int:
-        """Of the table."""
+        """The number of entries of the table."""
         return len(self._table)
 
     def counts(self, entry: int) -> tuple[Counts, ...]:
-        """What stays of either part while this entry holds."""
+        """Return the pinned clusters of either part under this entry of the table."""
         return self._table[entry]
 
     def follow(self, part: int, entry: int, words: Any) -> tuple[int, bytes]:
-        """Pin what is there and is to stay, and let go of the rest. Returns how many entries are not yet as they should
-        be, and some clusters of those that have to be read."""
-        others = ffi.new("size_t *")
-        keep, widest = self._keep[entry][part], self._widest[part]
-        left = lib.np_pins_follow(
-            words, self._ffns, self._clusters, keep, widest, self._absent, MAX_PINNED_AT_ONCE, others
+        """Pin the resident clusters of this entry, and unpin all others.
+
+        Return how many residency entries are not settled yet, and some of the clusters that must be read for it, packed
+        as uint32.
+        """
+        unsettled = ffi.new("size_t *")
+        pinned, widest = self._native_table[entry][part], self._widest[part]
+        absent_count = lib.np_pins_follow(
+            words, self._ffns, self._clusters, pinned, widest, self._absent, MAX_PINNED_AT_ONCE, unsettled
         )
         absent = array("I", bytes(ffi.buffer(self._absent)))
-        count = absent.index(NOBODY) if NOBODY in absent else len(absent)
-        return int(left) + int(others[0]), absent[:count].tobytes()
+        count = absent.index(NO_CLUSTER) if NO_CLUSTER in absent else len(absent)
+        return int(absent_count) + int(unsettled[0]), absent[:count].tobytes()
 
 
 class CacheService:
-    """The messages around the bookkeeping."""
+    """The process of role `cache`: messages, shared memory and eviction around the bookkeeping of residency.py."""
 
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("cache", job.segments)
@@ -125,19 +131,19 @@ class CacheService:
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
         memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
         reserves = flash.reserved_triggers, flash.reserved_values
-        self._texts = self._memory.view("board", "texts")
+        self._sequences = self._memory.view("board", "texts")
         self._withheld = self._memory.view("board", "withheld")
         self._resizing = Resizing(manifest, job.plan.compute, memory)
         self._resizing.reserve(None, self._memory.view("board", "reserved")[0])
         self._resizing.withhold(self._withheld[0])
         slots = self._resizing.begin()
-        self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
-        self._pins = Pinning(manifest, memory, self._resizing.least)
+        self._pin_table = PinTable([entry.texts for entry in memory.pins], self._sequences[0])
+        self._pins = Pinning(manifest, memory, self._resizing.min_slots)
         self._misses = self._memory.view("board", "misses")
         self._slots_shown = self._memory.view("residency", "slots")
         self._pin_trial = PinTrial(job.plan.expected.miss_rate, self._slots_shown[PIN_STATE])
-        self._pins.fit(slots, hold=self._pin_trial.holds)
-        pinned = self._pins.counts(self._following.entry)
+        self._pins.fit(slots, pin=self._pin_trial.holds)
+        pinned = self._pins.counts(self._pin_table.entry)
         self._regions = [
             FreeSlots(
                 Region(
@@ -146,7 +152,7 @@ class CacheService:
                     reserve=reserves[part],
                     clusters=manifest.clusters,
                     pinned=pinned[part],
-                    held=held_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
+                    offloaded=held_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
                 )
             )
             for part in PARTS
@@ -160,14 +166,14 @@ class CacheService:
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False
-        self._warms = True  # the loader is to be told what to warm up: it is new, or forgets it with a reset
+        self._warms = True  # the warm-up is to be sent: the loader is new, or forgets it with a reset
         self._flash = self._memory.view("board", "flash")
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
-        self._exhausted = [False, False]  # of either part: the loader was told that no slot can be freed
+        self._exhausted = [False, False]  # of either part: the loader knows that no slot can be freed
         self._follow_next_s = 0.0
-        self._follow_until_s: float | None = None  # what stays is looked through at least until then
+        self._follow_until_s: float | None = None  # pins are checked at least until then
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -177,7 +183,7 @@ class CacheService:
         self._context.close()
 
     def _reset(self) -> None:
-        """A new generation: the loader forgets its slots, and what it says of older ones no longer counts."""
+        """Begin a new generation: the loader forgets its slots, and its messages of older generations are ignored."""
         self._generation = int(lib.np_word_load(self._generation_word)) + 1
         lib.np_word_store(self._generation_word, self._generation)
         self._settled = False
@@ -206,13 +212,14 @@ class CacheService:
             self._resize()
 
     def _resize(self) -> None:
-        """Bring the slots to what is wanted now, unless that is under way: more at once, fewer after a reset."""
+        """Change the number of slots to what is required now, unless a change is under way: more at once, fewer after a
+        reset."""
         if self._resizing.vacates or not self._settled:
             return
         before, slots = self._resizing.slots, self._resizing.begin()
-        self._pins.fit(slots, hold=self._pin_trial.holds)
+        self._pins.fit(slots, pin=self._pin_trial.holds)
         self._slots_shown[0], self._slots_shown[1] = slots
-        for part, pinned in enumerate(self._pins.counts(self._following.entry)):
+        for part, pinned in enumerate(self._pins.counts(self._pin_table.entry)):
             self._regions[part].resize(slots[part], pinned)
         if self._resizing.vacates:
             self._warms = bool(self._flash[WARM_UP_LEFT])
@@ -221,14 +228,14 @@ class CacheService:
         if (number := self._resizing.answer()) is not None:
             self._service.answer(Reserved(number=number))
         if slots != before:
-            self._settle_pins(self._following.entry)
-        if sum(slots) - sum(before) > sum(slots) // WORTH_WARMING:
+            self._settle_pins(self._pin_table.entry)
+        if sum(slots) - sum(before) > sum(slots) // WARM_UP_SHARE:
             self._warm_all()
 
     def _vacate(self) -> bool:
-        """Empty the slots that are to go, and ask the loader for their memory. Returns whether some are left."""
-        if self._resizing.is_asked(time.monotonic()):
-            if not self._resizing.vacates:  # it does not know of that
+        """Empty the slots beyond the new end, then send `Trim` to the loader. Return True if some are still in use."""
+        if self._resizing.is_trim_requested(time.monotonic()):
+            if not self._resizing.vacates:  # the loader does not implement `Trim`
                 self._resize()
             return False
         for part, slots in enumerate(self._resizing.slots):
@@ -237,22 +244,22 @@ class CacheService:
                 return True
         triggers, values = self._resizing.slots
         self._link.send(Trim(generation=self._generation, trigger_slots=triggers, value_slots=values))
-        self._resizing.asked(time.monotonic())
+        self._resizing.trim_requested(time.monotonic())
         return False
 
     def _follow(self, now_s: float) -> bool:
-        """What stays follows the number of texts. Returns whether something is still to be done for that."""
-        if self._following.look(self._texts[0], now_s):
-            self._settle_pins(self._following.entry)
+        """Adapt the pins to the number of sequences. Return True if they are not settled yet."""
+        if self._pin_table.update(self._sequences[0], now_s):
+            self._settle_pins(self._pin_table.entry)
         if self._follow_until_s is None or now_s < self._follow_next_s:
             return self._follow_until_s is not None
         self._follow_next_s = now_s + FOLLOW_MS / 1000
         done = True
         for part, entries in zip(PARTS, self._pointers, strict=True):
-            left, absent = self._pins.follow(part, self._following.entry, entries)
-            done &= not left
+            unsettled, absent = self._pins.follow(part, self._pin_table.entry, entries)
+            done &= not unsettled
             waits = self._counts is None or (self._counts.trigger_waiting, self._counts.value_waiting)[part]
-            if len(absent) and not waits:  # a piece at a time: what else is in memory goes no sooner than it must
+            if len(absent) and not waits:  # a piece at a time, so that other clusters are evicted no sooner than needed
                 self._link.send(Warm(generation=self._generation, parts=1 << part, clusters=absent, pinned=True))  # type: ignore[arg-type]
                 self._follow_until_s = now_s + SETTLED_AFTER_S
         if done and now_s >= self._follow_until_s:
@@ -260,19 +267,19 @@ class CacheService:
         return self._follow_until_s is not None
 
     def _try_pins(self) -> None:
-        """Let go of what the plan pins, or take it back, as the misses of decode steps tell."""
+        """Release the plan's pins, or restore them, by the misses of decode steps."""
         if not self._pins.any_planned or not self._settled or self._resizing.vacates:
             return
         state = self._pin_trial.state
         if self._pin_trial.look(Misses.on_board(self._misses)):
-            self._pins.fit(self._resizing.slots, hold=self._pin_trial.holds)
-            self._settle_pins(self._following.entry)
+            self._pins.fit(self._resizing.slots, pin=self._pin_trial.holds)
+            self._settle_pins(self._pin_table.entry)
         if self._pin_trial.state != state:
             log.warning(PIN_NOTES[self._pin_trial.state])
             self._slots_shown[PIN_STATE] = self._pin_trial.state
 
     def _settle_pins(self, entry: int) -> None:
-        """Another entry of the plan's table holds from now on, or the same in other slots."""
+        """Use this entry of the plan's table from now on, with the current slots."""
         for slots, pinned in zip(self._regions, self._pins.counts(entry), strict=True):
             slots.region = dataclasses.replace(slots.region, pinned=pinned)
         self._follow_next_s = 0.0
@@ -286,7 +293,7 @@ class CacheService:
         assert isinstance(message, ResetDone | SlotCounts | Trimmed)
         if message.generation == self._generation:
             if not self._settled:
-                self._start()  # a SlotCounts says it as well: the ResetDone before it may have been lost
+                self._start()  # also at a SlotCounts: the ResetDone before it may have been lost
             if isinstance(message, SlotCounts):
                 self._feed(message)
                 self._try_pins()
@@ -295,10 +302,10 @@ class CacheService:
                 self._resize()
         elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
             self._warms = True
-            self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
+            self._reset()  # the loader was replaced, or the reset was lost with an earlier loader
 
     def _start(self) -> None:
-        """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
+        """Find the free slots, those that no present entry names, and send the warm-up, pinned clusters first."""
         self._settled = True
         for part, slots in enumerate(self._resizing.slots):
             free = bytearray(b"\1") * slots
@@ -308,10 +315,12 @@ class CacheService:
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
         if self._warms:
             self._warm_all()
-        if self._pins.entries > 1 or self._generation > 1:  # words may be pinned for another entry, or for more slots
-            self._settle_pins(self._following.entry)
+        if (
+            self._pins.entries > 1 or self._generation > 1
+        ):  # clusters may be pinned for another entry, or for more slots
+            self._settle_pins(self._pin_table.entry)
         self._service.become_available()
-        self._resize()  # what was asked for meanwhile
+        self._resize()  # requests that arrived meanwhile
 
     def _warm_all(self) -> None:
         for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
@@ -325,28 +334,27 @@ class CacheService:
             self._link.send(Warm(generation=self._generation, parts=warm.parts, clusters=piece, pinned=warm.pinned))
 
     def _feed(self, counts: SlotCounts) -> None:
-        """Bring the loader's free slots up to what the plan wants, and to what is waiting."""
+        """Grant the loader free slots, up to the plan's reserve and one for each waiting cluster."""
         self._counts = counts
         self._hungry = False
-        said = (
+        counts_by_part = (
             (counts.trigger_free, counts.trigger_waiting, counts.trigger_granted),
             (counts.value_free, counts.value_waiting, counts.value_granted),
         )
-        for part, (free, waiting, received) in enumerate(said):
-            granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
+        for part, (free, waiting, received) in enumerate(counts_by_part):
+            granted = self._regions[part].grant(free, waiting, received, functools.partial(self._traced_evict, part))
             if self._grant(part, granted) + free == 0 and waiting > 0:
                 self._hungry = True
-                self._say_exhausted(part, received)
+                self._report_exhausted(part, received)
 
-    def _say_exhausted(self, part: int, received: int) -> None:
-        """Tell the loader, once until its next slots, that those of this part that are not pinned are all in use: it
-        waits for none of them before it reads the other part."""
+    def _report_exhausted(self, part: int, received: int) -> None:
+        """Tell the loader, once until its next grant, that all unpinned slots of this part are in use, so that it reads
+        the other part without waiting for one."""
         if not self._exhausted[part] and not self._regions[part].on_the_way(received):
             self._exhausted[part] = True
             self._link.send(Grant(generation=self._generation, part=part, slots=b""))  # type: ignore[arg-type]
 
     def _grant(self, part: int, slots: Iterable[int]) -> int:
-        """Returns how many they were."""
         count = 0
         for piece in packed(slots):
             self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
@@ -355,17 +363,39 @@ class CacheService:
             self._exhausted[part] = False
         return count
 
-    def _evict(self, part: int, want: int) -> array[int]:
-        began_ns = trace.now()
-        slots: Any = ffi.new("uint32_t[]", want)
-        taken = lib.np_clock_take(
-            self._pointers[part],
-            len(self._entries[part]),
-            self._hands[part],
-            self._windows,
-            len(self._windows),
-            want,
-            slots,
+    # ---- eviction --------------------------------------------------------------------------------------------
+    def _traced_evict(self, part: int, count: int) -> array[int]:
+        start_ns = trace.now()
+        slots = self.evict(part, count)
+        self._trace.put(lib.NP_SPAN_EVICT, start_ns, value=len(slots))
+        return slots
+
+    def evict(self, part: int, count: int) -> array[int]:
+        """Evict up to `count` clusters of a part (0 triggers, 1 values) and return the slots that this freed.
+
+        The default policy is CLOCK with usage counts (native/residency/clock.c). A subclass may override the method; it
+        may choose freely, since results never depend on what is resident. Contract: return only slots that `evict`
+        of this class or `evict_clusters` has returned, each once; do not wait; return fewer if no more can be evicted,
+        which the cache then tries again within milliseconds.
+        """
+        slots: Any = ffi.new("uint32_t[]", count)
+        entries, words, hand = self._entries[part], self._pointers[part], self._hands[part]
+        evicted = lib.np_clock_take(words, len(entries), hand, self._windows, len(self._windows), count, slots)
+        return array("I", bytes(ffi.buffer(slots, 4 * evicted)))
+
+    def evict_clusters(self, part: int, clusters: array[int], count: int) -> array[int]:
+        """Evict the first `count` of these clusters that are resident, unpinned and not being read, and return the
+        slots
+        that this freed. clusters: ids of uint32 in the package's order; those out of range are passed over."""
+        slots: Any = ffi.new("uint32_t[]", count)
+        ids = ffi.from_buffer("uint32_t[]", clusters)
+        entries, words = self._entries[part], self._pointers[part]
+        evicted = lib.np_clusters_evict(
+            words, len(entries), ids, len(clusters), self._windows, len(self._windows), count, slots
         )
-        self._trace.put(lib.NP_SPAN_EVICT, began_ns, value=taken)
-        return array("I", bytes(ffi.buffer(slots, 4 * taken)))
+        return array("I", bytes(ffi.buffer(slots, 4 * evicted)))
+
+    def entries(self, part: int) -> memoryview:
+        """Return the residency entries of a part, a uint32 per cluster; protocol/residency.py explains their bits. They
+        change at any time: read them, and write them only through `evict_clusters`."""
+        return self._entries[part].toreadonly()

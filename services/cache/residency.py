@@ -1,6 +1,6 @@
-"""The cache's bookkeeping, without sockets: which slots are free, what to grant, what to warm up first.
+"""The cache's bookkeeping, without sockets: free slots, grants, warm-up and pins.
 
-a slot is    free (here)  ->  granted (the loader's)  ->  holds a cluster (named by a present word)  ->  free ...
+A slot is free (in this module), granted (to the loader), occupied (a present residency entry names it), free again.
 """
 
 from __future__ import annotations
@@ -16,153 +16,165 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.runtime.miss_counts import Misses, is_far_above
 
 Counts = tuple[int, ...]
-"""Of each feed-forward, how many of its first clusters."""
+"""Numbers of clusters by feed-forward: the first ones of each."""
 GROW_AFTER_S: Final = 0.5
 SHRINK_AFTER_S: Final = 5.0
 FEW_FREE: Final = 64
-MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed: few at a time need be held
+MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed
 
 
 def packed(ids: Iterable[int]) -> Iterator[bytes]:
-    """Cluster or slot numbers as little-endian uint32, in pieces that fit a message each; none for none. Each piece is
-    made when it is asked for."""
-    left = iter(ids)
-    while piece := array("I", itertools.islice(left, MAX_IDS_PER_MESSAGE)):
+    """Yield cluster or slot numbers as little-endian uint32, in pieces that fit a message each; nothing for no ids."""
+    remaining = iter(ids)
+    while piece := array("I", itertools.islice(remaining, MAX_IDS_PER_MESSAGE)):
         yield piece.tobytes()
 
 
 @frozen(kw_only=True)
 class Region:
-    """One part's slots, from the plan. reserve: free slots that the loader should have ahead of need; pinned: of each
-    feed-forward, how many of its first clusters stay; held: how many of these an accelerator always computes, so that
-    they are not worth loading ahead."""
+    """The slots of one part, from the plan.
+
+    reserve: free slots that the loader should have ahead of need
+    pinned: by feed-forward, how many of its first clusters are pinned
+    offloaded: how many of these an accelerator always computes, so that they are not loaded ahead
+    """
 
     part: Literal[0, 1]
     slots: int
     reserve: int
     clusters: int
     pinned: tuple[int, ...]
-    held: int = 0
+    offloaded: int = 0
 
     @property
     def holds_everything(self) -> bool:
-        """Whether nothing is ever evicted."""
+        """True if every cluster has a slot, so that nothing is ever evicted."""
         return self.slots >= self.clusters
 
     @property
     def clusters_per_ffn(self) -> int:
-        """Clusters of one feed-forward."""
+        """The number of clusters of one feed-forward."""
         return self.clusters // len(self.pinned)
 
     def warm(self) -> tuple[int, ...]:
-        """Of each feed-forward, the first clusters behind the held ones worth loading before anybody asks, the pinned
-        ones among them: of all as many, where the converter puts the hottest, as long as there are slots."""
-        staying = [max(0, count - self.held) for count in self.pinned]
-        counts = warm_counts(staying, self.clusters_per_ffn - self.held, self.slots - self.reserve)
-        return tuple(self.held + count for count in counts)
+        """Return by feed-forward the end of the clusters to load ahead of any request.
+
+        The range begins after the offloaded clusters and includes the pinned ones. Every feed-forward gets equally
+        many,
+        from its beginning, where conversion puts the hottest, as far as there are slots.
+        """
+        pinned = [max(0, count - self.offloaded) for count in self.pinned]
+        counts = warm_counts(pinned, self.clusters_per_ffn - self.offloaded, self.slots - self.reserve)
+        return tuple(self.offloaded + count for count in counts)
 
 
 @frozen(kw_only=True)
 class WarmUp:
-    """Clusters to load when nothing more urgent waits. parts: 1 triggers, 2 values, 3 both; pinned: whether they are to
-    stay."""
+    """Clusters to load while nothing more urgent waits. parts: 1 triggers, 2 values, 3 both; pinned: True to pin
+    them."""
 
     parts: Literal[1, 2, 3]
     ranges: tuple[range, ...]
     pinned: bool
 
     def __len__(self) -> int:
-        """How many clusters these are."""
+        """Return the number of clusters."""
         return sum(map(len, self.ranges))
 
     def __iter__(self) -> Iterator[int]:
-        """The clusters."""
         return itertools.chain.from_iterable(self.ranges)
 
 
 def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
-    """What to load at the start, pinned clusters first. Clusters of which both parts are wanted are asked for together:
-    their bytes are neighbours, and the file is read from end to end once."""
+    """Yield what to load at the start, pinned clusters first.
+
+    Clusters of which both parts are needed come as one, since their bytes are adjacent and the file is then read
+    sequentially once.
+    """
     nothing = (0,) * len(triggers.pinned)
     pinned, warm = (triggers.pinned, values.pinned), (triggers.warm(), values.warm())
     yield from _ranges(triggers.clusters_per_ffn, (nothing, nothing), pinned, pinned=True)
-    behind = _behind(triggers), _behind(values)
-    yield from _ranges(triggers.clusters_per_ffn, behind, warm, pinned=False)
+    starts = _unpinned_starts(triggers), _unpinned_starts(values)
+    yield from _ranges(triggers.clusters_per_ffn, starts, warm, pinned=False)
 
 
-def _behind(region: Region) -> Counts:
-    """Where what is warm and not pinned begins."""
-    return tuple(max(count, region.held) for count in region.pinned)
+def _unpinned_starts(region: Region) -> Counts:
+    """Return by feed-forward the first cluster that is neither pinned nor offloaded."""
+    return tuple(max(count, region.offloaded) for count in region.pinned)
 
 
 def _ranges(
     clusters: int, starts: tuple[Counts, Counts], ends: tuple[Counts, Counts], *, pinned: bool
 ) -> Iterator[WarmUp]:
-    """Of each feed-forward, the clusters of either part from its start to its end."""
-    found: dict[Literal[1, 2, 3], list[range]] = {3: [], 1: [], 2: []}
+    """Yield the clusters of either part from its start to its end in every feed-forward, those of both parts first."""
+    ranges_by_parts: dict[Literal[1, 2, 3], list[range]] = {3: [], 1: [], 2: []}
     for ffn, (start_1, start_2, end_1, end_2) in enumerate(zip(*starts, *ends, strict=True)):
         first = ffn * clusters
-        both = max(start_1, start_2), min(end_1, end_2)
-        found[3].append(range(first + both[0], first + both[1]))
-        found[1] += [
-            range(first + start_1, first + min(end_1, both[0])),
-            range(first + max(start_1, both[1]), first + end_1),
+        shared_start, shared_end = max(start_1, start_2), min(end_1, end_2)
+        ranges_by_parts[3].append(range(first + shared_start, first + shared_end))
+        ranges_by_parts[1] += [
+            range(first + start_1, first + min(end_1, shared_start)),
+            range(first + max(start_1, shared_end), first + end_1),
         ]
-        found[2] += [
-            range(first + start_2, first + min(end_2, both[0])),
-            range(first + max(start_2, both[1]), first + end_2),
+        ranges_by_parts[2] += [
+            range(first + start_2, first + min(end_2, shared_start)),
+            range(first + max(start_2, shared_end), first + end_2),
         ]
-    for parts, ranges in found.items():
-        if kept := tuple(one for one in ranges if one):
-            yield WarmUp(parts=parts, ranges=kept, pinned=pinned)
+    for parts, ranges in ranges_by_parts.items():
+        if nonempty := tuple(clusters_range for clusters_range in ranges if clusters_range):
+            yield WarmUp(parts=parts, ranges=nonempty, pinned=pinned)
 
 
-class Following:
-    """Which entry of the plan's table of pins holds, by how many texts the steps have. A batch that flickers changes
-    nothing: more texts count once there were as many for GROW_AFTER_S, fewer once there were no more for
-    SHRINK_AFTER_S."""
+class PinTable:
+    """The current entry of the plan's table of pins, chosen by the number of sequences in a step.
 
-    def __init__(self, entries: Sequence[int], texts: int) -> None:
-        """entries: from how many texts on each holds, the first from 1."""
+    A batch size that fluctuates changes nothing: a larger one counts after GROW_AFTER_S, a smaller one after
+    SHRINK_AFTER_S.
+    """
+
+    def __init__(self, entries: Sequence[int], sequences: int) -> None:
+        """entries: the number of sequences from which on each entry holds; the first is 1."""
         self._entries = entries
-        self.entry = self._of(texts)
-        self._nearest = self.entry  # of the entries asked for since, the one nearest to that which holds
+        self.entry = self._entry_for(sequences)
+        self._nearest = self.entry  # of the entries that steps called for since, the one nearest to the current one
         self._since_s = 0.0
 
-    def look(self, texts: int, now_s: float) -> bool:
-        """Take a look at the number of texts, 0 while there were none. Returns whether another entry holds now."""
-        asked = self._of(texts) if texts else self.entry
-        goes_on = self._nearest != self.entry and (asked > self.entry) == (self._nearest > self.entry)
-        if asked == self.entry or not goes_on:
-            self._nearest, self._since_s = asked, now_s
+    def update(self, sequences: int, now_s: float) -> bool:
+        """Observe the number of sequences, 0 while there was no step. Return True if another entry holds now."""
+        target = self._entry_for(sequences) if sequences else self.entry
+        goes_on = self._nearest != self.entry and (target > self.entry) == (self._nearest > self.entry)
+        if target == self.entry or not goes_on:
+            self._nearest, self._since_s = target, now_s
             return False
-        grows = asked > self.entry
-        self._nearest = min(asked, self._nearest) if grows else max(asked, self._nearest)
+        grows = target > self.entry
+        self._nearest = min(target, self._nearest) if grows else max(target, self._nearest)
         if now_s - self._since_s < (GROW_AFTER_S if grows else SHRINK_AFTER_S):
             return False
         self.entry = self._nearest
         return True
 
-    def _of(self, texts: int) -> int:
-        return max(n for n, least in enumerate(self._entries) if least <= max(1, texts))
+    def _entry_for(self, sequences: int) -> int:
+        return max(n for n, minimum in enumerate(self._entries) if minimum <= max(1, sequences))
 
 
 class PinTrial:
-    """Decide whether the plan's pins hold, by what decode steps miss. Where that is far above the plan, the pins are
-    let go; after as many steps as the cache takes to follow, and as many more, they come back unless fewer are missed.
-    There is one trial in a run."""
+    """A trial without the plan's pins, once in a run, if decode steps miss far more than the plan expects.
+
+    The pins are released. After SETTLING_STEPS, in which the cache adapts, and STEPS more, they come back unless the
+    miss rate has fallen by MIN_GAIN.
+    """
 
     HOLD: Final = 0
     TRIAL: Final = 1
     LET_GO: Final = 2
     PROVED: Final = 3
-    STEPS: Final = 32  # that are compared
+    STEPS: Final = 32  # whose miss rates are compared
     SETTLING_STEPS: Final = 32
     MIN_GAIN: Final = 0.05
 
     def __init__(self, expected_rate: float, state: int = HOLD) -> None:
-        """expected_rate: of what a step wants, the share that the plan expects to miss. state: what an earlier cache of
-        the run left; a trial that it did not end begins again."""
+        """expected_rate: the miss rate that the plan expects. state: that of an earlier cache process of the run; an
+        unfinished trial begins again."""
         self.state = self.HOLD if state == self.TRIAL else state
         self._expected_rate = expected_rate
         self._since: Misses | None = None
@@ -171,14 +183,14 @@ class PinTrial:
 
     @property
     def holds(self) -> bool:
-        """Whether what the plan pins is to stay pinned."""
+        """True if the plan's pins hold."""
         return self.state in (self.HOLD, self.PROVED)
 
     def look(self, now: Misses) -> bool:
-        """Take a look at the sums so far. Returns whether `holds` has changed."""
+        """Observe the sums over decode steps so far. Return True if `holds` has changed."""
         if self.state in (self.LET_GO, self.PROVED):
             return False
-        if self._since is None or now.steps < self._since.steps:  # sums of another coordinator
+        if self._since is None or now.steps < self._since.steps:  # a new coordinator counts from 0
             self._since = now
             return False
         recent = now - self._since
@@ -199,40 +211,42 @@ class PinTrial:
 
 
 class FreeSlots:
-    """The free slots of one region, and how many the loader was granted. A byte per slot: a large model has
+    """The free slots of one region, and the number granted to the loader. It takes a byte per slot: a large model has
     millions."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self._free = bytearray()  # 1: free
-        self._next = 0  # no slot below is free: what is taken comes back only with a reset
-        self._left = 0  # free slots
+        self._next = 0  # no slot below is free: slots come back only with a reset
+        self._free_count = 0
         self._granted = 0  # since the reset
 
     def restart(self, free: bytearray) -> None:
-        """After a reset. free: of every slot of the region 1 where no present word names it, else 0; taken over."""
+        """Begin after a reset. free: a byte per slot, 1 if no present entry names it; the object keeps it."""
         self._free = free
-        self._next, self._left, self._granted = 0, free.count(1), 0
+        self._next, self._free_count, self._granted = 0, free.count(1), 0
 
     def resize(self, slots: int, pinned: Counts) -> None:
-        """The region has so many slots from now on. New ones are free; of fewer, a reset follows before any is asked
-        for. A plan in which everything had a slot keeps none free: of fewer a few are."""
-        more = max(0, slots - len(self._free)) if self._free else 0
-        self._free += b"\1" * more
-        self._left += more
+        """Change the number of slots. New ones are free; if there are fewer, a reset must follow before the next grant.
+
+        A region in which every cluster had a slot has no reserve; with fewer slots it gets a small one.
+        """
+        added = max(0, slots - len(self._free)) if self._free else 0
+        self._free += b"\1" * added
+        self._free_count += added
         reserve = self.region.reserve or (min(FEW_FREE, slots // 64) if slots < self.region.clusters else 0)
         self.region = dataclasses.replace(self.region, slots=slots, pinned=pinned, reserve=reserve)
 
     def take(self, count: int) -> Iterator[int]:
-        """Up to `count` free slots, the lowest first, for warming up. They count as granted at once; go through them
-        before anything else is asked of this region."""
-        count = min(count, self._left)
-        self._left -= count
+        """Return up to `count` free slots, the lowest first. They count as granted at once; exhaust the iterator before
+        the next call."""
+        count = min(count, self._free_count)
+        self._free_count -= count
         self._granted += count
         return self._lowest(count)
 
     def on_the_way(self, received: int) -> int:
-        """Return how many slots were granted that the loader did not have yet when it had received so many."""
+        """Return the number of granted slots that the loader had not received yet when it reported `received`."""
         return self._granted - received
 
     def _lowest(self, count: int) -> Iterator[int]:
@@ -244,17 +258,18 @@ class FreeSlots:
             yield from range(first, self._next)
 
     def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> Iterable[int]:
-        """Slots to hand to the loader, so that it has its reserve and one for each waiting cluster.
+        """Return the slots to grant, so that the loader has its reserve and one for each waiting cluster.
 
-        free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our
-        own free slots go first; then `evict(n)` gives up to n more.
+        free, waiting, received: from the loader's last message; slots that are on the way count as free. Free slots go
+        first; `evict(n)` frees up to n more.
         """
         if self.region.holds_everything:
-            return self.take(self._left)
-        want = max(0, self.region.reserve + waiting - free - self.on_the_way(received))
-        granted = array("I", self.take(want))
-        if len(granted) < want:
-            kept = [slot for slot in evict(want - len(granted)) if slot < self.region.slots]  # others are to be empty
-            self._granted += len(kept)
-            granted.extend(kept)
+            return self.take(self._free_count)
+        required = max(0, self.region.reserve + waiting - free - self.on_the_way(received))
+        granted = array("I", self.take(required))
+        if len(granted) < required:
+            # Evicted slots beyond the end of a shrinking region stay empty.
+            evicted = [slot for slot in evict(required - len(granted)) if slot < self.region.slots]
+            self._granted += len(evicted)
+            granted.extend(evicted)
         return granted

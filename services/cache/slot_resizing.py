@@ -1,15 +1,14 @@
-"""How many slots there are now: those of the plan, and as many of the lent ones as what is reserved leaves; fewer
+"""The current number of slots: those of the plan, plus the borrowed ones that reservations leave, minus those withheld
 while memory is short.
 
-    state      event                                                            next
-    steady     fewer are wanted: regions end there, and the loader is reset     vacating
-    vacating   no present entry names a slot behind: the loader is asked for    asked
-               their memory
-    asked      it has given that back: what was to be reserved is free          steady
-    steady     more are wanted: they are used at once                           steady
+    state       event                                                                           next
+    steady      fewer slots are needed: regions shrink, and the loader is reset                 vacating
+    vacating    no present entry names a slot beyond the new end: `Trim` goes to the loader     requested
+    requested   the loader has freed their memory: the reservation holds                        steady
+    steady      more slots are needed: they are used at once                                    steady
 
-Without sockets. Slots that are to go are emptied whatever they hold: what is hot is read again, into others. What the
-loader does not give back within a second it never will: one for an older protocol knows nothing of it.
+Slots beyond the new end are emptied whatever they hold; hot clusters among them are read again. A loader that does not
+answer `Trim` within a second never will: `Trim` is optional in the protocol.
 """
 
 from __future__ import annotations
@@ -24,66 +23,71 @@ GIVE_UP_AFTER_S = 1.0
 
 
 class Resizing:
-    """slots: how many the regions have; least: as few of either part may be. vacates: whether it is not steady."""
+    """The number of slots of both parts, and the changes that are under way.
+
+    slots: the current numbers; min_slots: neither part may have fewer; vacates: True while the state is not steady
+    """
 
     def __init__(self, manifest: Manifest, compute: Compute, memory: Memory) -> None:
         self._memory, self._lendable = memory, Lendable.of(manifest, compute, memory)
         places = manifest.slots(moved=memory.are_scales_moved)
         self._slot_bytes = places.trigger_bytes, places.value_bytes
         read = rates(manifest, compute.mode)
-        self._alike = compute.mode == "predicted" or read.value_read >= read.trigger_read  # wanted whole or not at all
-        if memory.trigger_slots < manifest.clusters:  # else their numbers do not tell
+        # Both parts of a cluster are needed together, so that either has as many slots.
+        self._alike = compute.mode == "predicted" or read.value_read >= read.trigger_read
+        if memory.trigger_slots < manifest.clusters:  # with a slot for every trigger part, equal numbers mean nothing
             self._alike |= memory.trigger_slots == memory.value_slots
         self._reserved_bytes = self._withheld_bytes = 0
-        # As many as may be open again, free or on their way.
-        self.least = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))
+        # As many slots as steps may have open, and as many again that are free or being filled.
+        self.min_slots = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))
         self._number: int | None = None  # of a reservation that is to be answered
-        self.vacates = True  # what lies behind was another cache's
-        self._asked_s: float | None = None
+        self.vacates = True  # slots beyond the plan's may hold clusters of an earlier cache process
+        self._requested_s: float | None = None
         self.slots: Slots = (memory.trigger_slots, memory.value_slots)
 
     def reserve(self, number: int | None, reserved_bytes: int) -> None:
-        """So much is to be free; number: of the message that says so."""
+        """Set the bytes to be reserved. number: of the `Reserve` message, for its answer."""
         self._number, self._reserved_bytes = number, reserved_bytes
 
     def withhold(self, withheld_bytes: int) -> bool:
-        """Slots are to give so much back. Returns whether that is new."""
+        """Set the bytes that slots give back while memory is short. Return True if the amount changes."""
         changed = withheld_bytes != self._withheld_bytes
         self._withheld_bytes = withheld_bytes
         return changed
 
     def begin(self) -> Slots:
-        """The slots from now on. Where they are fewer than before, `vacates` says so from now on."""
+        """Compute and return the numbers of slots from now on. If there are fewer than before, `vacates` becomes
+        True."""
         before, memory = self.slots, self._memory
         triggers, values = memory.trigger_slots, memory.value_slots
         if memory.lends:
-            lent = lent_slots(memory, self._lendable, self._reserved_bytes)
-            triggers, values = triggers + lent[0], values + lent[1]
-        least = min(self.least, triggers), min(self.least, values)
+            borrowed = lent_slots(memory, self._lendable, self._reserved_bytes)
+            triggers, values = triggers + borrowed[0], values + borrowed[1]
+        least = min(self.min_slots, triggers), min(self.min_slots, values)
         self.slots = without((triggers, values), self._withheld_bytes, self._slot_bytes, least=least, alike=self._alike)
         if any(now < then for now, then in zip(self.slots, before, strict=True)):
-            self.vacates, self._asked_s = True, None
+            self.vacates, self._requested_s = True, None
         return self.slots
 
-    def asked(self, now_s: float) -> None:
-        """Everything is empty, and the loader was asked for the memory."""
-        self._asked_s = now_s
+    def trim_requested(self, now_s: float) -> None:
+        """Record that the slots are empty and `Trim` was sent to the loader."""
+        self._requested_s = now_s
 
-    def is_asked(self, now_s: float) -> bool:
-        """Whether the loader was asked; one that does not answer is not waited for."""
-        if self._asked_s is not None and now_s - self._asked_s > GIVE_UP_AFTER_S:
+    def is_trim_requested(self, now_s: float) -> bool:
+        """Return True if `Trim` was sent. A loader that does not answer in time counts as having answered."""
+        if self._requested_s is not None and now_s - self._requested_s > GIVE_UP_AFTER_S:
             self.trimmed()
-        return self._asked_s is not None
+        return self._requested_s is not None
 
     def restarted(self) -> None:
-        """The loader is reset, or another one: what was asked before is lost."""
-        self._asked_s = None
+        """Forget the request to the loader, which was reset or replaced."""
+        self._requested_s = None
 
     def trimmed(self) -> None:
-        """The memory is given back."""
+        """Record that the loader has freed the memory."""
         self.vacates = False
 
     def answer(self) -> int | None:
-        """The number of a reservation that holds now, once."""
+        """Return the number of a reservation that holds now, once; None if there is none."""
         number, self._number = self._number, None
         return number

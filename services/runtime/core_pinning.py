@@ -16,7 +16,8 @@ _reported_cores: set[int] = set()  # each core is logged once: prefill pins its 
 
 
 def pin(core: int | None) -> bool:
-    """Pin this thread to a core; None leaves it unpinned. Return False, and change nothing, if the core is unavailable."""
+    """Pin this thread to a core; None leaves it unpinned. Return False, and change nothing, if the core is
+    unavailable."""
     if core is None:
         return True
     try:

@@ -1,4 +1,5 @@
-"""The run's shared segments: the supervisor creates them, and each role maps only what it needs, read-only if it can."""
+"""The run's shared segments: the supervisor creates them, and each role maps only what it needs, read-only if it
+can."""
 
 from __future__ import annotations
 

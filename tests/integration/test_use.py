@@ -77,3 +77,14 @@ def test_a_program_is_started_in_its_process_and_told_where_it_is(shell: Shell, 
 )
 def test_what_cannot_be_used_is_refused(shell: Shell, converted: Converted, use: str, said: str) -> None:
     assert said in shell.refused("run", converted("relu2", "f16").path, "-p", "x", "--workers", "2", "--use", use)
+
+
+def test_another_cache_policy_changes_the_misses_and_no_token(shell: Shell, converted: Converted) -> None:
+    package, prompt = converted("relu2", "f16"), tokens(RECIPES["relu2"], 9)
+    with shell.up(package.path) as run:
+        expected = run.ask(prompt, 24)["token_ids"]
+    policy = "cache=neuronpipe.services.examples.random_eviction:RandomEviction"
+    with shell.up(package.path, "--ffn-resident", "50%", "--use", policy) as run:
+        answer = run.ask(prompt, 24)
+    assert answer["token_ids"] == expected
+    assert answer["flash"]["reads"] > 0, answer["flash"]

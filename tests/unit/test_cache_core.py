@@ -15,8 +15,8 @@ from neuronpipe.services.cache.residency import (
     GROW_AFTER_S,
     MAX_IDS_PER_MESSAGE,
     SHRINK_AFTER_S,
-    Following,
     FreeSlots,
+    PinTable,
     Region,
     packed,
     warm_ups,
@@ -50,7 +50,7 @@ def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free
 
 def test_what_an_accelerator_computes_is_not_warmed_up_unless_everything_stays() -> None:
     triggers, values = (
-        dataclasses.replace(region(slots=7, pinned=(0, 0, 0), part=part), held=2)  # type: ignore[arg-type]
+        dataclasses.replace(region(slots=7, pinned=(0, 0, 0), part=part), offloaded=2)  # type: ignore[arg-type]
         for part in (0, 1)
     )
     (warm,) = warm_ups(triggers, values)
@@ -153,10 +153,10 @@ def test_however_many_there_are_each_piece_fits_a_message() -> None:
 
 
 def entries_seen(looks: list[tuple[float, int]], entries: tuple[int, ...] = (1, 2, 4)) -> list[int]:
-    following = Following(entries, 1)
+    following = PinTable(entries, 1)
     seen = []
     for now_s, texts in looks:
-        following.look(texts, now_s)
+        following.update(texts, now_s)
         seen.append(following.entry)
     return seen
 
@@ -174,7 +174,7 @@ def test_a_batch_that_flickers_or_rests_changes_nothing() -> None:
 
 
 def test_a_cache_that_starts_in_the_middle_takes_what_the_batch_has() -> None:
-    assert [Following((1, 2, 4), texts).entry for texts in (0, 1, 2, 3, 4, 9)] == [0, 0, 1, 1, 2, 2]
+    assert [PinTable((1, 2, 4), texts).entry for texts in (0, 1, 2, 3, 4, 9)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_new_slots_are_free_and_those_that_are_to_go_are_granted_to_nobody() -> None:

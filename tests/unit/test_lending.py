@@ -323,12 +323,12 @@ def test_fewer_slots_are_ready_when_the_loader_has_given_their_memory_back() -> 
     resizing.reserve(7, lendable.total_bytes // 2)
     assert resizing.begin() < all_slots
     assert resizing.vacates
-    resizing.asked(1.0)
-    assert resizing.is_asked(1.1)
+    resizing.trim_requested(1.0)
+    assert resizing.is_trim_requested(1.1)
     resizing.restarted()
-    assert not resizing.is_asked(1.2), "another loader knows nothing of it"
-    resizing.asked(2.0)
-    assert resizing.is_asked(2.0 + GIVE_UP_AFTER_S)
+    assert not resizing.is_trim_requested(1.2), "another loader knows nothing of it"
+    resizing.trim_requested(2.0)
+    assert resizing.is_trim_requested(2.0 + GIVE_UP_AFTER_S)
     resizing.trimmed()
     assert (resizing.vacates, resizing.answer(), resizing.answer()) == (False, 7, None)
     resizing.reserve(8, 0)
@@ -340,8 +340,8 @@ def test_a_loader_that_does_not_answer_is_not_waited_for() -> None:
     one = made()
     resizing = Resizing(MODEL, one.compute, one.memory)
     assert resizing.vacates, "another cache may have left something"
-    resizing.asked(1.0)
-    resizing.is_asked(1.1 + GIVE_UP_AFTER_S)
+    resizing.trim_requested(1.0)
+    resizing.is_trim_requested(1.1 + GIVE_UP_AFTER_S)
     assert not resizing.vacates
 
 
@@ -357,10 +357,10 @@ def test_under_pressure_slots_go_down_to_what_a_step_holds_open(mode: Any, extra
     places = MODEL.slots(moved=one.memory.are_scales_moved)
     given_back = (all_slots[0] - fewer[0]) * places.trigger_bytes
     given_back += (all_slots[1] - fewer[1]) * places.value_bytes
-    assert given_back >= min(1 << 20, 0 if fewer == (resizing.least, resizing.least) else 1 << 20)
+    assert given_back >= min(1 << 20, 0 if fewer == (resizing.min_slots, resizing.min_slots) else 1 << 20)
     resizing.withhold(1 << 40)
-    assert resizing.begin() == tuple(min(resizing.least, slots) for slots in all_slots)
-    assert resizing.least >= 2 * open_clusters(MODEL, one.compute)
+    assert resizing.begin() == tuple(min(resizing.min_slots, slots) for slots in all_slots)
+    assert resizing.min_slots >= 2 * open_clusters(MODEL, one.compute)
     resizing.withhold(0)
     assert resizing.begin() == all_slots
 

@@ -103,10 +103,10 @@ def test_let_go_pins_nothing_unless_everything_has_a_slot() -> None:
     pins.fit(slots)
     held = pins.counts(0)
     assert any(held[0])
-    pins.fit(slots, hold=False)
+    pins.fit(slots, pin=False)
     expected = held[0] if slots[0] == m.clusters else (0,) * m.model.ffns
     assert pins.counts(0) == (expected, (0,) * m.model.ffns)
-    pins.fit((m.clusters, m.clusters), hold=False)
+    pins.fit((m.clusters, m.clusters), pin=False)
     assert pins.counts(0)[0] == made.memory.pins[0].counts(m.model.ffns)[0]
 
 
