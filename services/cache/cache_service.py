@@ -176,7 +176,7 @@ class CacheService:
         self._follow_until_s: float | None = None  # pins are checked at least until then
 
     def serve(self) -> None:
-        """Serve until drained."""
+        """Serve until the coordinator drains the process."""
         self._service.add(self._link, self._from_loader)
         self._reset()
         self._service.serve(self._from_coordinator, self._before_wait)

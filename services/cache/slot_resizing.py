@@ -63,8 +63,10 @@ class Resizing:
         if memory.lends:
             borrowed = lent_slots(memory, self._lendable, self._reserved_bytes)
             triggers, values = triggers + borrowed[0], values + borrowed[1]
-        least = min(self.min_slots, triggers), min(self.min_slots, values)
-        self.slots = without((triggers, values), self._withheld_bytes, self._slot_bytes, least=least, alike=self._alike)
+        minimum = min(self.min_slots, triggers), min(self.min_slots, values)
+        self.slots = without(
+            (triggers, values), self._withheld_bytes, self._slot_bytes, least=minimum, alike=self._alike
+        )
         if any(now < then for now, then in zip(self.slots, before, strict=True)):
             self.vacates, self._requested_s = True, None
         return self.slots

@@ -1,1 +1,1 @@
-"""The loader service."""
+"""The loader, the only process that reads neurons from flash."""

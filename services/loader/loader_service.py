@@ -1,8 +1,8 @@
-"""The loader: the only process that reads flash for neurons. One queue, direct I/O, deep submission.
+"""The loader, the only process that reads neurons from flash: one queue, direct I/O, deep submission.
 
-Workers put what they miss into rings in shared memory, the cache sends free slots. The native loader empties the rings,
-claims the clusters' words, reads into the slots, verifies checksums, publishes the words and wakes the waiters, in one
-call that lasts until a message comes; Python only carries messages to it.
+Workers put requests for absent clusters into rings in shared memory, and the cache manager grants free slots. The
+native loader empties the rings, claims the residency entries, reads into the slots, verifies checksums, publishes the
+entries and wakes the waiting workers, all in one call that lasts until a message comes. Python only handles messages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ log = logging.getLogger(__name__)
 
 
 def load_fixed(package: Package, segment: Segment) -> None:
-    """Copy fixed.safetensors, and where it is used predictor.safetensors, into the segment and seal it; nothing to do
-    when an earlier loader has. Verifies the tokenizer, the checksum table and the tensors (UserError naming
-    the file)."""
+    """Copy fixed.safetensors, and predictor.safetensors if it is used, into the segment and seal it.
+
+    Do nothing if an earlier loader has sealed it. Verifies the tokenizer, the checksum table and the tensors; raises
+    UserError, which names the file.
+    """
     if segment.sealed:
         return
     with segment.map(writable=True) as mapping:
@@ -52,7 +54,7 @@ def load_fixed(package: Package, segment: Segment) -> None:
 
 
 class Core:
-    """The native loader over this process's mappings."""
+    """The native loader, with this process's mappings of shared memory."""
 
     def __init__(self, job: Job, memory: RunMemory) -> None:
         manifest, flash = job.package.manifest, job.plan.flash
@@ -61,7 +63,7 @@ class Core:
         depth = flash.depth + flash.warm_up_reads
         self._reader = lib.np_reader_open(path, flash.engine.encode(), depth, error)
         if self._reader == ffi.NULL and flash.engine != "threads":
-            log.warning("%s is refused here (errno %d); reading with threads", flash.engine, error[0])
+            log.warning("this system refuses %s (errno %d); reading with threads", flash.engine, error[0])
             self._reader = lib.np_reader_open(path, b"threads", depth, error)
         if self._reader == ffi.NULL:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
@@ -142,7 +144,7 @@ class Core:
         self._state = ffi.new("np_loader_state *")
 
     def _attach(self, memory: RunMemory, doorbell: Path, trace: Trace) -> None:
-        """Let the native loader take requests from the participants' rings."""
+        """Attach the participants' request rings to the native loader."""
         rings = Rings(memory, doorbell)
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
         participants = ffi.new("np_requests[]", [rings.of(participant)[0] for participant in range(rings.participants)])
@@ -156,53 +158,55 @@ class Core:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
-        """Load these parts of clusters while nothing else waits; what is there is passed over."""
+        """Load these parts of clusters while nothing else waits, without those that are resident. clusters: ids packed
+        as uint32."""
         ids = ffi.from_buffer("uint32_t[]", clusters)
         flags = lib.NP_ENTRY_PINNED if pinned else 0
         if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_TRIGGER, ids, len(ids), flags) < 0:
             log.error("a message named clusters outside the package; dropped")
 
     def grant(self, part: int, slots: bytes) -> None:
-        """Take over free slots."""
+        """Add free slots, packed as uint32."""
         if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
             raise RuntimeError("the cache granted a slot that does not exist or is in use")
 
     def trim(self, slots: tuple[int, int]) -> None:
-        """Give the memory of the slots behind so many of each part back."""
+        """Free the memory of the slots from these numbers on. slots: the number of slots of either part that stay."""
         for part, first in enumerate(slots):
             result = lib.np_loader_trim(self._loader, part, first)
             if result == lib.NP_E_ARGUMENT:
-                raise RuntimeError("the cache wants the memory of a slot back that it has granted")
+                raise RuntimeError("the cache asked for the memory of a slot that it has granted")
             if result < 0:
                 log.warning(
-                    "the system does not take the memory of unused slots back: the run holds more than it should"
+                    "the system cannot free the memory of unused slots: the run takes more than its limit allows"
                 )
 
     def serve(self, descriptors: tuple[int, ...], timeout_ms: int) -> None:
-        """Read, publish, sleep, until a descriptor can be read, the cache should hear how many slots are left, or time
-        is over."""
+        """Read, publish and sleep until a descriptor is readable, the number of free slots must be reported, or the
+        time
+        has passed."""
         if lib.np_loader_serve(self._loader, descriptors, len(descriptors), timeout_ms, SPIN_US) < 0:
             raise RuntimeError("the loader cannot wait for its descriptors")
 
     def state(self) -> Any:
-        """Free slots, waiting clusters, counters."""
+        """Return an np_loader_state: free slots, waiting clusters and counters."""
         lib.np_loader_read_state(self._loader, self._state)
         return self._state
 
     def reset(self) -> None:
-        """Forget slots and all that is queued but demands; finish what is in flight."""
+        """Forget all slots and all queued reads but demands. Reads in flight are completed."""
         lib.np_loader_reset(self._loader)
 
 
 class LoaderService:
-    """The messages around the native loader."""
+    """The process of role `loader`: the messages around the native loader."""
 
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("loader", job.segments)
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
-        with unpinned():  # it reads and hashes at once
+        with unpinned():  # it reads and hashes in parallel
             load_fixed(job.package, self._memory.segments["fixed"])
         self._core = Core(job, self._memory)
         loaded = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "loaded"))
@@ -210,17 +214,17 @@ class LoaderService:
         lib.np_word_wake(loaded)
         self._generation = 0
         self._granted = [0, 0]
-        self._told: SlotCounts | None = None
+        self._reported: SlotCounts | None = None
 
     def serve(self) -> None:
-        """Serve until drained."""
+        """Serve until the coordinator drains the process."""
         self._service.counters = self._counters
         self._service.add(self._cache, self._from_cache)
-        self._service.serve(lambda message: None, self._tell_slot_counts, self._core.serve)
+        self._service.serve(lambda message: None, self._report_slot_counts, self._core.serve)
         self._context.close()
 
     def _counters(self) -> dict[str, float]:
-        """For monitors: the queue."""
+        """Return the state of the queue, for monitors."""
         state = self._core.state()
         return {
             "in_flight": state.in_flight,
@@ -230,8 +234,8 @@ class LoaderService:
             "value_free": state.free_slots[VALUE],
         }
 
-    def _tell_slot_counts(self) -> int | None:
-        """Before each wait: tell the cache what is left."""
+    def _report_slot_counts(self) -> int | None:
+        """Report the free slots to the cache manager, before each wait, if they have changed."""
         state = self._core.state()
         counts = SlotCounts(
             generation=self._generation,
@@ -242,9 +246,9 @@ class LoaderService:
             trigger_granted=self._granted[TRIGGER],
             value_granted=self._granted[VALUE],
         )
-        if counts != self._told or self._generation == 0:
-            self._told = counts
-            self._tell(counts)
+        if counts != self._reported or self._generation == 0:
+            self._reported = counts
+            self._send(counts)
         return UNKNOWN_GENERATION_MS if self._generation == 0 else None
 
     def _from_cache(self) -> None:
@@ -252,10 +256,10 @@ class LoaderService:
             _, message = received
             if isinstance(message, Reset):
                 if message.generation <= self._generation:
-                    continue  # a late one: its slots are granted already
+                    continue  # a late message: slots of this generation were granted already
                 self._core.reset()
-                self._generation, self._told, self._granted = message.generation, None, [0, 0]
-                self._tell(ResetDone(generation=message.generation))
+                self._generation, self._reported, self._granted = message.generation, None, [0, 0]
+                self._send(ResetDone(generation=message.generation))
                 self._service.become_available()
             elif message.generation == self._generation:  # type: ignore[attr-defined]
                 self._take(message)
@@ -268,10 +272,10 @@ class LoaderService:
             self._core.warm_up(message.parts, message.clusters, pinned=message.pinned)
         elif isinstance(message, Trim):
             self._core.trim((message.trigger_slots, message.value_slots))
-            self._tell(Trimmed(generation=message.generation))
+            self._send(Trimmed(generation=message.generation))
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         try:
             self._cache.send("cache-0", message)
         except (Lost, Full):
-            self._told = None  # the cache is not there yet, or not again; the next round sends it
+            self._reported = None  # the cache manager has not connected yet, or again; the next round repeats it

@@ -1,9 +1,9 @@
-"""The accelerator: a participant of decode steps that computes the first blocks of every feed-forward on a device that
-holds their weights. It takes no other work; the decode workers do not wait for those clusters meanwhile.
+"""The accelerator process: a participant of decode steps that computes the offloaded blocks of every feed-forward.
 
-Its bits are those of the decode workers, whose instructions its device follows: that they compute its blocks when it is
-gone, or that it comes back, changes no text. Or it has numerics of its own, which end with "+" and those of the decode
-workers: then steps with it and steps without it differ a little, and each has the numerics of who takes part.
+A device has the weights of these blocks, which the decode workers neither read nor wait for. If the device reproduces
+the bits of the decode workers, they may compute its blocks while it is gone, and no token changes. Otherwise the
+accelerator has numerics of its own, which end with "+" and those of the decode workers; steps with and without it then
+differ slightly, and each records the numerics of its participants.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from neuronpipe.services.worker.decode import DecodeService
 
 
 class AcceleratorService(DecodeService):
-    """See the module. An experiment overrides `compute`, or `backend`."""
+    """The process of role `accelerator`. Subclasses may override `compute` or `backend`."""
 
     def backend(self, job: Job) -> Backend:
-        """Who computes: what the plan says, with the numerics of the decode workers' backend."""
+        """Construct the backend that the plan names, with the instruction set of the decode workers."""
         backend = create_backend(job.process.backend, "accelerator")
         if isinstance(backend, HolderBackend):
             backend.follow(job.plan.compute.decode_workers()[0].backend)

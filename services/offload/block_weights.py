@@ -1,5 +1,4 @@
-"""The weights of held blocks: read from the package once, checked as the loader checks them, and handed on layer by
-layer."""
+"""The weights of offloaded blocks, read from the package layer by layer and verified as the loader verifies them."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ READ_BYTES = 4 << 20  # at once, in whole clusters
 
 
 def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
-    """Of each layer the first clusters of its experts: [experts][clusters][bytes of both slots]. The array is written
-    again for the next layer. Raises UserError for bytes that do not match their checksum."""
+    """Yield for each layer the first clusters of its experts: uint8 [experts][clusters][bytes of both slots].
+
+    The array is reused for the next layer. Raises UserError for bytes that do not match their checksum.
+    """
     manifest, layout = package.manifest, package.manifest.layout
     experts, clusters = manifest.model.experts, held_clusters(layout, blocks)
     checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, 2)
@@ -30,8 +31,7 @@ def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
         for layer in range(manifest.model.layers):
             for expert in range(experts):
                 first = layout.cluster_index(layer, expert, experts, 0)
-                own = weights[expert * clusters : (expert + 1) * clusters]
-                _read(package, file, first, checksums, own)
+                _read(package, file, first, checksums, weights[expert * clusters : (expert + 1) * clusters])
             yield weights
         forget(file)
     finally:
@@ -39,7 +39,7 @@ def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32], into: NDArray[np.uint8]) -> None:
-    """Clusters from this one on, as many as `into` has rows."""
+    """Read as many clusters as `into` has rows, beginning with cluster `first`."""
     manifest, layout = package.manifest, package.manifest.layout
     at_once = max(1, READ_BYTES // layout.cluster_stride_bytes)
     trigger, value = manifest.trigger_slot_bytes, manifest.value_slot_bytes
@@ -55,8 +55,8 @@ def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32]
         if count < read.size:
             raise UserError(f"{package.bundles_path}: ended after {offset + count} bytes; is it being replaced?")
         for cluster, (row, sums) in enumerate(zip(read, checksums[first + at :], strict=False), first + at):
-            for name, part, wanted in (("trigger", row[:start], sums[0]), ("value", row[start:], sums[1])):
-                if lib.np_crc32c(0, ffi.from_buffer(part), len(part)) != wanted:
+            for name, part, checksum in (("trigger", row[:start], sums[0]), ("value", row[start:], sums[1])):
+                if lib.np_crc32c(0, ffi.from_buffer(part), len(part)) != checksum:
                     raise _damaged(package, cluster, name)
         some[:, :trigger] = read[:, :trigger]
         some[:, trigger:] = read[:, start : start + value]
@@ -75,7 +75,7 @@ def _damaged(package: Package, cluster: int, part: str) -> UserError:
 
 
 def held_biases(package: Package) -> Iterator[NDArray[np.float32] | None]:
-    """Of each layer the biases of its Ups, where it has any."""
+    """Yield for each layer the biases of its up projections, or None."""
     for layer in range(package.manifest.model.layers):
         entry = package.fixed.get(f"layers.{layer}.up.bias")
         if entry is None:

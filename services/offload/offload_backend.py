@@ -1,5 +1,5 @@
-"""What backends of an accelerator share: an engine that goes through decode steps with the others and computes nothing
-of them, and somebody who holds the weights of its blocks and computes these."""
+"""The base of offload backends: an engine that goes through decode steps with the other participants, while a device
+computes the offloaded blocks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from neuronpipe.services.worker.participant import View
 
 
 class HolderBackend(CpuBackend):
-    """See the module; the interface is that of services/steps/backend.py, and what follows."""
+    """The base class of offload backends; the interface is `Backend` and the methods below."""
 
     name = ""
-    """As a plan has it."""
+    """The backend's name in a plan."""
 
     @abstractmethod
     def describe(self) -> Accelerator:
-        """The device that holds the weights. Raises UserError where there is none."""
+        """Describe the device. Raises UserError if there is none."""
 
     def follow(self, decode_backend: str) -> None:
-        """Take part in steps with this backend of the decode workers: all that is not the device's has its bits."""
+        """Use the instruction set of the decode workers' backend, so that everything outside the device has its
+        bits."""
         name, _, instructions = decode_backend.partition(":")
         if name != "cpu":
             raise UserError(f"backend {self.name} follows decode workers of the backend cpu, not {decode_backend}")
         self._isa = instructions or self._isa
 
     def _own_view(self, placement: Placement) -> View:
-        """It reads fixed tensors and shares the stages; slots, requests, keys and values are the others'."""
+        """Return a view of fixed tensors and stages, without slots, request rings, keys and values."""
         package, memory, stage = placement.job.package, placement.memory, self._stage
         fixed = memory.view("fixed", "file")
         tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}

@@ -99,7 +99,6 @@ class Epoch:
         self._arrivals = ffi.from_buffer("uint32_t[]", memory.view("residency", "arrivals"))
 
     def load(self) -> int:
-        """Return the current epoch."""
         return int(lib.np_word_load(self._word))
 
     def advance(self) -> int:

@@ -1,10 +1,10 @@
-"""The backend `cpu`: the native engine, with one participant for each thread of the process.
+"""The backend `cpu`: the native engine, with a participant for each thread of the process.
 
-A decode worker is one participant, and the other decode workers are the others: they share the exchange segment. The
-prefill worker does its steps alone, by several threads over stages of its own.
+A decode worker is one participant; it shares the exchange segment with the other decode workers. A prefill worker
+computes its steps alone, with several threads over private stages.
 
-Its option is the set of vector instructions (`cpu:avx2`), the best of this processor by default. Dot products of two
-sets differ in their last bits, so the set is part of the numerics.
+The option names the instruction set (`cpu:avx2`); the default is the best of this processor. Dot products of two
+instruction sets differ in their last bits, so the instruction set is part of the numerics.
 """
 
 from __future__ import annotations
@@ -31,35 +31,37 @@ from neuronpipe.services.worker.participant import EngineConfig, Participant, Vi
 from neuronpipe.services.worker.step_channel import Lane
 
 Stage = Callable[[str], memoryview]
-"""The buffer of one stage of a step, by its name in the layout of the exchange segment."""
+"""A function that returns the buffer of one stage of a step, by its name in the layout of the exchange segment."""
 
 
 class CpuBackend:
-    """See the module; the interface is that of services/steps/backend.py. multiply: who computes the products of
-    layers, where a prefill worker's engines do not; see Participant."""
+    """The native engine as a `Backend` (services/steps/backend.py).
+
+    multiply: computes the matrix products of layers in place of the engine, in a prefill worker; see Participant
+    """
 
     multiply: Multiply | None = None
     rates = True
 
     def __init__(self, options: str = "") -> None:
-        offered = ffi.string(lib.np_isa_names()).decode()
-        if options and options not in offered.split(","):
-            raise UserError(f"backend cpu:{options}: this machine has {', '.join(offered.split(','))}")
+        instruction_sets = ffi.string(lib.np_isa_names()).decode().split(",")
+        if options and options not in instruction_sets:
+            raise UserError(f"backend cpu:{options}: this machine has {', '.join(instruction_sets)}")
         self._isa = options or ffi.string(lib.np_isa_name()).decode()
         self._participants: list[Participant] = []
         self._working: set[Future[None]] = set()
 
     @property
     def numerics(self) -> str:
-        """The vector instructions decide the last bits, and nothing else does."""
+        """`cpu:` and the instruction set, which alone decides the last bits."""
         return f"cpu:{self._isa}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Everything that a package can hold."""
+        """Support every package in decode and prefill, and no accelerator process."""
         return "an accelerator's backend is opencl or onnx" if phase == "accelerator" else None
 
     def load(self, placement: Placement) -> None:
-        """Build the engines."""
+        """Create an engine for each participant."""
         lib.np_isa_select(self._isa.encode())
         job, memory = placement.job, placement.memory
         self._rings, self._trace = Rings(memory, job.doorbell), Trace.of(job, memory)
@@ -78,7 +80,7 @@ class CpuBackend:
         ]
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """One native call for each participant."""
+        """Compute the step with one native call per participant."""
         if self._alone:
             self._compute_together(work)
         else:
@@ -86,30 +88,30 @@ class CpuBackend:
         return self._counters()
 
     def give_back(self) -> None:
-        """Of stages of its own; those in the exchange segment are everybody's."""
+        """Free private stages. Stages in the exchange segment are shared and stay."""
         wait(self._working)
         if self._own is not None:
             self._own.give_back()
 
     def serve_lane(self, lane: Lane) -> None:
-        """As in Participant, for the one of a decode worker."""
+        """Serve the step channel of a decode worker, as Participant does."""
         self._participants[0].serve_lane(lane)
 
     def close(self) -> None:
-        """Free the engines."""
+        """Wait for running threads, then free the engines."""
         wait(self._working)
         for participant in self._participants:
             participant.close()
         self._participants = []
 
     def _own_stage(self, job: Job) -> Layout:
-        """Of steps of prefill: with what the engine's own products need, whatever the plan is for."""
+        """Return the layout of private prefill stages, sized for the engine's own matrix products."""
         compute = job.plan.compute
         shape = dataclasses.replace(RunShape.of(compute), prefill_backend=DEFAULT_BACKEND)
         return own_layouts(job.package.manifest, shape, compute.prefill_chunk_tokens)["prefill_stage"]
 
     def _view(self, placement: Placement, window: int, number: int) -> View:
-        """What the participant with this window and ring of requests sees."""
+        """Return the buffers of one participant. window: the index of its read window and its request ring."""
         package, memory, stage = placement.job.package, placement.memory, self._stage
         fixed, predictor = memory.view("fixed", "file"), memory.view("fixed", "predictor")
         tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
@@ -141,7 +143,7 @@ class CpuBackend:
         )
 
     def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:
-        """A participant's config in steps whose stages are laid out like this, by the plan."""
+        """Return the engine configuration that the plan implies. stage: the layout of the step's stages."""
         plan, compute = placement.job.plan, placement.job.plan.compute
         prefill = placement.job.process.role == "prefill"
         hints = compute.hints and not prefill
@@ -163,8 +165,8 @@ class CpuBackend:
         )
 
     def _compute_together(self, work: StepWork) -> None:
-        """All participants, a thread each. One that cannot go on is answered for at once: the new epoch that follows
-        calls away the others, who wait for it."""
+        """Compute with all participants, a thread each. The first failure is raised at once; the new epoch that follows
+        makes the other participants leave their barriers."""
         wait(self._working)
         claims = self._stage("claims")
         claims[:] = bytes(len(claims))
@@ -185,24 +187,28 @@ class CpuBackend:
             raise error
 
     def _share_of(self, all_blocks: Share, number: int) -> Share:
-        """The participants here take all blocks by turns."""
+        """Return the share of one thread: the threads take turns at all blocks."""
         count = len(self._participants)
         return dataclasses.replace(all_blocks, participants=count, participant=number, sharers=count, sharer=number)
 
     def _core(self, number: int) -> int | None:
-        """The core of a thread, where the process may use several: that of the decode worker of the same number, which
-        is idle meanwhile."""
+        """Return the core for a thread of a multi-threaded process: that of the decode worker with the same number,
+        which
+        is idle during prefill."""
         several = len(self._participants) > 1 and number < len(self._decode_workers)
         return self._decode_workers[number].core if several else None
 
     def _counters(self) -> dict[str, float]:
-        """Sums over the participants; times are means, so that waiting for flash, for others and working add up."""
-        counters = [participant.counters() for participant in self._participants]
-        return {name: (fmean if name.endswith("_ms") else sum)(one[name] for one in counters) for name in counters[0]}
+        """Return sums over the participants; times are means, so that waiting and computing add up to the step."""
+        per_participant = [participant.counters() for participant in self._participants]
+        return {
+            name: (fmean if name.endswith("_ms") else sum)(counters[name] for counters in per_participant)
+            for name in per_participant[0]
+        }
 
 
 class PrivateStage:
-    """Stages in memory of this process alone, so that it counts as its own. Pages cost nothing until they are used."""
+    """Stages in private memory of this process. Pages cost nothing until they are used."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -210,12 +216,12 @@ class PrivateStage:
         self._view = memoryview(self._memory)
 
     def buffer(self, name: str) -> memoryview:
-        """The bytes of one stage."""
+        """Return the bytes of one stage."""
         field = self._layout[name]
         return self._view[field.offset_bytes : field.offset_bytes + field.total_bytes]
 
     def give_back(self) -> None:
-        """They are zero from now on, and cost nothing."""
+        """Free the pages. They read as zero afterwards."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 

@@ -1,4 +1,4 @@
-"""A decode worker: computes its share of every step, together with the other decode workers."""
+"""The decode worker, which computes its share of every decode step together with the other decode workers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from neuronpipe.services.worker.worker import Outcome, Worker
 
 
 class DecodeService:
-    """One decode worker. An experiment overrides `compute`, or `backend`.
-
-    activity: see Placement.
-    """
+    """The process of role `decode`. Subclasses may override `compute` or `backend`."""
 
     def __init__(self, job: Job, activity: Activity | None = None) -> None:
+        """activity: as in `Placement`; with it every step comes as a message."""
         self._name = f"{job.process.role}.{job.process.index}"
         backend = self.backend(job)
         self._worker = Worker(job, backend, activity)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
-        own = type(self).compute is DecodeService.compute and activity is None  # nobody wants to see every step
-        self._lane: Lane | None = self._worker.lane() if own else None
+        # A subclass that overrides `compute` must see every step, so its steps all come as messages.
+        uses_channel = type(self).compute is DecodeService.compute and activity is None
+        self._lane: Lane | None = self._worker.lane() if uses_channel else None
 
     def backend(self, job: Job) -> Backend:
-        """Who computes: what the plan says."""
+        """Construct the backend that the plan names."""
         return create_backend(job.process.backend)
 
     def serve(self) -> None:
-        """Serve until drained."""
+        """Serve until the coordinator drains the process."""
         self._worker.load()
         self._service.serve(self._handle, self._listen)
         self._worker.close()
         self._context.close()
 
     def compute(self, step: Step) -> Outcome:
-        """This worker's share of one step, and how it went."""
+        """Compute this worker's share of one step and return its outcome."""
         return self._worker.answer(work_of(step, self._name), StepDone)
 
     def _handle(self, message: Message) -> None:
@@ -52,7 +51,7 @@ class DecodeService:
                 self._lane.listens = True
 
     def _listen(self) -> int | None:
-        """While steps come by the lane, compute them; messages are looked for in between."""
+        """Compute steps from the step channel while they keep coming. Messages are read in between."""
         if self._lane is None or not self._lane.listens:
             return None
         if (outcome := self._worker.serve(self._lane)) is not None:

@@ -1,37 +1,40 @@
-"""Who computes for a participant what its engine leaves to others: products of layers, blocks, and rows of matrices."""
+"""Interfaces of what computes in place of a participant's engine: matrix products of layers, offloaded blocks, and rows
+of offloaded matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # who computes no blocks outside needs no numpy
+if TYPE_CHECKING:  # a worker without offloaded blocks needs no numpy
     import numpy as np
     from neuronpipe.services.worker.participant import Participant
     from numpy.typing import NDArray
 
 
 class Multiply(Protocol):
-    """Computes the products of layers, as native/neuronpipe.h says: a step's begin between `begin` and `end`."""
+    """External matrix products of layers, as native/neuronpipe.h describes them."""
 
     def begin(self, participant: Participant) -> None:
-        """A step of this participant: its rows may be read from now on."""
+        """Begin a step of this participant. Its rows may be read from now on."""
 
     def __call__(self, participant: Participant, product: Any) -> None:
-        """Compute the np_product that is wanted; or begin to, and when it is a turn's last have all of them computed.
-        What is named in it is good until the turn's end; itself is not."""
+        """Compute an np_product, or start it and complete all started ones at the last product of a turn.
+
+        The buffers that the product names stay valid until the end of the turn; the structure itself does not.
+        """
 
     def end(self) -> None:
-        """The step is over, or was left. Nothing of it is read any more."""
+        """End the step, completed or abandoned. Nothing of it is read any more."""
 
 
 class ComputeBlocks(Protocol):
-    """Who holds the weights of a participant's blocks."""
+    """The computation of a participant's offloaded blocks, by what has their weights."""
 
-    def __call__(self, wanted: Any) -> NDArray[np.float32]:
-        """The sums that np_wanted_blocks of native/neuronpipe.h wants: [pairs][nodes][width]. They are read before it
-        is called again."""
+    def __call__(self, request: Any) -> NDArray[np.float32]:
+        """Return the sums that an np_wanted_blocks of native/neuronpipe.h requests: [pairs][nodes][width]. The caller
+        reads them before the next call."""
 
 
 ComputeRows = Callable[[Any], None]
-"""Computes np_wanted_rows, as native/neuronpipe.h says."""
+"""The computation of the rows that an np_wanted_rows of native/neuronpipe.h requests."""

@@ -1,7 +1,7 @@
-"""One participant of a step: the native engine over this process's view of shared memory.
+"""One participant of a step: the native engine over the process's mappings of shared memory.
 
-Decode workers are the participants of one step together; the threads of the prefill worker are those of its own. All
-run `compute`, which is one native call; or, where another computes the products of layers, one for each product.
+The decode workers, or the threads of a prefill worker, are the participants of a step. `compute` is one native call, or
+one per matrix product where those are computed externally.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ READS = {
 
 
 HELD_MATRICES = {"qkv": lib.NP_HELD_QKV, "attention_output": lib.NP_HELD_ATTENTION_OUTPUT, "output": lib.NP_HELD_OUTPUT}
-"""Matrices that a participant may hold besides blocks, by their names in a plan; the engine refuses any other bit."""
+"""Matrices that can be offloaded besides blocks, by their names in a plan. The engine refuses other bits."""
 
 
 @frozen(kw_only=True)
 class View:
-    """Buffers of memory that participants share, each at least as long as native/neuronpipe.h says of the field of
-    np_shared by the same name. slots, entries: by part. ranks, predicted: None in exact mode; activity: None where
-    nobody records what neurons do."""
+    """The buffers of a participant, each at least as long as native/neuronpipe.h says of np_shared's field of that
+    name.
+
+    slots, entries: by part
+    ranks, predicted: None in exact mode
+    activity: None unless neurons are recorded
+    """
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
@@ -63,13 +67,13 @@ class View:
     requests: Any  # np_requests
     trace: Any  # np_trace
     activity: Any
-    inputs: Any = None  # this and the next: where another computes the products of layers
-    outputs: Any = None  # also where this participant holds matrices
+    inputs: Any = None  # with external matrix products
+    outputs: Any = None  # with external matrix products, or with offloaded matrices
 
 
 @frozen(kw_only=True)
 class EngineConfig:
-    """How this participant computes: the fields of np_engine_config in native/neuronpipe.h."""
+    """The engine's configuration: the fields of np_engine_config in native/neuronpipe.h."""
 
     sequences: int
     context_tokens: int
@@ -78,20 +82,20 @@ class EngineConfig:
     window_blocks: int
     partial_tokens: int
     spin_us: int
-    predicts: bool  # there is a predictor: in predicted mode, or for hints
-    thresholded: bool  # mode thresholded
+    predicts: bool  # a predictor is used, in predicted mode or for hints
+    thresholded: bool  # the mode is thresholded
     bundle: bool
     prefetch: bool
     pipeline: bool
     hints: bool = False
     moved_scales: bool = False  # value slots hold the scales of their rows
-    outside: bool = False  # another computes the products of layers,
-    product_blocks: int = 0  # each of so many blocks
-    held: bool = False  # another, who holds their weights, computes this participant's blocks
+    outside: bool = False  # matrix products of layers are external
+    product_blocks: int = 0  # blocks per external product
+    held: bool = False  # this participant's blocks are offloaded
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
-    """The package's shape and layout as the native library wants them. moved_scales: as the plan's memory says."""
+    """Return the np_shape of a package. moved_scales: scales are co-located with value slots, by the plan's memory."""
     s, layout, slots = manifest.model, manifest.layout, manifest.slots(moved=moved_scales)
     predictor = manifest.predictor if predicts else None
     places = {
@@ -145,7 +149,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
 
 
 def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
-    """The native engine. Raises ValueError naming the field that is wrong, MemoryError when memory is short."""
+    """Create a native engine. Raises ValueError, which names the wrong field, and MemoryError."""
     wrong = ffi.new("const char **")
     engine = lib.np_engine_create(shape, fixed, shared, config, wrong)
     if engine != ffi.NULL:
@@ -157,12 +161,12 @@ def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
 
 
 class Participant:
-    """The engine of one participant. One thread uses it; `close` before the segments are unmapped."""
+    """The engine of one participant, used by one thread. Close it before the segments are unmapped."""
 
     def __init__(self, manifest: Manifest, view: View, config: EngineConfig) -> None:
         self._manifest = manifest
         self._config = config
-        self._keep: list[Any] = []  # cffi frees what nobody holds
+        self._keep: list[Any] = []  # references that keep cffi from freeing native memory
         neurons = manifest.model.ffns * manifest.layout.blocks * manifest.layout.block_neurons
         if view.activity is not None and len(view.activity) != neurons:
             raise ValueError(
@@ -185,16 +189,17 @@ class Participant:
         self._step = ffi.new("np_step *")
 
     def close(self) -> None:
-        """Free the engine."""
+        """Free the engine. It cannot be used afterwards."""
         lib.np_engine_destroy(self._engine)
         self._engine = ffi.NULL
         self._keep.clear()
 
     def compute(self, work: StepWork, multiply: Multiply | None = None) -> None:
-        """This participant's share of a step. multiply: computes each product of the layers, where the config says that
-        another does; the first participant's is called.
+        """Compute this participant's share of a step.
 
-        Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
+        multiply: computes the external matrix products, for the first participant; None if there are none.
+        Raises Abandoned if the epoch changed, Damaged if a cluster cannot be read, ValueError for arguments out of
+        range.
         """
         step = self._take(work)
         if multiply is None:
@@ -206,36 +211,38 @@ class Participant:
             return
         multiply.begin(self)
         try:
-            while self._check(lib.np_engine_next(self._engine, wanted := ffi.new("np_product *"))):
-                multiply(self, wanted)
+            while self._check(lib.np_engine_next(self._engine, product := ffi.new("np_product *"))):
+                multiply(self, product)
         finally:
             multiply.end()
 
     def compute_held(self, work: StepWork, blocks: ComputeBlocks, rows: ComputeRows | None = None) -> None:
-        """The same where another holds the weights of this participant's blocks, the step's `held_blocks`: `blocks`
-        computes them, layer after layer; and `rows` those of the matrices that the step says are held."""
+        """Take part in a step whose offloaded blocks and matrices `blocks` and `rows` compute, layer after layer.
+
+        Raises as `compute`, and ValueError if the step has offloaded matrices and `rows` is None.
+        """
         if work.share.held_matrices and rows is None:
-            raise ValueError(f"held_matrices: {', '.join(work.share.held_matrices)}, but nobody computes their rows")
+            raise ValueError(f"held_matrices: {', '.join(work.share.held_matrices)}: this backend computes no rows")
         engine = self._engine
         self._check(lib.np_engine_begin_held(engine, self._take(work)))
-        wanted, wanted_rows = ffi.new("np_wanted_blocks *"), ffi.new("np_wanted_rows *")
-        while what := self._check(lib.np_engine_next_blocks(engine, wanted)):
-            if what == lib.NP_WANTED_ROWS and rows is not None:
-                lib.np_engine_wanted_rows(engine, wanted_rows)
-                rows(wanted_rows)
+        block_request, row_request = ffi.new("np_wanted_blocks *"), ffi.new("np_wanted_rows *")
+        while kind := self._check(lib.np_engine_next_blocks(engine, block_request)):
+            if kind == lib.NP_WANTED_ROWS and rows is not None:
+                lib.np_engine_wanted_rows(engine, row_request)
+                rows(row_request)
             else:
-                sums = blocks(wanted)
+                sums = blocks(block_request)
                 self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
 
     def serve_lane(self, lane: Lane) -> None:
-        """Compute the steps that come by the lane, until `lane.listens` says that none do, or for a moment. Raises as
-        `compute` of the step that `lane` names."""
+        """Compute the steps that arrive on the step channel, as `Lane.serve` does. Raises as `compute`, about the step
+        that `lane` names."""
         if (done := lane.serve(self._engine)) != lib.NP_E_TIMEOUT:
             self._check(done)
 
     def _take(self, work: StepWork) -> Any:
-        """The step as the native library wants it."""
-        self._read_counters()  # a step that was abandoned left its own
+        """Fill the np_step of this work."""
+        self._read_counters()  # clears the counters of a step that was abandoned
         self._step_arrays = [
             ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)
         ]
@@ -253,23 +260,31 @@ class Participant:
         return step
 
     def next_rows(self) -> Any | None:
-        """np_product_rows: those that come next in this step; None after the last. Where they are not known yet their
-        `kind` is 0. This, `open_rows` and `product` may be called in another thread than `compute`, between `begin` and
-        `end` of Multiply."""
+        """Return the next np_product_rows of this step, or None after the last. Rows that are not known yet have `kind`
+        0.
+
+        This method, `open_rows` and `product` may be called by another thread than `compute`, between `begin` and `end`
+        of Multiply.
+        """
         rows = ffi.new("np_product_rows *")
         return rows if self._check(lib.np_engine_next_rows(self._engine, rows)) else None
 
     def open_rows(self, rows: Any) -> None:
-        """Set where they lie, once they are there; good until others are opened. Raises as `compute`."""
+        """Wait until the rows are resident and set their addresses, which are valid until other rows are opened. Raises
+        as `compute`."""
         self._check(lib.np_engine_open_rows(self._engine, rows))
 
     def close_rows(self) -> None:
-        """None is read any more."""
+        """End reading of the opened rows, so that their slots may be evicted."""
         lib.np_engine_close_rows(self._engine)
 
     def product(self, product: Any, rows: Any, tokens: Any, out: Any) -> None:
-        """A product by the engine's own kernels. rows: open. tokens: which, a uint32 buffer; out: float32
-        [len(tokens)][product.outputs_stride], for what it is of each of them alone."""
+        """Compute a product with the engine's own kernels.
+
+        rows: opened rows
+        tokens: the tokens to compute, a uint32 buffer
+        out: float32 [len(tokens)][product.outputs_stride]
+        """
         stride = product.outputs_stride
         number, room = ffi.from_buffer("uint32_t[]", tokens), ffi.from_buffer("float[]", out, require_writable=True)
         if len(room) < len(number) * stride:
@@ -277,7 +292,7 @@ class Participant:
         self._check(lib.np_engine_product(self._engine, product, rows, number, len(number), room, stride))
 
     def counters(self) -> dict[str, float]:
-        """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
+        """Return the counters of the last `compute`: the fields of np_engine_counters, times in milliseconds."""
         return counters_by_name(self._read_counters())
 
     def _check(self, result: int) -> int:
@@ -314,7 +329,7 @@ class Participant:
         return ffi.cast(kind, pinned)
 
     def _pointers(self, kind: str, buffers: Any) -> Any:
-        """A buffer's pointer; those of both parts where there are two."""
+        """Return the pointer of a buffer, or those of both parts."""
         if isinstance(buffers, tuple):
             return [self._pointer(kind, buffer) for buffer in buffers]
         return self._pointer(kind, buffers)
@@ -341,7 +356,7 @@ class Participant:
         return shared
 
     def _predictors(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
-        """Those of a layer's feed-forwards, where this run predicts."""
+        """Return the predictors of a layer's feed-forwards, if the run uses any."""
         predictor, model = self._manifest.predictor, self._manifest.model
         if not self._config.predicts or predictor is None:
             return {}
@@ -362,7 +377,7 @@ class Participant:
         return {"predictors": native}
 
     def _silent_below(self, layer: int) -> float:
-        """The layer's threshold, where this run has any."""
+        """Return the layer's threshold, 0 if the mode is not thresholded."""
         silent = self._manifest.silent
         return silent.by_layer[layer].threshold if self._config.thresholded and silent is not None else 0.0
 

@@ -1,8 +1,8 @@
-"""The prefill worker: runs prompts through all layers, a chunk of tokens at a time, and writes their keys and values.
+"""The prefill worker, which computes prompts a chunk of tokens at a time and writes their keys and values.
 
-It computes every (weight row, token) pair by the same kernels as decode, so that a text prefilled and a text decoded
-token by token have the same bits. Weights that are not resident stream through the slots: while one window of blocks
-is computed, the next one is on its way.
+It computes every (weight row, token) pair by the same kernels as decode, so that prefill and decode of the same tokens
+give the same bits. Weights that are not resident stream through the slots: while one window of blocks is computed, the
+next one is being read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from neuronpipe.services.worker.worker import Outcome, Worker
 
 
 class PrefillService:
-    """The prefill worker. An experiment overrides `compute`, or `backend`."""
+    """The process of role `prefill`. Subclasses may override `compute` or `backend`."""
 
     def __init__(self, job: Job) -> None:
         compute, manifest, backend = job.plan.compute, job.package.manifest, self.backend(job)
@@ -46,53 +46,54 @@ class PrefillService:
         self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
 
     def backend(self, job: Job) -> Backend:
-        """Who computes: what the plan says."""
+        """Construct the backend that the plan names."""
         return create_backend(job.process.backend)
 
     def serve(self) -> None:
-        """Serve until drained."""
+        """Serve until the coordinator drains the process."""
         self._worker.load()
         self._service.serve(self._handle)
         self._worker.close()
         self._context.close()
 
-    def compute(self, ask: Prefill) -> Outcome:
-        """One chunk of a prompt, and how it went."""
-        if not ask.targets:
-            return self._worker.answer(self._work(ask, 0, len(ask.tokens), ask.logits), Prefilled)
-        ratings = Ratings(ask.targets, min(ask.likely, self._vocabulary))
+    def compute(self, chunk: Prefill) -> Outcome:
+        """Compute one chunk of a prompt and return its outcome."""
+        if not chunk.targets:
+            return self._worker.answer(self._work(chunk, 0, len(chunk.tokens), chunk.logits), Prefilled)
+        ratings = Ratings(chunk.targets, min(chunk.likely, self._vocabulary))
         if self._rates:
-            work = self._work(ask, 0, len(ask.tokens), "none")
+            work = self._work(chunk, 0, len(chunk.tokens), "none")
             work.ratings = ratings
             outcome = self._worker.answer(work, Prefilled)
         else:
-            outcome = self._in_rows(ask, ratings)
+            outcome = self._rate_by_logits(chunk, ratings)
         return dataclasses.replace(outcome, ratings=ratings.ratings()) if isinstance(outcome, Prefilled) else outcome
 
-    def _in_rows(self, ask: Prefill, ratings: Ratings) -> Outcome:
-        """With a backend that computes logits alone: as many tokens at a time as there are rows for them."""
+    def _rate_by_logits(self, chunk: Prefill, ratings: Ratings) -> Outcome:
+        """Fill the scores from logits, as many tokens at a time as there are logit rows, for a backend that computes
+        only logits."""
         counters: dict[str, float] = {}
-        for first in range(0, len(ask.tokens), self._logit_rows):
-            count = min(self._logit_rows, len(ask.tokens) - first)
-            outcome = self._worker.answer(self._work(ask, first, count, "all"), Prefilled)
+        for first in range(0, len(chunk.tokens), self._logit_rows):
+            count = min(self._logit_rows, len(chunk.tokens) - first)
+            outcome = self._worker.answer(self._work(chunk, first, count, "all"), Prefilled)
             if not isinstance(outcome, Prefilled):
                 return outcome
             ratings.read(self._worker.memory.view("exchange", "logits"), self._vocabulary, first, count)
             counters = {name: counters.get(name, 0.0) + value for name, value in outcome.counters.items()}
-        return Prefilled(step=ask.step, epoch=ask.epoch, index=self._index, counters=counters)
+        return Prefilled(step=chunk.step, epoch=chunk.epoch, index=self._index, counters=counters)
 
-    def _work(self, ask: Prefill, first: int, count: int, logits: Literal["none", "last", "all"]) -> StepWork:
-        """Of the chunk's tokens so many, from the first one on."""
-        logits_first, wanted = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[logits]
-        begin = ask.position + first
+    def _work(self, chunk: Prefill, first: int, count: int, logits: Literal["none", "last", "all"]) -> StepWork:
+        """Return the step for `count` tokens of the chunk, beginning with its token `first`."""
+        logits_first, logits_count = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[logits]
+        begin = chunk.position + first
         return StepWork(
-            number=ask.step,
-            epoch=ask.epoch,
-            sequences=(ask.sequence,) * count,
+            number=chunk.step,
+            epoch=chunk.epoch,
+            sequences=(chunk.sequence,) * count,
             positions=range(begin, begin + count),
-            tokens=ask.tokens[first : first + count],
+            tokens=chunk.tokens[first : first + count],
             logits_first=logits_first,
-            logits_count=wanted,
+            logits_count=logits_count,
             share=Share(first_block=0, end_block=self._blocks),
         )
 
@@ -110,11 +111,12 @@ class PrefillService:
 
 
 class KeysValues:
-    """Keys and values of texts: a beginning is copied to another text's slot instead of computed again, and memory that
-    no text needs any more is given back.
+    """The KV cache of all sequences: prefixes are copied between slots instead of computed again, and unused memory is
+    freed.
 
-    The KV segment's array [layers][sequences][head_values][context_tokens][head_width], as `view` has it flat.
-    head_values: keys and values of every key head."""
+    view: the KV segment's array [layers][sequences][head_values][context_tokens][head_width], flat
+    head_values: twice the number of key heads, for keys and values
+    """
 
     def __init__(
         self,
@@ -132,9 +134,9 @@ class KeysValues:
         self._context_tokens, self._head_width = context_tokens, head_width
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` positions of one slot to another. Copying again changes nothing.
+        """Copy the first `tokens` positions of one slot to another. The copy is idempotent.
 
-        Raises ValueError for a slot or a length that there is not.
+        Raises ValueError for a slot or a length out of range.
         """
         if not (
             0 <= source < self._sequences and 0 <= target < self._sequences and 0 <= tokens <= self._context_tokens
@@ -145,18 +147,18 @@ class KeysValues:
             self._view[write : write + count] = self._view[read : read + count]
 
     def forget_behind(self, slot: int, tokens: int) -> None:
-        """Give the memory of this slot's positions from `tokens` on back, whole pages of it. Raises ValueError for a
-        slot or a length that there is not."""
+        """Free the memory of this slot's positions from `tokens` on, in whole pages. Raises ValueError for a slot or a
+        length out of range."""
         if not (0 <= slot < self._sequences and 0 <= tokens <= self._context_tokens):
             raise ValueError(f"forgetting slot {slot} behind {tokens} tokens: there is no such place")
         first_byte = self._segment.layout["kv"].offset_bytes
         for place in self._places(slot):
             begin = first_byte + self._view.itemsize * (place + tokens * self._head_width)
-            left_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._head_width
-            lib.np_file_give_back(self._segment.fd, begin, left_bytes)
+            freed_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._head_width
+            lib.np_file_give_back(self._segment.fd, begin, freed_bytes)
 
     def _places(self, slot: int) -> Iterator[int]:
-        """Where the first position of this slot lies, of every layer's heads' keys and values."""
+        """Yield the index of this slot's first position in `view`, for keys and values of every head of every layer."""
         stride = self._context_tokens * self._head_width
         for layer in range(self._layers):
             first = (layer * self._sequences + slot) * self._head_values

@@ -1,8 +1,8 @@
-"""A decode worker that shows what each neuron did in the last step: a byte for each, in a file of the run directory
-that others map. `neuronpipe profile --activity` runs with it (launch/profile/activity.py).
+"""A decode worker that records what each neuron did in the last step, in a mapped file of the run directory.
 
-The engine sets the bits where they are shown; nothing is sent. A reader must know that no step is under way: while a
-client reads a score's logits, the coordinator sends none.
+`neuronpipe profile --activity` uses it (launch/profile/activity.py). The engine writes directly to the file, a byte per
+neuron. A reader must know that no step is under way: while a client reads the logits of a score, the coordinator sends
+none.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ RECORDING = "neuronpipe.services.worker.recording:RecordingDecode"
 
 
 def activity_file(directory: Path, index: int) -> Path:
-    """Where a decode worker shows it."""
+    """Return the file in which a decode worker records activity."""
     return directory / f"activity.{index}"
 
 
 def activity_bytes(manifest: Manifest) -> int:
-    """A byte for each neuron, padding included: [layers][experts][blocks * block_neurons]."""
+    """Return the size of the file: a byte per neuron, padding included, [layers][experts][blocks * block_neurons]."""
     return manifest.model.ffns * manifest.layout.blocks * manifest.layout.block_neurons
 
 
 class RecordingDecode(DecodeService):
-    """Computes as ours does. The bits are those of np_activity in native/neuronpipe.h, of the blocks that this worker
-    took; the neurons of a step are those of all workers together."""
+    """A decode worker that records the neurons of the blocks it computed, by the bits of np_activity in
+    native/neuronpipe.h. The neurons of a step are those of all workers together."""
 
     def __init__(self, job: Job) -> None:
         self._zeros = bytes(activity_bytes(job.package.manifest))
         file = os.open(activity_file(job.directory.path, job.process.index), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             os.ftruncate(file, len(self._zeros))
-            self._shown = mmap.mmap(file, len(self._zeros))
+            self._recorded = mmap.mmap(file, len(self._zeros))
         finally:
             os.close(file)
-        super().__init__(job, activity=self._shown)
+        super().__init__(job, activity=self._recorded)
 
     def compute(self, step: Step) -> Outcome:
-        """One step. One that was abandoned is computed again, and shown as if for the first time."""
-        self._shown[:] = self._zeros
+        """Compute one step. A step that was abandoned is computed and recorded again from the beginning."""
+        self._recorded[:] = self._zeros
         return super().compute(step)

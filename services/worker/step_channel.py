@@ -1,7 +1,7 @@
-"""A decode worker's lane: the coordinator gives it steps through words of shared memory while it listens there.
+"""The worker's end of its step channel, words of shared memory through which the coordinator sends steps.
 
-A worker listens for a moment after every step that it answered; what comes by its lane is computed and answered in
-native code. A step that is abandoned or fails is answered by a message, as is everything that came by one.
+A worker listens on the channel for a moment after every step. Steps that arrive there are computed and answered in
+native code. A step that is abandoned or fails is answered by a message, as is every step that arrived as one.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.services.runtime.run_memory import Lanes, RunMemory
 
-SPIN_FACTOR = 4  # of the spinning within a step: a step comes within a tenth of a millisecond, or after other things
-IDLE_MS = 20  # after that messages are waited for
-SERVE_MS = 1000  # then messages are taken, however many steps come
+SPIN_FACTOR = 4  # times the spinning within a step: the next step comes within a tenth of a millisecond, or much later
+IDLE_MS = 20  # without a step for so long, the worker waits for messages
+SERVE_MS = 1000  # messages are read at least this often, however many steps come
 
 
 class Lane:
-    """One worker's. listens: whether steps may come this way; step, epoch: of the last one that did. spin_us: how long
-    participants of a step spin for each other; between steps it is a little more, and others come first."""
+    """The step channel of one worker.
+
+    listens: True while steps may arrive here
+    step, epoch: of the last step that arrived here
+    """
 
     def __init__(self, memory: RunMemory, index: int, spin_us: int) -> None:
+        """spin_us: how long the participants of a step spin at a barrier; the wait for a step spins longer."""
         self._lanes = Lanes(memory)
         self._index, self._spin_us = index, SPIN_FACTOR * spin_us
         self._served = ffi.new("np_lane_served *")
@@ -28,7 +32,7 @@ class Lane:
         self.step = self.epoch = 0
 
     def serve(self, engine: Any) -> int:
-        """As np_lane_serve, for a moment."""
+        """Serve the channel until no step comes for IDLE_MS, or for SERVE_MS. Return the result of np_lane_serve."""
         done = int(
             lib.np_lane_serve(engine, self._lanes.native, self._index, self._spin_us, IDLE_MS, SERVE_MS, self._served)
         )

@@ -1,4 +1,4 @@
-"""What decode and prefill workers share: a backend over this process's view of memory, and the answer to a step."""
+"""The part that decode and prefill workers share: a backend over the process's memory, and the outcome of a step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from neuronpipe.services.worker.cpu import CpuBackend
 from neuronpipe.services.worker.step_channel import Lane
 
 Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
-"""How a step went, as the coordinator is told."""
+"""The outcome of a step, as a message to the coordinator."""
 
 
 class Worker:
-    """One process and its backend. activity: see Placement. Raises UserError when the backend cannot compute this
-    model."""
+    """A worker process and its backend."""
 
     def __init__(self, job: Job, backend: Backend, activity: Activity | None = None) -> None:
+        """activity: as in `Placement`. Raises UserError if the backend does not support the model."""
         require(backend, job.package.manifest, phase_of(job.process.role), f"{job.process.role}.{job.process.index}")
         self.memory = RunMemory.open(job.process.role, job.segments)
         self._job, self._backend, self._activity = job, backend, activity
@@ -42,11 +42,10 @@ class Worker:
         self._backend.load(Placement(job=self._job, memory=self.memory, activity=self._activity))
 
     def close(self) -> None:
-        """Close the backend."""
         self._backend.close()
 
     def answer(self, work: StepWork, done: type[StepDone] | type[Prefilled]) -> Outcome:
-        """Compute the step and say how it went."""
+        """Compute the step and return its outcome. done: the message type for success."""
         step, epoch, index = work.number, work.epoch, self._job.process.index
         try:
             counters = self._backend.compute(work)
@@ -55,19 +54,19 @@ class Worker:
         return done(step=step, epoch=epoch, index=index, counters=counters)
 
     def give_back(self) -> None:
-        """Give the memory of the backend's stages back."""
+        """Free the memory of the backend's stages, which the next step allocates again."""
         self._backend.give_back()
 
     def lane(self) -> Lane | None:
-        """This worker's lane; None where its steps all come by messages: it is no decode worker, or its backend is
-        another than the native engine."""
+        """Return this worker's step channel. It is None if all steps come as messages: the process is no decode worker,
+        or its backend is not the native engine."""
         process, compute = self._job.process, self._job.plan.compute
         if process.role != "decode" or type(self._backend) is not CpuBackend or process.index >= Lanes.MAX_COUNT:
             return None
         return Lane(self.memory, process.index, compute.spin_us)
 
     def serve(self, lane: Lane) -> Outcome | None:
-        """Compute the steps that come by the lane. Returns how one went that is not answered there."""
+        """Serve the step channel. Return the outcome of a step that the native code did not answer, if there is one."""
         assert isinstance(self._backend, CpuBackend)
         try:
             self._backend.serve_lane(lane)
@@ -81,6 +80,6 @@ class Worker:
             return StepAbandoned(step=step, epoch=epoch, index=index)
         return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
 
-    def is_stale(self, ask: Step | Prefill) -> bool:
-        """Whether the epoch has changed since the step was sent: nothing may be written for it any more."""
-        return int(lib.np_word_load(self._epoch_word)) != ask.epoch
+    def is_stale(self, message: Step | Prefill) -> bool:
+        """Return True if the epoch has changed since the step was sent, so that nothing may be written for it."""
+        return int(lib.np_word_load(self._epoch_word)) != message.epoch
