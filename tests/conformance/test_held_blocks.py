@@ -144,7 +144,7 @@ def test_matrices_that_nobody_may_hold_are_refused(tmp_path: Path) -> None:
         Participants(package, count=1, max_tokens=1, held_matrices=("qkv",)).run(TEXT, 1)
     for names, rows, why in (
         (("gate",), nobody, "refused its arguments"),
-        (("qkv",), None, "nobody computes their rows"),
+        (("qkv",), None, "computes no rows"),
     ):
         several = Participants(package, count=1, max_tokens=1, holder=nobody, rows=rows, held_matrices=names)
         with pytest.raises(ValueError, match=why):
