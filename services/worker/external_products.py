@@ -31,7 +31,7 @@ class Multiply(Protocol):
 class ComputeBlocks(Protocol):
     """The computation of a participant's offloaded blocks, by what has their weights."""
 
-    def __call__(self, request: Any) -> NDArray[np.float32]:
+    def __call__(self, request: Any, /) -> NDArray[np.float32]:
         """Return the sums that an np_wanted_blocks of native/neuronpipe.h requests: [pairs][nodes][width]. The caller
         reads them before the next call."""
 

@@ -22,7 +22,7 @@ def entry(family: int, address: str) -> SimpleNamespace:
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a bridge and Wi-Fi, which is the way out."""
-    monkeypatch.setattr(reach, "_speaks_from", lambda: "192.168.1.20")
+    monkeypatch.setattr(reach, "_default_route_address", lambda: "192.168.1.20")
     found = {
         "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
         "bridge": [entry(socket.AF_INET, "172.17.0.1")],
@@ -51,7 +51,7 @@ def test_a_machine_that_does_not_tell_is_reached_at_loopback(monkeypatch: pytest
     def denied() -> None:
         raise PermissionError
 
-    monkeypatch.setattr(reach, "_speaks_from", lambda: None)
+    monkeypatch.setattr(reach, "_default_route_address", lambda: None)
     monkeypatch.setattr(psutil, "net_if_addrs", denied)
     assert reached_at("0.0.0.0") == ["127.0.0.1"]
 
