@@ -71,7 +71,7 @@ class Numbers:
         held = HeldBlocks(find_device(), self.manifest, blocks=1, tokens=TEXTS, instructions=instructions)
         held.load(self._slots(), None)
         steps = TrialSteps(self.manifest, 1)
-        wanted = steps.wanted(0, TEXTS)
+        wanted = steps.request(0, TEXTS)
         for text in range(TEXTS):
             vector = ffi.from_buffer("float[]", self.vectors[text])
             lib.np_activation_prepare(

@@ -193,26 +193,26 @@ def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
     """So that its bytes over its time are a speed."""
     require_opencl()
     from neuronpipe.services.offload.gpu.device import find_device
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, fired_of, holder_of, manifest_of
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, fired_of, trial_blocks, manifest_of
 
     instructions = ffi.string(lib.np_isa_name()).decode()
     manifest = manifest_of(quantization, 256)
-    held, steps = holder_of(find_device(), manifest, 2, instructions, (0.1, 0.5), 1), TrialSteps(manifest, 2)
+    held, steps = trial_blocks(find_device(), manifest, 2, instructions, (0.1, 0.5), 1), TrialSteps(manifest, 2)
     neurons = 2 * manifest.layout.block_neurons
     for layer, share in enumerate((0.1, 0.5)):
         fired = fired_of(neurons, share)
         assert np.abs(fired.mean(axis=0) - share).max() < 0.1
         for texts in (1, 4):
             held.clear_counters()
-            held(steps.wanted(layer, texts))
+            held(steps.request(layer, texts))
             counted = int(fired[:, :texts].sum())
             assert held.counters() == {"predicted": texts * neurons, "fired": counted, "active": counted}
             held.clear_counters()
-            held(steps.wanted(layer, texts, fired))
+            held(steps.request(layer, texts, fired))
             assert held.counters() == {"predicted": counted, "fired": counted, "active": counted}
     routed = manifest_of(quantization, 256, experts=8, experts_per_token=2)
-    held, steps = holder_of(find_device(), routed, 1, instructions, (0.1,), 1), TrialSteps(routed, 1)
-    held(steps.wanted(0, 3))
+    held, steps = trial_blocks(find_device(), routed, 1, instructions, (0.1,), 1), TrialSteps(routed, 1)
+    held(steps.request(0, 3))
     assert held.counters()["predicted"] == 6 * routed.layout.block_neurons
 
 

@@ -1,7 +1,8 @@
-"""The backend `opencl` of an accelerator: the native engine goes through the steps, a device computes its blocks.
+"""The backend `opencl` of an accelerator: a device computes offloaded blocks while the native engine goes through
+steps.
 
-Its option is a part of the device's name, or of its platform's; the first GPU by default. The numerics are those of the
-decode workers: dots.cl and kernels.cl keep the order of sums of their instructions.
+The option is a part of the device's or its platform's name; the default is the first GPU. The numerics are those of the
+decode workers: dots.cl and kernels.cl sum in the order of their instruction set.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from neuronpipe.services.worker.participant import Participant, View
 
 
 class OpenClBackend(HolderBackend):
-    """See the module; the interface is that of services/offload/offload_backend.py."""
+    """Offloaded blocks and matrices on an OpenCL device."""
 
     name = "opencl"
 
     def __init__(self, options: str = "") -> None:
         super().__init__()
-        self._wanted = options
+        self._device_name = options
 
     def describe(self) -> Accelerator:
-        """The device that is found. Raises UserError where there is none."""
+        """Describe the device that is found. Raises UserError if there is none."""
         from neuronpipe.services.offload.gpu.device import describe
 
-        return describe(self._wanted)
+        return describe(self._device_name)
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Blocks of decode steps, of models of 4 and 8 bits whose activation takes no exponential."""
+        """Support accelerator processes of models in q4 or q8 whose activation function has no exponential."""
         if phase != "accelerator":
             return "opencl computes blocks of decode steps; write accelerator=opencl"
         if manifest.model.activation == "silu":
-            return "opencl computes ReLU and its kin with the processor's bits; this model has silu"
+            return "opencl computes activation functions of the ReLU kind; this model has silu"
         if manifest.quantization == "f16":
             return "opencl needs a package in q8 or q4; this one is f16"
         if manifest.trigger_quantization == "q3":
@@ -47,7 +48,8 @@ class OpenClBackend(HolderBackend):
         return None
 
     def load(self, placement: Placement) -> None:
-        """Build the engine, compile the kernels, and copy the weights to the device: blocks and matrices."""
+        """Create the engine, compile the kernels, and copy the weights of blocks and matrices to the device. Raises
+        UserError if they do not fit the device's memory."""
         from neuronpipe.services.offload.block_weights import held_biases, held_weights
         from neuronpipe.services.offload.gpu.blocks import HeldBlocks
         from neuronpipe.services.offload.gpu.device import find_device, opencl
@@ -61,7 +63,7 @@ class OpenClBackend(HolderBackend):
         config = dataclasses.replace(
             self._engine_config(placement, job.segments["exchange"].layout), held=True, bundle=False
         )
-        device = find_device(self._wanted)
+        device = find_device(self._device_name)
         try:
             self._held = HeldBlocks(
                 device,
@@ -92,14 +94,15 @@ class OpenClBackend(HolderBackend):
         self._participants = [Participant(manifest, view, config)]
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """This participant's share of a step. Raises OpenCL's errors as they are: a device that is lost ends the
-        process, and its successor looks for it anew."""
+        """Compute this participant's share of a step. OpenCL's errors are raised unchanged: a lost device ends the
+        process, whose successor looks for it again."""
         self._held.clear_counters()
         self._participants[0].compute_held(work, self._held, self._matrices)
-        counted, counters = self._held.counters(), self._counters()
-        rows = counted["predicted"] + counted["active"] + (counted["fired"] if self._held.gated else 0)
+        device_counters, counters = self._held.counters(), self._counters()
+        up_rows = device_counters["fired"] if self._held.gated else 0
+        rows = device_counters["predicted"] + device_counters["active"] + up_rows
         matrix_rows = counters.pop("matrix_rows")
-        return counters | counted | {"held_rows": rows, "held_matrix_rows": matrix_rows}
+        return counters | device_counters | {"held_rows": rows, "held_matrix_rows": matrix_rows}
 
     def close(self) -> None:
         """Free the engine and the device's memory."""
@@ -110,8 +113,7 @@ class OpenClBackend(HolderBackend):
         self._held.close()
 
     def _own_view(self, placement: Placement) -> View:
-        """Keys and values of the heads that follow from rows it computes; what it is given of attention's matrices is
-        its own."""
+        """Return a view with keys and values, and with private outputs for the rows of offloaded attention matrices."""
         model, job = placement.job.package.manifest.model, placement.job
         outputs = np.zeros((job.plan.compute.sequences, max(model.qkv_rows, model.width)), np.float32)
         kv = placement.memory.view("kv", "kv")

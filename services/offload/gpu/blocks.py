@@ -1,9 +1,9 @@
-"""The first blocks of every feed-forward in a device's memory: what a participant of decode steps has computed there.
+"""The offloaded blocks of every feed-forward in a device's memory, and the OpenCL calls that compute them.
 
-dots.cl and kernels.cl compute. A layer takes the same few calls however many texts and experts there are: copies to
-the device, four kernels, and sums back, which alone are waited for. Sums of blocks that meet in a node of the fixed
-tree come back as one. What does not change from step to step is told once: each layer has kernels of its own, with
-their arguments.
+The kernels are in dots.cl and kernels.cl. A layer takes the same few calls for any number of sequences and experts:
+copies to the device, four kernels, and one blocking copy of the sums back. Block sums that meet in a node of the fixed
+tree come back as one. Arguments that do not change from step to step are set once: each layer has its own kernel
+objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuronpipe.services.offload.gpu.device import Device, opencl
 from numpy.typing import NDArray
 
 ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4}
-"""The order of sums in dots.cl and kernels.cl, by set of vector instructions."""
+"""The order of summation in dots.cl and kernels.cl, by instruction set."""
 
 WORK_ITEMS = 64
 TOKENS = 4
@@ -31,22 +31,26 @@ COUNTERS = ("predicted", "fired", "active")
 
 @dataclasses.dataclass
 class _Layer:
-    """weights, bias: in the device's memory. values, downs: kernels with what they read of this layer; of texts they
-    were last told `told`."""
+    """The device memory and the kernels of one layer.
+
+    weights, bias: buffers
+    values, downs: kernel objects whose arguments are set
+    sizes: the size arguments that `values` has
+    """
 
     weights: Any
     bias: Any
     values: Any
     downs: Any
-    told: tuple[int, int, int] = (-1, -1, -1)
+    sizes: tuple[int, int, int] = (-1, -1, -1)
 
 
 def built_program(context: Any, name: str, options: list[str]) -> Any:
-    """The kernels of dots.cl and of this file behind it, compiled."""
+    """Compile the kernels of dots.cl and of the file `name` after it."""
     cl = opencl()
     folder = resources.files(__package__)
     program = cl.Program(context, "".join(folder.joinpath(file).read_text("utf-8") for file in ("dots.cl", name)))
-    with warnings.catch_warnings():  # a compiler that says anything, say that all went well, is reported as a warning
+    with warnings.catch_warnings():  # pyopencl warns about any output of a compiler, that of success too
         warnings.simplefilter("ignore", cl.CompilerWarning)
         return program.build(options=options)
 
@@ -62,7 +66,7 @@ class HeldBlocks:
         self._manifest, self._order = manifest, ORDERS[instructions]
         self._context = cl.Context([device.handle])
         self._queue = cl.CommandQueue(self._context)
-        self.blocks, self._held_neurons = blocks, blocks * layout.block_neurons
+        self.blocks, self._offloaded_neurons = blocks, blocks * layout.block_neurons
         self.gated = model.gated
         self._stored = min(blocks * layout.block_neurons, layout.clusters * layout.cluster_neurons)
         self._width, self._block_neurons = model.width, layout.block_neurons
@@ -76,55 +80,60 @@ class HeldBlocks:
         self._predicted = self._buffer(mask_bytes)
         self._counters = self._buffer(4 * len(COUNTERS))
         self._hidden = self._buffer(4 * pairs * neurons)
-        self._list = tuple(
-            self._buffer(4 * pairs * many) for many in (neurons, neurons, blocks)
-        )  # neurons, factors, counts
+        # Lists of active neurons, of their factors, and the lengths of the lists by block.
+        self._list = tuple(self._buffer(4 * pairs * count) for count in (neurons, neurons, blocks))
         self._sums = self._buffer(4 * pairs * blocks * model.width)
         self._nodes = self._buffer(4 * pairs * blocks.bit_length() * model.width)
         self._node_sums = np.zeros(pairs * blocks.bit_length() * model.width, np.float32)
         self._no_bias = self._buffer(4)
-        self._dense_pairs = 0  # of which the tables of pairs are, of a dense model
-        self._tree_blocks = 0  # of which the kernel of trees was told
+        self._dense_pairs = 0  # of a dense model, the number of pairs that the device's tables describe
+        self._tree_blocks = 0  # the blocks argument that the kernel of trees has
         self._chunk_count = 0
         self._lists.set_args(self._pairs, self._hidden, *self._list, self._counters)
         self._trees.set_args(self._sums, np.uint32(0), self._nodes)
         self.clear_counters()
 
     def load(self, weights: NDArray[np.uint8], bias: NDArray[np.float32] | None) -> None:
-        """The next layer's clusters, [experts][held clusters][bytes of both slots]; bias: of its Ups, if it has any."""
+        """Copy the clusters of the next layer to the device.
+
+        weights: uint8 [experts][offloaded clusters][bytes of both slots]
+        bias: of the up projection, or None
+        """
         cl = opencl()
-        of_weights, of_bias = self._filled(weights), self._no_bias if bias is None else self._filled(bias)
+        weight_buffer, bias_buffer = self._filled(weights), self._no_bias if bias is None else self._filled(bias)
         values, downs = cl.Kernel(self._program, "values"), cl.Kernel(self._program, "downs")
         values.set_args(
-            of_weights, self._vectors, np.uint32(0), self._pairs, self._chunks, self._predicted, np.uint32(0),
-            of_bias, np.uint32(0), self._hidden, self._counters,
+            weight_buffer, self._vectors, np.uint32(0), self._pairs, self._chunks, self._predicted, np.uint32(0),
+            bias_buffer, np.uint32(0), self._hidden, self._counters,
         )  # fmt: skip
-        downs.set_args(of_weights, self._pairs, *self._list, self._sums)
-        self._layers.append(_Layer(of_weights, of_bias, values, downs))  # kernels do not keep their buffers
+        downs.set_args(weight_buffer, self._pairs, *self._list, self._sums)
+        self._layers.append(
+            _Layer(weight_buffer, bias_buffer, values, downs)
+        )  # kernels do not keep their buffers alive
 
-    def __call__(self, wanted: Any) -> NDArray[np.float32]:
-        """One layer's sums, by pair and node of the tree; good until the next call."""
-        sent = self.send(wanted)
-        self.start(wanted)
-        found = self._node_sums[: wanted.pairs * wanted.blocks.bit_count() * self._width]
-        opencl().enqueue_copy(self._queue, found, self._nodes, is_blocking=True)
-        del sent
-        return found
+    def __call__(self, request: Any) -> NDArray[np.float32]:
+        """Compute one layer's sums, by pair and node of the tree. The array is valid until the next call."""
+        events = self.send(request)
+        self.start(request)
+        sums = self._node_sums[: request.pairs * request.blocks.bit_count() * self._width]
+        opencl().enqueue_copy(self._queue, sums, self._nodes, is_blocking=True)
+        del events
+        return sums
 
-    def send(self, wanted: Any) -> list[Any]:
-        """Copy what the kernels read to the device. Returns what must stay until that was done: who drops the event of
-        a copy waits for it."""
-        vectors = ffi.buffer(wanted.vectors, wanted.tokens * wanted.vector_stride)
-        sent = [opencl().enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)]
-        sent += self._tell_pairs(wanted)
-        sent += self._tell_predictions(wanted)
-        return sent
+    def send(self, request: Any) -> list[Any]:
+        """Copy the inputs of the kernels to the device. Return the events of the copies, which the caller must keep
+        until they are done: dropping an event waits for it."""
+        vectors = ffi.buffer(request.vectors, request.tokens * request.vector_stride)
+        events = [opencl().enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)]
+        events += self._send_pairs(request)
+        events += self._send_predictions(request)
+        return events
 
-    def start(self, wanted: Any) -> None:
-        """Start the kernels of a layer whose vectors were sent."""
-        cl, queue, pairs, blocks = opencl(), self._queue, wanted.pairs, wanted.blocks
-        layer = self._layers[wanted.layer]
-        self._tell_sizes(layer, wanted)
+    def start(self, request: Any) -> None:
+        """Start the kernels of a layer whose inputs were sent."""
+        cl, queue, pairs, blocks = opencl(), self._queue, request.pairs, request.blocks
+        layer = self._layers[request.layer]
+        self._set_sizes(layer, request)
         rows = WORK_ITEMS // LANES[self._order]
         size = -(-blocks * self._block_neurons // rows) * WORK_ITEMS
         cl.enqueue_nd_range_kernel(queue, layer.values, (size, self._chunk_count), (WORK_ITEMS, 1))
@@ -136,26 +145,26 @@ class HeldBlocks:
         queue.flush()  # the device begins
 
     def finish(self) -> None:
-        """Wait for all that was started."""
+        """Wait for everything that was started."""
         self._queue.finish()
 
     def counters(self) -> dict[str, int]:
-        """What was computed since they were cleared."""
+        """Return the counters since `clear_counters`: predicted, fired and active neurons."""
         counts = np.zeros(len(COUNTERS), np.uint32)
         opencl().enqueue_copy(self._queue, counts, self._counters)
         return dict(zip(COUNTERS, counts.tolist(), strict=True))
 
     def clear_counters(self) -> None:
-        """From now on they are of what follows."""
+        """Set the device's counters to zero."""
         opencl().enqueue_fill_buffer(self._queue, self._counters, np.uint32(0), 0, 4 * len(COUNTERS))
 
     @property
     def queue(self) -> Any:
-        """Where the device's work is put, for who computes there as well."""
+        """The command queue of the device, which offloaded matrices share."""
         return self._queue
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         for layer in self._layers:
             layer.weights.release()
         self._layers = []
@@ -165,67 +174,70 @@ class HeldBlocks:
         return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(size_bytes, 4))
 
     def _filled(self, array: NDArray[Any]) -> Any:
-        """A buffer with this in it. It is copied by itself: of what a buffer is made from, a driver may keep a copy."""
-        made = self._buffer(array.nbytes)
-        opencl().enqueue_copy(self._queue, made, array, is_blocking=True)
-        return made
+        """Return a buffer with this content. It is copied in a second call, since a driver may keep a copy of the host
+        memory that a buffer is created from."""
+        buffer = self._buffer(array.nbytes)
+        opencl().enqueue_copy(self._queue, buffer, array, is_blocking=True)
+        return buffer
 
     @property
     def _group_items(self) -> int:
-        """Work items that compute 32 columns of Down."""
+        """The number of work items that compute 32 columns of the down projection."""
         return 4 if self._manifest.quantization == "q4" else 8
 
-    def _tell_pairs(self, wanted: Any) -> list[Any]:
-        """The tables of pairs, and of the pairs that a work item computes at once. Of a dense layer they are those of
-        the layer before. Returns what must stay until it was copied."""
+    def _send_pairs(self, request: Any) -> list[Any]:
+        """Send the table of (token, expert) pairs, and that of the pairs that a work item computes at once.
+
+        In a dense model all layers of a step have the same tables. Return the events of the copies.
+        """
         dense = self._manifest.model.experts == 1
-        if dense and self._dense_pairs == wanted.pairs:
+        if dense and self._dense_pairs == request.pairs:
             return []
         cl = opencl()
-        pairs = np.zeros((wanted.pairs, 4), np.uint32)
-        pairs[:, 0] = np.frombuffer(ffi.buffer(wanted.pair_token, 4 * wanted.pairs), np.uint32)
-        pairs[:, 2] = np.frombuffer(ffi.buffer(wanted.pair_weight, 4 * wanted.pairs), np.uint32)
+        pairs = np.zeros((request.pairs, 4), np.uint32)
+        pairs[:, 0] = np.frombuffer(ffi.buffer(request.pair_token, 4 * request.pairs), np.uint32)
+        pairs[:, 2] = np.frombuffer(ffi.buffer(request.pair_weight, 4 * request.pairs), np.uint32)
         chunks = []
-        for number in range(wanted.groups):
-            group = wanted.group[number]
+        for number in range(request.groups):
+            group = request.group[number]
             pairs[group.first : group.first + group.count, 1] = group.expert
             chunks += [
                 (group.first + at, min(TOKENS, group.count - at), number, at) for at in range(0, group.count, TOKENS)
             ]
         table = np.array(chunks, np.uint32)
-        self._chunk_count, self._dense_pairs = len(chunks), wanted.pairs if dense else 0
+        self._chunk_count, self._dense_pairs = len(chunks), request.pairs if dense else 0
         return [
             cl.enqueue_copy(self._queue, self._pairs, pairs, is_blocking=False),
             cl.enqueue_copy(self._queue, self._chunks, table, is_blocking=False),
         ]
 
-    def _tell_predictions(self, wanted: Any) -> list[Any]:
-        """Who is predicted, of the blocks held: from where the participants have it, by one copy for all groups.
-        Returns what must stay until it was copied."""
-        if not _names_triggers(wanted):
+    def _send_predictions(self, request: Any) -> list[Any]:
+        """Send the predicted neurons of the offloaded blocks, all groups in one copy from the shared stage. Return the
+        events of the copies."""
+        if not _is_predicted(request):
             return []
-        cl, groups, mask_bytes = opencl(), wanted.groups, wanted.mask_bytes
-        held_bytes, group_bytes = self._held_neurons * mask_bytes, wanted.predicted_neurons * mask_bytes
-        source = ffi.buffer(wanted.predicted, (groups - 1) * group_bytes + held_bytes)
+        cl, groups, mask_bytes = opencl(), request.groups, request.mask_bytes
+        row_bytes, group_bytes = self._offloaded_neurons * mask_bytes, request.predicted_neurons * mask_bytes
+        source = ffi.buffer(request.predicted, (groups - 1) * group_bytes + row_bytes)
         if groups == 1:
             return [cl.enqueue_copy(self._queue, self._predicted, source, is_blocking=False)]
         copy = cl.enqueue_copy(
-            self._queue, self._predicted, source, buffer_origin=(0, 0), host_origin=(0, 0), region=(held_bytes, groups),
-            buffer_pitches=(held_bytes,), host_pitches=(group_bytes,), is_blocking=False,
+            self._queue, self._predicted, source, buffer_origin=(0, 0), host_origin=(0, 0), region=(row_bytes, groups),
+            buffer_pitches=(row_bytes,), host_pitches=(group_bytes,), is_blocking=False,
         )  # fmt: skip
         return [copy]
 
-    def _tell_sizes(self, layer: _Layer, wanted: Any) -> None:
-        """What changes with the texts of a step, where it has changed."""
-        mask_bytes = wanted.mask_bytes if _names_triggers(wanted) else 0
-        told = wanted.vector_stride, mask_bytes, min(wanted.blocks * self._block_neurons, self._stored)
-        if layer.told != told:
-            for place, size in zip((2, 6, 8), told, strict=True):
+    def _set_sizes(self, layer: _Layer, request: Any) -> None:
+        """Set the kernel arguments that depend on the sequences of a step, if they have changed."""
+        mask_bytes = request.mask_bytes if _is_predicted(request) else 0
+        sizes = request.vector_stride, mask_bytes, min(request.blocks * self._block_neurons, self._stored)
+        if layer.sizes != sizes:
+            for place, size in zip((2, 6, 8), sizes, strict=True):
                 layer.values.set_arg(place, np.uint32(size))
-            layer.told = told
-        if self._tree_blocks != wanted.blocks:
-            self._trees.set_arg(1, np.uint32(wanted.blocks))
-            self._tree_blocks = wanted.blocks
+            layer.sizes = sizes
+        if self._tree_blocks != request.blocks:
+            self._trees.set_arg(1, np.uint32(request.blocks))
+            self._tree_blocks = request.blocks
 
     def _options(self, device: Device) -> list[str]:
         manifest, model, layout = self._manifest, self._manifest.model, self._manifest.layout
@@ -257,13 +269,13 @@ class HeldBlocks:
         return [*(f"-D{name}={value}" for name, value in sizes.items()), *exact]
 
 
-def _names_triggers(wanted: Any) -> bool:
-    """Whether a predictor decides which triggers are computed."""
-    return bool(wanted.predicted != ffi.NULL)
+def _is_predicted(request: Any) -> bool:
+    """Return True if a predictor decides which triggers are computed."""
+    return bool(request.predicted != ffi.NULL)
 
 
 def vector_bytes(manifest: Manifest) -> int:
-    """From one token's prepared vector to the next at most: those of attention's output are as long."""
+    """Return the largest stride of prepared vectors, those of the attention output included."""
     kind = {"q8": lib.NP_Q8, "q4": lib.NP_Q4}[manifest.quantization]
-    longest = max(manifest.model.width, manifest.model.query_width)
-    return int(lib.np_activation_bytes(kind, longest)) + 64
+    max_elements = max(manifest.model.width, manifest.model.query_width)
+    return int(lib.np_activation_bytes(kind, max_elements)) + 64

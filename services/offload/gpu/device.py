@@ -1,5 +1,7 @@
-"""Which OpenCL device computes, and whether its arithmetic is what equal bits need. pyopencl is imported here alone,
-and only by who asked for this backend."""
+"""The choice of an OpenCL device, and the check that its arithmetic can reproduce the processor's bits.
+
+Only this module imports pyopencl, and only when the backend is used.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ from neuronpipe.protocol.frozen import frozen
 INSTALL = f"`{shlex.quote(sys.executable)} -m pip install pyopencl`"
 DESCRIBE_WITHIN_S = 60
 FACTS = ("name", "memory_bytes", "max_buffer_bytes", "shares_memory", "is_processor")
-"""What others may know of a device."""
+"""The fields of `Device` that plans and device profiles record."""
 
 
 @frozen(kw_only=True)
 class Device:
-    """One device. handle: pyopencl's. max_buffer_bytes: of one buffer. shares_memory: it has none of its own, but this
-    machine's. is_processor: it computes on this machine's cores. divides_exactly: floats, as a processor does; else it
-    can divide them in double precision."""
+    """An OpenCL device.
+
+    handle: pyopencl's object
+    max_buffer_bytes: the largest size of one buffer
+    shares_memory: True if it uses this machine's memory
+    is_processor: True if it computes on this machine's cores
+    divides_exactly: True if float division is correctly rounded; otherwise it divides in double precision
+    """
 
     handle: Any
     name: str
@@ -38,7 +45,7 @@ class Device:
 
 @functools.cache
 def opencl() -> ModuleType:
-    """pyopencl. Raises UserError where it is not installed."""
+    """Import pyopencl. Raises UserError if it is not installed."""
     try:
         import pyopencl
     except ImportError as error:
@@ -47,9 +54,9 @@ def opencl() -> ModuleType:
     return module
 
 
-def find_device(wanted: str = "") -> Device:
-    """The device whose name, or whose platform's, has `wanted` in it; else the first GPU, else the first device. Raises
-    UserError where there is none, or none whose arithmetic suffices."""
+def find_device(name: str = "") -> Device:
+    """Return the device whose name, or whose platform's name, contains `name`; by default the first GPU, otherwise the
+    first device. Raises UserError if there is none, or if its arithmetic does not suffice."""
     cl = opencl()
     try:
         platforms = cl.get_platforms()
@@ -63,12 +70,12 @@ def find_device(wanted: str = "") -> Device:
     handles = [handle for platform in platforms for handle in _devices(cl, platform)]
     if not handles:
         raise UserError("backend opencl: the OpenCL platforms here have no device; `clinfo` says what a driver finds")
-    named = [handle for handle in handles if wanted.lower() in f"{handle.platform.name}: {handle.name}".lower()]
-    if not named:
+    matching = [handle for handle in handles if name.lower() in f"{handle.platform.name}: {handle.name}".lower()]
+    if not matching:
         names = ", ".join(handle.name.strip() for handle in handles)
-        raise UserError(f"backend opencl:{quoted(wanted)}: no device is called that; there are {names}")
-    gpus = [handle for handle in named if handle.type & cl.device_type.GPU]
-    return _checked(cl, (gpus or named)[0])
+        raise UserError(f"backend opencl:{quoted(name)}: no device is called that; there are {names}")
+    gpus = [handle for handle in matching if handle.type & cl.device_type.GPU]
+    return _checked(cl, (gpus or matching)[0])
 
 
 def _devices(cl: ModuleType, platform: Any) -> list[Any]:
@@ -79,18 +86,18 @@ def _devices(cl: ModuleType, platform: Any) -> list[Any]:
 
 
 def _checked(cl: ModuleType, handle: Any) -> Device:
-    """Raises UserError for arithmetic that cannot give a processor's bits."""
+    """Return the device. Raises UserError if its arithmetic cannot reproduce a processor's bits."""
     name = handle.name.strip()
-    has = cl.device_fp_config
+    flags = cl.device_fp_config
     floats = handle.single_fp_config
-    for needed, what in (
-        (has.ROUND_TO_NEAREST, "does not round floats to the nearest"),
-        (has.INF_NAN, "has no infinite floats"),
-        (has.DENORM, "takes very small floats for zero"),
+    for required, lack in (
+        (flags.ROUND_TO_NEAREST, "does not round floats to the nearest"),
+        (flags.INF_NAN, "has no infinite floats"),
+        (flags.DENORM, "flushes denormal floats to zero"),
     ):
-        if not floats & needed:
-            raise UserError(f"backend opencl: {name} {what}, so it cannot give the processor's bits; leave it out")
-    exact = bool(floats & has.CORRECTLY_ROUNDED_DIVIDE_SQRT)
+        if not floats & required:
+            raise UserError(f"backend opencl: {name} {lack}, so it cannot give the processor's bits; leave it out")
+    exact = bool(floats & flags.CORRECTLY_ROUNDED_DIVIDE_SQRT)
     if not exact and not handle.double_fp_config:
         raise UserError(f"backend opencl: {name} cannot divide as exactly as a processor; leave it out")
     if not (handle.available and handle.compiler_available and handle.endian_little):
@@ -106,32 +113,32 @@ def _checked(cl: ModuleType, handle: Any) -> Device:
     )
 
 
-def describe(wanted: str) -> Accelerator:
-    """The device that `find_device` finds, by another process: a driver takes memory, and does not outlive a fork.
-    Raises UserError as it does."""
-    command = [sys.executable, "-m", __name__, wanted]
+def describe(name: str) -> Accelerator:
+    """Describe the device that `find_device` finds, in a process of its own: a driver takes memory and does not survive
+    a fork. Raises UserError as `find_device`."""
+    command = [sys.executable, "-m", __name__, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
         raise UserError(f"backend opencl: the driver did not answer within {DESCRIBE_WITHIN_S} s") from None
     try:
-        found = json.loads(done.stdout)
+        facts = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise UserError(f"backend opencl: the driver failed: {quoted(last)}") from None
-    if "error" in found:
-        raise UserError(found["error"])
-    return Accelerator(**found)
+    if "error" in facts:
+        raise UserError(facts["error"])
+    return Accelerator(**facts)
 
 
-def _say(wanted: str) -> None:
+def _print_facts(name: str) -> None:
     try:
-        found = find_device(wanted)
+        device = find_device(name)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return
-    print(json.dumps({name: getattr(found, name) for name in FACTS}))
+    print(json.dumps({fact: getattr(device, fact) for fact in FACTS}))
 
 
 if __name__ == "__main__":
-    _say(sys.argv[1])
+    _print_facts(sys.argv[1])

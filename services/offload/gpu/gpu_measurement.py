@@ -1,8 +1,10 @@
-"""Measuring an accelerator for the device profile: in a process of its own, since a driver takes memory and does not
-outlive a fork. It says every repetition as a line of JSON; `measure_accelerator` makes figures of them.
+"""The measurement of an accelerator for the device profile.
 
-    launch   the smallest kernel, waited for
-    copy     some bytes to the device, or back, waited for
+It runs in a process of its own, since a driver takes memory and does not survive a fork. The process prints a JSON line
+per point, with all repetitions; `measure_accelerator` reads them.
+
+    launch   the smallest kernel, with a wait
+    copy     some bytes to the device, or back, with a wait
     visit    a layer's call with next to nothing to compute
     held     the kernels on whole blocks, one layer after the other, more of them than caches hold
 """
@@ -37,21 +39,21 @@ SHARES = (0.1, 0.5)
 KINDS: tuple[HeldKind, ...] = ("exact", "predicted")
 COPY_BYTES = (4 << 10, 64 << 10, 1 << 20)
 LAYER_BYTES = 64 << 20
-LAYERS = 2  # of each share
-MEMORY_PART = 8  # of the device's memory, what the layers of a shape may take
-NARROW = 256  # of the model with next to nothing to compute
+LAYERS = 2  # for each share
+MEMORY_PART = 8  # the layers of a shape take at most an eighth of the device's memory
+NARROW = 256  # width of the model with next to nothing to compute
 ROUNDS = 3
 VISIT_ROUNDS = 30
-PASS_S = 0.01  # of a repetition at least
-MOST_S = 0.02  # of one layer at most: of a slower device fewer blocks are measured
+PASS_S = 0.01  # the least length of a repetition
+MAX_LAYER_S = 0.02  # for a slower device fewer blocks are measured
 WITHIN_S = 240
 POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_TEXTS + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_TEXTS
-"""How many figures there are."""
+"""The number of measured points."""
 
 
 def measure_accelerator(options: str, progress: Callable[[], None] = lambda: None) -> AcceleratorProfile:
-    """The device that the backend opencl finds with these options. progress is called POINTS times. Raises UserError
-    where there is none, or its driver fails."""
+    """Measure the device that the backend opencl finds with these options. progress is called POINTS times. Raises
+    UserError if there is none, or if its driver fails."""
     command = [sys.executable, "-m", __name__, options]
     facts: dict[str, Any] = {}
     points: dict[str, list[Any]] = {name: [] for name in LISTS}
@@ -61,8 +63,8 @@ def measure_accelerator(options: str, progress: Callable[[], None] = lambda: Non
         assert child.stderr is not None
         limit = threading.Timer(WITHIN_S, child.kill)
         limit.start()
-        said: list[str] = []
-        listener = threading.Thread(target=lambda: said.extend(child.stderr or ()))
+        errors: list[str] = []
+        listener = threading.Thread(target=lambda: errors.extend(child.stderr or ()))
         listener.start()
         for line in child.stdout:
             values = _line(line)
@@ -80,16 +82,16 @@ def measure_accelerator(options: str, progress: Callable[[], None] = lambda: Non
         listener.join()
         limit.cancel()
     if child.returncode or not facts or sum(map(len, points.values())) < POINTS:
-        words = [line.strip() for line in (last, *said) if line.strip()] or [f"status {child.returncode}"]
-        raise UserError(f"backend opencl: measuring the device failed: {quoted(words[-1])}")
-    lists: dict[str, Any] = {name: tuple(some) for name, some in points.items()}
+        lines = [line.strip() for line in (last, *errors) if line.strip()] or [f"status {child.returncode}"]
+        raise UserError(f"backend opencl: measuring the device failed: {quoted(lines[-1])}")
+    lists: dict[str, Any] = {name: tuple(measured) for name, measured in points.items()}
     return AcceleratorProfile(
         version=ACCELERATOR_VERSION, backend=f"opencl:{options}" if options else "opencl", **facts, **lists
     )
 
 
 def _line(line: str) -> dict[str, Any] | None:
-    """A driver may print what it likes beside."""
+    """Parse a line of the measuring process; None for output of the driver."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -109,12 +111,12 @@ def _point(values: dict[str, Any]) -> tuple[str, Any]:
 
 
 # ---- in the other process --------------------------------------------------------------------------------------------
-def _measured(wanted: str) -> Iterator[Mapping[str, Any]]:
-    """Everything that is to be said."""
+def _measured(name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the facts of the device, then every point."""
     from neuronpipe.native import ffi, lib
     from neuronpipe.services.offload.gpu.device import FACTS, find_device
 
-    device = find_device(wanted)
+    device = find_device(name)
     yield {"device": {name: getattr(device, name) for name in FACTS}}
     yield from _launches_and_copies(device)
     instructions = ffi.string(lib.np_isa_name()).decode()
@@ -153,30 +155,31 @@ def _launches_and_copies(device: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[str, Any]]:
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, holder_of, manifest_of
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, trial_blocks, manifest_of
 
     experts = {"experts": 8, "experts_per_token": 2} if routed else {}
     manifest = manifest_of("q8", NARROW, **experts)
-    held = holder_of(device, manifest, 1, instructions, SHARES[:1], 1)
+    offloaded = trial_blocks(device, manifest, 1, instructions, SHARES[:1], 1)
     steps = TrialSteps(manifest, 1)
     for texts in range(1, MAX_TEXTS + 1):
-        wanted = steps.wanted(0, texts)
-        taken = _typical_us(lambda wanted=wanted: held(wanted))  # type: ignore[misc]
-        yield {"of": "visits", "texts": texts, "routed": routed, "repetitions": taken}
-    held.close()
+        request = steps.request(0, texts)
+        times_us = _typical_us(lambda request=request: offloaded(request))  # type: ignore[misc]
+        yield {"of": "visits", "texts": texts, "routed": routed, "repetitions": times_us}
+    offloaded.close()
 
 
 def _held(device: Any, instructions: str, quantization: Quantization, width: int) -> Iterator[Mapping[str, Any]]:
-    """All points of one shape, by turns."""
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, blocks_within, fired_of, holder_of, manifest_of
+    """Yield all points of one shape, measured in turns."""
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, blocks_within, fired_of, trial_blocks, manifest_of
 
     manifest = manifest_of(quantization, width)
-    most = min(device.memory_bytes // MEMORY_PART // (LAYERS * len(SHARES)), device.max_buffer_bytes, LAYER_BYTES)
-    blocks = blocks_within(manifest, most)
-    held = holder_of(device, manifest, blocks, instructions, SHARES, LAYERS)
+    layers = LAYERS * len(SHARES)
+    max_layer_bytes = min(device.memory_bytes // MEMORY_PART // layers, device.max_buffer_bytes, LAYER_BYTES)
+    blocks = blocks_within(manifest, max_layer_bytes)
+    offloaded = trial_blocks(device, manifest, blocks, instructions, SHARES, LAYERS)
     steps = TrialSteps(manifest, blocks)
-    taken_s = _kernels_s(held, [steps.wanted(layer, MAX_TEXTS) for layer in range(LAYERS * len(SHARES))])
-    blocks = steps.blocks = max(1, min(blocks, int(blocks * MOST_S / taken_s)))
+    layer_s = _kernels_s(offloaded, [steps.request(layer, MAX_TEXTS) for layer in range(layers)])
+    blocks = steps.blocks = max(1, min(blocks, int(blocks * MAX_LAYER_S / layer_s)))
     neurons = blocks * manifest.layout.block_neurons
     row_bytes = quant_bytes(quantization, width) + scale_bytes(quantization, width)
     speeds: dict[tuple[HeldKind, float, int], list[float]] = {}
@@ -185,16 +188,16 @@ def _held(device: Any, instructions: str, quantization: Quantization, width: int
     ]
     for _ in range(ROUNDS):
         for kind, share, texts in cases:
-            fired = fired_of(held.blocks * manifest.layout.block_neurons, share)
+            fired = fired_of(offloaded.blocks * manifest.layout.block_neurons, share)
             predicted = fired if kind == "predicted" else None
             first = SHARES.index(share) * LAYERS
-            wanted = [steps.wanted(first + layer, texts, predicted) for layer in range(LAYERS)]
+            requests = [steps.request(first + layer, texts, predicted) for layer in range(LAYERS)]
             part = min(1.0, texts * share)
             rows = neurons * (2 * part + (1.0 if kind == "exact" else part))
-            seconds = _kernels_s(held, wanted)
+            seconds = _kernels_s(offloaded, requests)
             speeds.setdefault((kind, share, texts), []).append(rows * row_bytes / seconds)
             steps.forget()
-    held.close()
+    offloaded.close()
     for (kind, share, texts), repetitions in speeds.items():
         yield {
             "of": "held", "kind": kind, "quantization": quantization, "row_weights": width, "share": share,
@@ -202,38 +205,38 @@ def _held(device: Any, instructions: str, quantization: Quantization, width: int
         }  # fmt: skip
 
 
-def _kernels_s(held: Any, wanted: list[Any]) -> float:
-    """Of one layer's kernels and of what they are told: all layers by turns, until that took long enough."""
-    calls, began = 0, time.perf_counter()
-    while calls < len(wanted) or time.perf_counter() - began < PASS_S:
-        for one in wanted:
-            kept = held.send(one)
-            held.start(one)
-        held.finish()
-        calls += len(wanted)
-    seconds = (time.perf_counter() - began) / calls
-    del kept
+def _kernels_s(offloaded: Any, requests: list[Any]) -> float:
+    """Return the seconds that one layer's copies and kernels take: the mean over all requests, for PASS_S at least."""
+    calls, start_s = 0, time.perf_counter()
+    while calls < len(requests) or time.perf_counter() - start_s < PASS_S:
+        for request in requests:
+            events = offloaded.send(request)
+            offloaded.start(request)
+        offloaded.finish()
+        calls += len(requests)
+    seconds = (time.perf_counter() - start_s) / calls
+    del events
     return seconds
 
 
 def _typical_us(call: Callable[[], object]) -> list[float]:
-    """Of the second half of the calls, by threes: the typical one of each."""
-    taken = []
+    """Return the medians of three calls each, in microseconds, of the second half of VISIT_ROUNDS calls."""
+    times_us = []
     for _ in range(VISIT_ROUNDS):
-        began = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         call()
-        taken.append((time.perf_counter_ns() - began) / 1e3)
-    later = taken[VISIT_ROUNDS // 2 :]
-    return [sorted(later[at : at + 3])[1] for at in range(0, len(later), 3)]
+        times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+    second_half = times_us[VISIT_ROUNDS // 2 :]
+    return [sorted(second_half[at : at + 3])[1] for at in range(0, len(second_half), 3)]
 
 
-def _say(wanted: str) -> None:
+def _print_points(name: str) -> None:
     try:
-        for values in _measured(wanted):
+        for values in _measured(name):
             print(json.dumps(values), flush=True)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
 
 
 if __name__ == "__main__":
-    _say(sys.argv[1])
+    _print_points(sys.argv[1])

@@ -1,7 +1,8 @@
-"""Whole matrices in a device's memory beside blocks: attention's in every layer, and that of the logits.
+"""Offloaded matrices in a device's memory: those of attention in every layer, and the output matrix.
 
-dots.cl and rows.cl compute. A matrix takes three calls, however many texts there are: a copy to the device, one kernel,
-and the rows' products back, which are waited for. Softmax, keys and values stay where they are.
+The kernels are in dots.cl and rows.cl. A matrix takes three calls for any number of sequences: a copy to the device,
+one
+kernel, and a blocking copy of the products back. Softmax, keys and values stay on the processor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from neuronpipe.services.worker.participant import HELD_MATRICES
 
 @frozen
 class _Matrix:
-    """One that is held. kernel: with its weights as arguments; buffers: which a kernel does not keep."""
+    """One offloaded matrix. kernel: with the weights as arguments; buffers: kept alive here, as kernels do not."""
 
     kernel: Any
     rows: int
@@ -59,25 +60,25 @@ class HeldMatrices:
         self._matrices: dict[tuple[int, int], _Matrix] = {}
         for name, (rows, _) in shapes.items():
             for layer, tensor in enumerate(tensors_of(model, name)):
-                made = self._matrix(programs[kinds[name]], tensors, tensor, rows)
-                self._matrices[HELD_MATRICES[name], layer] = made
+                matrix = self._matrix(programs[kinds[name]], tensors, tensor, rows)
+                self._matrices[HELD_MATRICES[name], layer] = matrix
 
-    def __call__(self, wanted: Any) -> None:
+    def __call__(self, request: Any) -> None:
         """Compute all rows of one matrix, and wait for them."""
-        cl, matrix = opencl(), self._matrices[wanted.matrix, wanted.layer]
-        vectors = ffi.buffer(wanted.vectors, wanted.tokens * wanted.vector_stride)
-        # Who drops the event of a copy waits for it: this one is kept until the rows are there.
-        copied = cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
-        matrix.kernel.set_arg(6, np.uint32(wanted.vector_stride))
-        matrix.kernel.set_arg(7, np.uint32(wanted.tokens))
-        size = -(-matrix.rows * LANES[self._order] // WORK_ITEMS) * WORK_ITEMS, -(-wanted.tokens // TOKENS)
+        cl, matrix = opencl(), self._matrices[request.matrix, request.layer]
+        vectors = ffi.buffer(request.vectors, request.tokens * request.vector_stride)
+        # Dropping the event of a copy waits for it, so this one is kept until the products have arrived.
+        event = cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
+        matrix.kernel.set_arg(6, np.uint32(request.vector_stride))
+        matrix.kernel.set_arg(7, np.uint32(request.tokens))
+        size = -(-matrix.rows * LANES[self._order] // WORK_ITEMS) * WORK_ITEMS, -(-request.tokens // TOKENS)
         cl.enqueue_nd_range_kernel(self._queue, matrix.kernel, size, (WORK_ITEMS, 1))
-        found = ffi.buffer(wanted.out, 4 * wanted.tokens * matrix.rows)
-        cl.enqueue_copy(self._queue, np.frombuffer(found, np.float32), self._out, is_blocking=True)
-        del copied
+        products = ffi.buffer(request.out, 4 * request.tokens * matrix.rows)
+        cl.enqueue_copy(self._queue, np.frombuffer(products, np.float32), self._out, is_blocking=True)
+        del event
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Release the device's memory."""
         for matrix in self._matrices.values():
             for buffer in matrix.buffers:
                 buffer.release()
@@ -106,13 +107,13 @@ class HeldMatrices:
 
     def _filled(self, tensor: Any) -> Any:
         content = np.frombuffer(tensor, np.uint8)
-        made = self._buffer(content.nbytes)
-        opencl().enqueue_copy(self._queue, made, content, is_blocking=True)
-        return made
+        buffer = self._buffer(content.nbytes)
+        opencl().enqueue_copy(self._queue, buffer, content, is_blocking=True)
+        return buffer
 
 
 def tensors_of(model: ModelSpec, name: str) -> list[str]:
-    """What the tensors of a held matrix begin with: of every layer, or of the one that there is."""
+    """Return the tensor names of an offloaded matrix, without the suffix: one per layer, or the only one."""
     if name == "output":
         return ["embedding" if model.tied_embeddings else "output"]
     return [f"layers.{layer}.{name}" for layer in range(model.layers)]

@@ -1,8 +1,8 @@
-"""Held blocks without a package: weights that mean nothing, and steps of which it is known which neurons fire for which
-text. What a device profile is measured on.
+"""Offloaded blocks without a package, for measuring a device: made-up weights, and steps whose firing neurons are
+known.
 
-A text's vector is one in its own quarter of the columns and zero elsewhere; a neuron's row of Gate is above zero in the
-quarters of the texts that it fires for.
+The vector of a sequence is one in its own quarter of the columns and zero elsewhere. The gate row of a neuron is
+positive in the quarters of the sequences for which it fires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = {"q4": lib.NP_Q4, "q8": lib.NP_Q8}
 
 
 def manifest_of(quantization: Quantization, width: int, experts: int = 1, experts_per_token: int = 1) -> Manifest:
-    """Of a dReLU model without a package, of one layer."""
+    """Return the manifest of a dReLU model with one layer, which has no package."""
     model = ModelSpec(
         family="llama",
         width=width,
@@ -56,19 +56,19 @@ def manifest_of(quantization: Quantization, width: int, experts: int = 1, expert
 
 
 def blocks_within(manifest: Manifest, size_bytes: int) -> int:
-    """How many blocks of a layer take so many bytes at most; one at least."""
+    """Return the number of blocks of a layer that fit the size, at least one."""
     cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
     block_bytes = manifest.model.experts * manifest.layout.block_clusters * cluster_bytes
     return max(1, min(manifest.layout.blocks, size_bytes // block_bytes))
 
 
 def fired_of(neurons: int, share: float) -> NDArray[np.bool_]:
-    """For which texts each neuron fires: [neurons][TEXTS], this share of them for each text, always the same."""
+    """Return for which sequences each neuron fires: [neurons][TEXTS], the share for each, the same at every call."""
     return np.random.default_rng(7).random((neurons, TEXTS)) < share
 
 
 def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Of one layer's first blocks, as a device holds them: [clusters][bytes of both slots]."""
+    """Return the weights of one layer's first blocks as a device gets them: uint8 [clusters][bytes of both slots]."""
     layout, width, quantization = manifest.layout, manifest.model.width, manifest.quantization
     plus, minus = PLUS_MINUS[quantization]
     clusters = blocks * layout.block_clusters
@@ -87,7 +87,7 @@ def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDA
 
 
 class TrialSteps:
-    """What HeldBlocks is asked for, by how many texts."""
+    """Requests for HeldBlocks, for several numbers of sequences."""
 
     def __init__(self, manifest: Manifest, blocks: int) -> None:
         self._manifest, self.blocks = manifest, blocks
@@ -104,22 +104,22 @@ class TrialSteps:
             )
         self._keep: list[Any] = []
 
-    def wanted(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
+    def request(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
         """np_wanted_blocks. predicted: which neurons' triggers are named for which texts, as `fired_of` has it."""
-        model, each = self._manifest.model, self._manifest.model.experts_per_token
-        pairs = texts * each
+        model, per_token = self._manifest.model, self._manifest.model.experts_per_token
+        pairs = texts * per_token
         if model.experts == 1:
             groups, tokens = [(0, 0, pairs)], list(range(texts))
-        else:  # every text has experts of its own, as far as there are some
+        else:  # different experts for every sequence, as far as there are enough
             groups = [(pair % model.experts, pair, 1) for pair in range(pairs)]
-            tokens = [pair // each for pair in range(pairs)]
+            tokens = [pair // per_token for pair in range(pairs)]
         group, token = ffi.new("np_group[]", groups), ffi.new("uint32_t[]", tokens)
         weight, mask = ffi.new("float[]", [1.0] * pairs), ffi.NULL
         if predicted is not None:
             bits = np.packbits(predicted[:, :texts], axis=1, bitorder="little").reshape(-1)
             mask = ffi.from_buffer("uint8_t[]", bits)
             self._keep.append(bits)
-        made = ffi.new(
+        request = ffi.new(
             "np_wanted_blocks *",
             {
                 "layer": layer, "tokens": texts, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
@@ -130,21 +130,22 @@ class TrialSteps:
             },
         )  # fmt: skip
         self._keep += [group, token, weight, mask]
-        return made
+        return request
 
     def forget(self) -> None:
-        """What was asked for is no longer used."""
+        """Free the requests, which must not be used any more."""
         self._keep.clear()
 
 
-def holder_of(
+def trial_blocks(
     device: Device, manifest: Manifest, blocks: int, instructions: str, shares: tuple[float, ...], layers: int
 ) -> HeldBlocks:
-    """Held blocks with so many layers of each share: first all of the first share."""
-    held = HeldBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
+    """Return offloaded blocks with `layers` layers for each share of firing neurons, in the order of the shares."""
+    offloaded = HeldBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
     neurons = blocks * manifest.layout.block_neurons
     for share in shares:
         weights = weights_of(manifest, blocks, fired_of(neurons, share))
         for _ in range(layers):
-            held.load(weights if manifest.model.experts == 1 else np.tile(weights, (manifest.model.experts, 1)), None)
-    return held
+            experts = manifest.model.experts
+            offloaded.load(weights if experts == 1 else np.tile(weights, (experts, 1)), None)
+    return offloaded
