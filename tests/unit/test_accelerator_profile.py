@@ -193,7 +193,7 @@ def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
     """So that its bytes over its time are a speed."""
     require_opencl()
     from neuronpipe.services.offload.gpu.device import find_device
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, fired_of, trial_blocks, manifest_of
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, fired_of, manifest_of, trial_blocks
 
     instructions = ffi.string(lib.np_isa_name()).decode()
     manifest = manifest_of(quantization, 256)

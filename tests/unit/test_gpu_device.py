@@ -62,7 +62,7 @@ def test_a_gpu_comes_before_a_processor_and_a_name_before_both(monkeypatch: pyte
     [
         ([], "", "the OpenCL platforms here have no device"),
         ([handle("Fast GPU")], "other", "no device is called that; there are Fast GPU"),
-        ([handle("Fast GPU", floats=11)], "", "takes very small floats for zero"),
+        ([handle("Fast GPU", floats=11)], "", "flushes denormal floats to zero"),
         ([handle("Fast GPU", floats=13)], "", "has no infinite floats"),
         ([handle("Fast GPU", floats=14)], "", "does not round floats to the nearest"),
         ([handle("Fast GPU", floats=7)], "", "cannot divide as exactly as a processor"),

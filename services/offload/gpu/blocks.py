@@ -56,9 +56,14 @@ def built_program(context: Any, name: str, options: list[str]) -> Any:
 
 
 class HeldBlocks:
-    """The first `blocks` blocks, for steps of so many tokens, in the order of sums of this set of instructions. `load`
-    each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h, as
-    ComputeBlocks of participant.py says; OpenCL's errors are raised as they are, and it is of no use after one."""
+    """The first `blocks` blocks of every feed-forward, for steps of up to `tokens` tokens.
+
+    instructions: the instruction set whose order of summation the device follows
+
+    `load` the weights of each layer before the first step. Calling it computes a request for blocks of
+    native/neuronpipe.h, as `ComputeBlocks` of services/worker/external_products.py. OpenCL's errors are raised
+    unchanged, and the object cannot be used after one.
+    """
 
     def __init__(self, device: Device, manifest: Manifest, *, blocks: int, tokens: int, instructions: str) -> None:
         cl = opencl()
@@ -164,7 +169,7 @@ class HeldBlocks:
         return self._queue
 
     def close(self) -> None:
-        """Release the device's memory."""
+        """Release the buffers in the device's memory."""
         for layer in self._layers:
             layer.weights.release()
         self._layers = []

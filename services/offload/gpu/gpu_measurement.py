@@ -123,7 +123,7 @@ def _measured(name: str) -> Iterator[Mapping[str, Any]]:
     for routed in (False, True):
         yield from _visits(device, instructions, routed)
     for quantization, width in SHAPES:
-        yield from _held(device, instructions, quantization, width)
+        yield from _block_points(device, instructions, quantization, width)
 
 
 def _launches_and_copies(device: Any) -> Iterator[Mapping[str, Any]]:
@@ -155,7 +155,7 @@ def _launches_and_copies(device: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[str, Any]]:
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, trial_blocks, manifest_of
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, manifest_of, trial_blocks
 
     experts = {"experts": 8, "experts_per_token": 2} if routed else {}
     manifest = manifest_of("q8", NARROW, **experts)
@@ -168,9 +168,11 @@ def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[st
     offloaded.close()
 
 
-def _held(device: Any, instructions: str, quantization: Quantization, width: int) -> Iterator[Mapping[str, Any]]:
+def _block_points(
+    device: Any, instructions: str, quantization: Quantization, width: int
+) -> Iterator[Mapping[str, Any]]:
     """Yield all points of one shape, measured in turns."""
-    from neuronpipe.services.offload.gpu.trial import TrialSteps, blocks_within, fired_of, trial_blocks, manifest_of
+    from neuronpipe.services.offload.gpu.trial import TrialSteps, blocks_within, fired_of, manifest_of, trial_blocks
 
     manifest = manifest_of(quantization, width)
     layers = LAYERS * len(SHARES)

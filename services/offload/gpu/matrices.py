@@ -32,9 +32,15 @@ class _Matrix:
 
 
 class HeldMatrices:
-    """Those of these names, for steps of so many tokens, in the order of sums of this set of instructions. tensors: the
-    package's fixed ones, by name. queue: of the same device. Calling it computes np_wanted_rows of native/neuronpipe.h;
-    OpenCL's errors are raised as they are, and it is of no use after one."""
+    """The offloaded matrices of these names, for steps of up to `tokens` tokens.
+
+    tensors: the package's fixed tensors, by name
+    queue: a command queue of the device
+    instructions: the instruction set whose order of summation the device follows
+
+    Calling it computes a request of native/neuronpipe.h for rows of a matrix. OpenCL's errors are raised unchanged, and
+    the object cannot be used after one.
+    """
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class HeldMatrices:
         del event
 
     def close(self) -> None:
-        """Release the device's memory."""
+        """Release the buffers in the device's memory."""
         for matrix in self._matrices.values():
             for buffer in matrix.buffers:
                 buffer.release()
