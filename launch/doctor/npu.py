@@ -13,7 +13,7 @@ from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.offload.npu.chips import Chip, android_property, find_chip
-from neuronpipe.services.offload.npu.graph_files import Contexts, folder_of, neurons_there
+from neuronpipe.services.offload.npu.graph_files import Contexts, compiled_neurons, folder_of
 from neuronpipe.services.offload.npu.providers import Provider, require_modules
 
 CHIP, RUNTIME, CONTEXTS = "neural chip", "npu runtime", "npu contexts"
@@ -55,8 +55,8 @@ def npu_checks(
     if found is None:
         return [Check(name=CHIP, state="ok", found="none of Qualcomm's; prompts are computed by the cores")]
     if found.chip is None:
-        advice = "nobody here knows it; one that is like it may do: `neuronpipe compile PACKAGE --soc 57`"
-        return [Check(name=CHIP, state="warn", found=found.said, advice=advice)]
+        advice = "it is not known here; one that is like it may do: `neuronpipe compile PACKAGE --soc 57`"
+        return [Check(name=CHIP, state="warn", found=found.description, advice=advice)]
     chip = found.chip
     runtime, qnn = _runtime(chip, android, version)
     return [Check(name=CHIP, state="ok", found=f"{chip}"), runtime, _contexts(directory, chip, qnn)]
@@ -87,7 +87,7 @@ def _contexts(directory: Path, chip: Chip, qnn: str | None) -> Check:
     if not (directory / MANIFEST).is_file():
         found = f"not looked for: {directory} is no package"
         return Check(name=CONTEXTS, state="warn", found=found, advice="name a package: `neuronpipe doctor PACKAGE`")
-    there = neurons_there(directory, chip)
+    there = compiled_neurons(directory, chip)
     if not there:
         return Check(
             name=CONTEXTS, state="warn", found=f"none for {chip.name}: each start prepares graphs", advice=make

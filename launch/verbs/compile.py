@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
             return None if arguments.soc is None else chip_of(arguments.soc)
         found = find_chip()
         if found is None or found.chip is None:
-            said = "no chip of Qualcomm's" if found is None else f"{found.said}, which nobody here knows"
+            said = "no chip of Qualcomm's" if found is None else f"{found.description}, which is not known here"
             raise UserError(f"--soc here: this machine has {said}; name the chip, as in --soc 57")
         return found.chip
 

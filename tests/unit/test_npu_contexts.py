@@ -91,7 +91,7 @@ def test_a_chip_that_is_named_decides_the_numerics() -> None:
 def test_a_machine_whose_chip_nobody_knows_is_asked_for_one_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "require_modules", lambda provider: None)
     monkeypatch.setattr(providers, "find_chip", lambda: Found("SM9999", None))
-    with pytest.raises(UserError, match=r"nobody here knows this machine's chip, SM9999; name one .* onnx:qnn:57"):
+    with pytest.raises(UserError, match=r"this machine's chip, SM9999, is not known here; name one .* onnx:qnn:57"):
         provider_of("qnn")
     monkeypatch.setattr(providers, "find_chip", lambda: Found("SM8650", CHIP))
     assert provider_of("qnn") == Provider("qnn", CHIP)
@@ -170,7 +170,7 @@ def test_contexts_of_another_size_are_refused(package: Package) -> None:
 
 def test_compiling_refuses_a_chip_that_nobody_knows(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", str(package.path), "--soc", "9"]) == 2
-    assert "chip '9': nobody here knows it; the chips are 30 SM8350" in capsys.readouterr().err
+    assert "chip '9': it is not known here; the chips are 30 SM8350" in capsys.readouterr().err
     assert main(["compile", str(package.path), "--soc", "here"]) == 2
     assert "--soc here: this machine has no chip of Qualcomm's; name the chip" in capsys.readouterr().err
 

@@ -244,7 +244,7 @@ def test_the_emulated_processor_agrees(tmp_path: Path) -> None:
             "backend onnx: does not say which provider, as onnx:cpu does: the providers are",
         ),
         ("", "onnx:cpu:57", "backend onnx:cpu:57: the providers are"),
-        ("", "onnx:qnn:SM1", r"chip 'SM1': nobody here knows it; the chips are 30 SM8350, .*57 SM8650"),
+        ("", "onnx:qnn:SM1", r"chip 'SM1': it is not known here; the chips are 30 SM8350, .*57 SM8650"),
         ("", "onnx:qnn", "backend onnx:qnn: this machine has no chip of Qualcomm's; onnx:qnn-emulated emulates one"),
         ("onnxruntime_qnn", "onnx:qnn-emulated", r"onnxruntime_qnn cannot be found; install it with: "),
     ],
@@ -314,7 +314,7 @@ def test_a_token_for_which_no_gate_fires_is_not_computed_again(activation: Any) 
     rng = np.random.default_rng(3)
     x = rng.integers(graphs.MIDDLE, graphs.MIDDLE + 4000, (64, 96)).astype(np.uint16)  # nothing negative
     rows = {name: rng.integers(-127, 128, (64, 96)).astype(np.int8) for name in ("gate", "up", "down")}
-    factor = np.full((1, 64), graphs.MOST, np.uint16)
+    factor = np.full((1, 64), graphs.MAX_INTEGER, np.uint16)
     fires = session.run({"x": x, "factor": factor, **rows})
     silent = session.run({"x": x, "factor": factor, **(rows | {"gate": -np.abs(rows["gate"])})})
     assert not is_clamped(shape, fires).any()
@@ -322,7 +322,7 @@ def test_a_token_for_which_no_gate_fires_is_not_computed_again(activation: Any) 
     assert (silent["y"] == graphs.MIDDLE).all()
     assert not is_clamped(shape, silent).any()
     for name, scale in shape.peaks.items():
-        assert is_clamped(shape, silent | {name: np.full_like(silent[name], graphs.MOST)}).all()
+        assert is_clamped(shape, silent | {name: np.full_like(silent[name], graphs.MAX_INTEGER)}).all()
         signed = is_clamped(shape, silent | {name: np.zeros_like(silent[name])}).any()
         assert signed == (scale.zero == graphs.MIDDLE)
 

@@ -253,6 +253,6 @@ def test_a_model_that_no_neural_processor_computes_here_is_refused(
 def test_measured_ranges_have_a_margin() -> None:
     ranges = graphs.NeuronRange(inputs=2.0, gate=3.0, up=4.0, hidden=5.0, outputs=6.0)
     shape = graphs.FeedForward(64, 64, "relu", ranges)
-    assert shape.inputs.step * graphs.MOST / 2 == pytest.approx(1.3 * 2.0, rel=1e-4)
-    assert shape.gate.step * graphs.MOST == pytest.approx(1.3 * 3.0)
-    assert shape.outputs.step * graphs.MOST / 2 == pytest.approx(1.3 * 6.0, rel=1e-4)
+    assert shape.inputs.step * graphs.MAX_INTEGER / 2 == pytest.approx(1.3 * 2.0, rel=1e-4)
+    assert shape.gate.step * graphs.MAX_INTEGER == pytest.approx(1.3 * 3.0)
+    assert shape.outputs.step * graphs.MAX_INTEGER / 2 == pytest.approx(1.3 * 6.0, rel=1e-4)

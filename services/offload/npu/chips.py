@@ -1,8 +1,8 @@
-"""Chips with a Hexagon: what the runtime calls them, and how to know one's own.
+"""Chips with a Hexagon: the runtime's names for them, and how to detect this machine's.
 
-Names, models and architectures are those that QNN 2.51 writes into the contexts it prepares for a model; the kernel's
-numbers are those of Linux. A chip that is not here is refused: the runtime prepares for one that it does not know as if
-it were its oldest, and says nothing.
+Names, models and architectures are those that QNN 2.51 writes into the contexts it prepares; the kernel's numbers are
+those of Linux. Any other chip is refused: the runtime silently prepares for its oldest architecture if it does not know
+a chip.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SYSFS = Path("sys/devices/soc0")
 MAKERS = ("snapdragon", "qualcomm", "qti")
 PROPERTY_TIMEOUT_S = 5
 UNLIKE_V68 = 73
-"""From this Hexagon on all compute the same bits in emulation; the two before it compute others, alike."""
+"""From this architecture on all emulated Hexagons compute the same bits. The two older ones agree with each other."""
 
 
 @frozen
 class Chip:
-    """soc: QNN's `soc_model`. arch: of its Hexagon, 75 for v75. soc_ids: the kernel's numbers for it."""
+    """A chip. soc: QNN's `soc_model`; arch: the version of its Hexagon; soc_ids: the kernel's numbers for it."""
 
     soc: int
     name: str
@@ -33,7 +33,7 @@ class Chip:
 
     @property
     def emulated_numerics(self) -> str:
-        """The arithmetic of its products in emulation."""
+        """The numerics of its products in emulation."""
         return "htp-v73" if self.arch >= UNLIKE_V68 else "htp-v68"
 
     def __str__(self) -> str:
@@ -66,46 +66,47 @@ CHIPS = (
 
 
 def chip_of(text: str) -> Chip:
-    """By its number or name. Raises UserError."""
+    """Return the chip with this number or name. Raises UserError for any other text."""
     for chip in CHIPS:
         if text == str(chip.soc) or text.upper() == chip.name:
             return chip
-    known = ", ".join(f"{chip.soc} {chip.name}" for chip in CHIPS)
-    raise UserError(f"chip {quoted(text)}: nobody here knows it; the chips are {known}")
+    names = ", ".join(f"{chip.soc} {chip.name}" for chip in CHIPS)
+    raise UserError(f"chip {quoted(text)}: it is not known here; the chips are {names}")
 
 
 @frozen
-class Found:
-    """What a machine says of its chip: how it calls it, and which of CHIPS that is, if any."""
+class DetectedChip:
+    """A machine's chip: the machine's own description of it, and the entry of CHIPS, if there is one."""
 
-    said: str
+    description: str
     chip: Chip | None
 
 
 def android_property(name: str) -> str:
-    """What Android says of itself; nothing elsewhere."""
+    """Return a property of Android, or an empty string elsewhere."""
     command = shutil.which("getprop")
     if command is None:
         return ""
     try:
-        said = subprocess.run([command, name], capture_output=True, text=True, check=False, timeout=PROPERTY_TIMEOUT_S)
+        done = subprocess.run([command, name], capture_output=True, text=True, check=False, timeout=PROPERTY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout.strip()
+    return done.stdout.strip()
 
 
-def find_chip(root: Path = Path("/"), android: Callable[[str], str] = android_property) -> Found | None:
-    """This machine's chip; None where nothing says that it has one of Qualcomm's. root: of its file system. An app of
-    Android may not read what Linux says: then its properties do."""
+def find_chip(root: Path = Path("/"), android: Callable[[str], str] = android_property) -> DetectedChip | None:
+    """Detect this machine's chip. Return None if nothing indicates one of Qualcomm's.
+
+    root: of the file system. Android apps may not read sysfs, so Android's properties are read as well.
+    """
     number, name = _line(root / SYSFS / "soc_id"), android("ro.soc.model") or _line(root / SYSFS / "machine")
     maker = f"{_line(root / SYSFS / 'family')} {android('ro.soc.manufacturer')}".lower()
     if not any(word in maker for word in MAKERS):
         return None
-    model = name.upper().partition("-")[0]  # of SM8650-AC, which is a faster one
-    known = (chip for chip in CHIPS if model == chip.name or number in map(str, chip.soc_ids))
-    return Found(
-        ", ".join(filter(None, (name, number and f"soc_id {number}"))) or "one without a name", next(known, None)
-    )
+    model = name.upper().partition("-")[0]  # SM8650-AC is a faster SM8650
+    matching = (chip for chip in CHIPS if model == chip.name or number in map(str, chip.soc_ids))
+    description = ", ".join(filter(None, (name, number and f"soc_id {number}"))) or "without a name"
+    return DetectedChip(description, next(matching, None))
 
 
 def _line(file: Path) -> str:

@@ -1,12 +1,13 @@
-"""The graphs of a model as files, and what they were prepared as for a chip: contexts, from which a session begins at
-once. `neuronpipe compile` writes them, into the package's folder `npu` unless it is told another:
+"""The graphs of a model as files, and contexts: graphs prepared for a chip, from which a session starts at once.
 
-    graphs-NEURONS/       graphs, for a worker that is no Python program (program/README.md)
+`neuronpipe compile` writes them, by default into the package's folder `npu`:
+
+    graphs-NEURONS/       graphs, for the worker without Python (program/README.md)
     socSOC-NEURONS/       contexts for a chip
 
-NEURONS are those of the feed-forward graph; a folder serves all models of one shape. `graphs.json` in it says what
-there is, how integers stand for values, and what each file's checksum is; it is written last. A runtime computes a
-damaged context and says nothing, and one of another chip too: so all of that is compared before.
+NEURONS is the number of neurons of the feed-forward graph; a folder serves all models of one shape. Its `graphs.json`
+lists the files, their checksums, and the scales of the integers; it is written last. The runtime silently computes a
+damaged context, or one for another chip, so everything is compared before use.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ MAX_INDEX_BYTES = 1 << 20
 MAX_CONTEXT_BYTES = 1 << 30
 
 Prepare = Callable[["Graph"], bytes]
-"""What a graph is stored as."""
+"""A function from a graph to the bytes that are stored for it."""
 
 
 def folder_of(package: Path, chip: Chip | None, neurons: int) -> Path:
-    """Where a package's graphs lie, or its contexts for a chip."""
+    """Return the folder of a package's graphs, or of its contexts for a chip."""
     return package / FOLDER / f"{_kind(chip)}-{neurons}"
 
 
@@ -46,15 +47,16 @@ def _kind(chip: Chip | None) -> str:
     return "graphs" if chip is None else f"soc{chip.soc}"
 
 
-def neurons_there(package: Path, chip: Chip) -> list[int]:
-    """Of which sizes there are contexts for a chip."""
-    beginning = f"{_kind(chip)}-"
-    found = (path.parent.name.removeprefix(beginning) for path in package.glob(f"{FOLDER}/{beginning}*/{INDEX}"))
-    return sorted(int(size) for size in found if size.isascii() and size.isdigit())
+def compiled_neurons(package: Path, chip: Chip) -> list[int]:
+    """Return the numbers of neurons for which the package has contexts for a chip."""
+    prefix = f"{_kind(chip)}-"
+    sizes = (path.parent.name.removeprefix(prefix) for path in package.glob(f"{FOLDER}/{prefix}*/{INDEX}"))
+    return sorted(int(size) for size in sizes if size.isascii() and size.isdigit())
 
 
 def model_graphs(manifest: Manifest, neurons: int) -> list[Graph]:
-    """All that prompts of this model need. neurons: most of one product; they decide the ranges, so the numerics."""
+    """Return all graphs that prompts of this model need. neurons: the largest product, which decides the ranges and so
+    the numerics."""
     from neuronpipe.services.offload.npu.graphs import Shapes, feed_forward_graph, matrix_graph
 
     shapes = Shapes.of(manifest, neurons)
@@ -74,7 +76,8 @@ def write_graphs(
     prepare: Prepare = lambda graph: graph.model,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> None:
-    """Write them, or what `prepare` makes of each for a chip. qnn: the version of what prepares. Raises UserError."""
+    """Write the graphs, each as `prepare` returns it for a chip. qnn: the version of the preparing library. Raises
+    UserError."""
     graphs, sums = model_graphs(manifest, neurons), {}
     make_folder(folder)
     try:
@@ -95,7 +98,7 @@ def _file(name: str) -> str:
 
 
 def _index(manifest: Manifest, neurons: int, chip: Chip | None, qnn: str, sums: dict[str, str]) -> dict[str, Any]:
-    """graphs.json. sums: the checksum of each graph's file; "" where it is not known."""
+    """Return the content of graphs.json. sums: the checksum of each graph's file, "" if it is not known."""
     from neuronpipe.services.offload.npu.graphs import MIDDLE, Scale, Shapes
 
     def files(kind: str) -> dict[str, list[str]]:
@@ -144,30 +147,31 @@ def _scale(scale: Scale) -> dict[str, Any]:
 
 
 class Contexts:
-    """The contexts of a chip in a folder, compared with what a model and a runtime need: a call gives that of a graph.
+    """The contexts of a chip in a folder, verified against a model and a runtime. A call returns the context of a
+    graph.
 
-    qnn: the version of the runtime that is here; None: it is not asked.
-    Raises UserError, with the command that makes them again, where they are of another version, another chip or another
-    runtime, do not fit the model, or are damaged.
+    qnn: the version of the installed runtime; None to accept any
+    Raises UserError, with the command that compiles again, if they are of another version, chip or runtime, do not fit
+    the model, or are damaged.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, chip: Chip, neurons: int, qnn: str | None) -> None:
         self._folder = folder
         self._again = f"compile again: `neuronpipe compile PACKAGE --soc {chip.soc}`"
-        found = self._read()
-        self._compare(found, {"format": FORMAT, "version": VERSION})
-        self._compare(found, {"chip": _chip(chip)})
-        if qnn is not None and found.get("qnn") != qnn:
-            self._fail("qnn", f"{quoted(found.get('qnn'))} prepared these contexts, and {quoted(qnn)} is here")
-        self._sums = self._sums_of(found)
-        self._compare(found, _index(manifest, neurons, chip, str(found.get("qnn")), self._sums))
+        index = self._read()
+        self._compare(index, {"format": FORMAT, "version": VERSION})
+        self._compare(index, {"chip": _chip(chip)})
+        if qnn is not None and index.get("qnn") != qnn:
+            self._fail("qnn", f"{quoted(index.get('qnn'))} prepared these contexts, and {quoted(qnn)} is installed")
+        self._sums = self._sums_of(index)
+        self._compare(index, _index(manifest, neurons, chip, str(index.get("qnn")), self._sums))
 
     def __call__(self, graph: Graph) -> bytes:
-        """The context of this graph."""
+        """Return the context of this graph. Raises UserError if its file is damaged."""
         return self._content(graph.name)
 
     def check_files(self) -> None:
-        """That each is there and whole."""
+        """Raise UserError unless every file exists and matches its checksum."""
         for name in self._sums:
             self._content(name)
 
@@ -182,20 +186,20 @@ class Contexts:
         path = self._folder / INDEX
         return json_object(read_file(path, MAX_INDEX_BYTES), str(path))
 
-    def _compare(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-        for name, value in wanted.items():
-            if found.get(name) != value:
-                self._fail(name, f"{quoted(found.get(name))} does not fit; here it is {quoted(value)}")
+    def _compare(self, index: dict[str, Any], required: dict[str, Any]) -> None:
+        for name, value in required.items():
+            if index.get(name) != value:
+                self._fail(name, f"{quoted(index.get(name))} does not fit; here it is {quoted(value)}")
 
     def _fail(self, name: str, problem: str) -> NoReturn:
         raise UserError(f"{self._folder / INDEX}: {named(name)}: {problem}; {self._again}")
 
-    def _sums_of(self, found: dict[str, Any]) -> dict[str, str]:
-        """By graph, as the index has them."""
+    def _sums_of(self, index: dict[str, Any]) -> dict[str, str]:
+        """Return the checksums by graph name, as the index has them."""
         sums: dict[str, str] = {}
         try:
-            for one in (*found["matrices"], found["feed_forward"]):
-                for file, checksum in zip(one["files"], one["sha256"], strict=True):
+            for entry in (*index["matrices"], index["feed_forward"]):
+                for file, checksum in zip(entry["files"], entry["sha256"], strict=True):
                     sums[file.removesuffix(".onnx")] = checksum
         except (KeyError, TypeError, ValueError, AttributeError):
             self._fail("files", "its checksums are not what they must be")
@@ -203,19 +207,19 @@ class Contexts:
 
 
 def contexts_for(package: Path, manifest: Manifest, chip: Chip, neurons: int, qnn: str) -> Contexts | None:
-    """The contexts of a chip, of graphs for so many neurons; None where none were made. Raises UserError where there
-    are some, and none that suits."""
-    there = neurons_there(package, chip)
-    if there and neurons not in there:
+    """Return the contexts of a chip for graphs of this many neurons, or None if the package has none for the chip.
+    Raises UserError if it has only unsuitable ones."""
+    sizes = compiled_neurons(package, chip)
+    if sizes and neurons not in sizes:
         raise UserError(
-            f"{package / FOLDER}: has contexts for {chip.name} of {' and '.join(map(str, there))} neurons, and this "
+            f"{package / FOLDER}: has contexts for {chip.name} of {' and '.join(map(str, sizes))} neurons, and this "
             f"plan computes {neurons} at once; compile: `neuronpipe compile {package} --soc {chip.soc} --plan FILE`"
         )
-    return Contexts(folder_of(package, chip, neurons), manifest, chip, neurons, qnn) if there else None
+    return Contexts(folder_of(package, chip, neurons), manifest, chip, neurons, qnn) if sizes else None
 
 
 def suit(folder: Path, manifest: Manifest, chip: Chip, neurons: int, qnn: str) -> bool:
-    """Whether all contexts that this model needs are in a folder."""
+    """Return True if the folder has all contexts that this model needs, undamaged."""
     try:
         Contexts(folder, manifest, chip, neurons, qnn).check_files()
     except UserError:

@@ -1,10 +1,10 @@
-"""The graphs that a neural processor computes, in ONNX: matrices as inputs, so that all layers use the same ones.
+"""The graphs that a neural processor computes, in ONNX. Weights are inputs, so that all layers use the same graphs.
 
-Activations are 16-bit, rows of weights signed bytes, and every step between two operations says its range, as these
-processors want it: a value is `step * (integer - zero)`. Ranges are fixed. Inputs have a root mean square of 1, so that
-none is beyond the root of their number; products of them with rows whose largest byte is 127 lie, for weights that are
-spread as those of language models are, within SPREAD standard deviations. What lies beyond is clamped, and shows:
-`FeedForward.peaks` are outputs of their own where the clamped values are not outputs themselves.
+Activations are 16-bit and rows of weights signed bytes. Every value between two operations has a range, as these
+processors require it: a value is `step * (integer - zero)`. Ranges are fixed. Inputs have a root mean square of 1, so
+that none exceeds the root of their number. Products with rows whose largest byte is 127 lie within SPREAD standard
+deviations, for weights distributed as in language models. Values beyond are clamped, which is visible at the ends of an
+output's range, or in `FeedForward.peaks`, extra outputs for inner values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-MOST = 65535
+MAX_INTEGER = 65535
 MIDDLE = 32768
 ROW_DEVIATION = 40.0  # of the bytes of a row whose largest is 127
 SPREAD = 24.0
@@ -33,43 +33,45 @@ MARGIN = 1.3  # of measured ranges, beyond what calibration text had
 
 @frozen
 class Scale:
-    """How 16-bit integers stand for values."""
+    """The scale of 16-bit integers: a value is step * (integer - zero)."""
 
     step: float
     zero: int
 
     @classmethod
-    def within(cls, most: float, *, signed: bool) -> Scale:
-        """From -most, or 0, to most."""
-        return cls(most / (MOST - MIDDLE), MIDDLE) if signed else cls(most / MOST, 0)
+    def within(cls, max_value: float, *, signed: bool) -> Scale:
+        """Return the scale whose range is from -max_value, or from 0 if it is unsigned, to max_value."""
+        return cls(max_value / (MAX_INTEGER - MIDDLE), MIDDLE) if signed else cls(max_value / MAX_INTEGER, 0)
 
 
 def encode(values: NDArray[Any], scale: Scale) -> NDArray[np.uint16]:
-    """The integers that stand for values, which are clamped to the range."""
+    """Return the integers of values, clamped to the range."""
     integers = np.rint(values / values.dtype.type(scale.step)) + scale.zero
-    encoded: NDArray[np.uint16] = np.clip(integers, 0, MOST).astype(np.uint16)
+    encoded: NDArray[np.uint16] = np.clip(integers, 0, MAX_INTEGER).astype(np.uint16)
     return encoded
 
 
 def as_integers(
     x: NDArray[np.float32], scale: Scale, *, by_token: bool
 ) -> tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.bool_]]:
-    """Vectors [tokens, n] as a graph takes them; by what each was divided, its root mean square if `by_token`; and
-    whether it was a number, and within the range: what is not becomes 0."""
+    """Quantize vectors [tokens, n] as the input of a graph.
+
+    Return the integers; the divisor of each token, its root mean square if `by_token`, otherwise 1; and for each token
+    whether its values were finite and within the range. The integers of other tokens stand for 0.
+    """
     lengths = np.sqrt(np.mean(np.square(x), axis=1, dtype=np.float32))
     is_sound = np.isfinite(lengths)
     if by_token:
         lengths = np.where(is_sound & (lengths > 0), lengths, np.float32(1))
     else:
-        most = np.float32(scale.step * (MOST - MIDDLE))
-        is_sound &= np.abs(x).max(axis=1) <= most
+        is_sound &= np.abs(x).max(axis=1) <= np.float32(scale.step * (MAX_INTEGER - MIDDLE))
         lengths = np.ones_like(lengths)
     return encode(np.where(is_sound[:, None], x, np.float32(0)) / lengths[:, None], scale), lengths, is_sound
 
 
 @frozen
 class Matrix:
-    """The ranges of an attention matrix's graph. measured: None where each token has a scale of its own."""
+    """The ranges of an attention matrix's graph. measured: None if each token has its own scale."""
 
     rows: int
     columns: int
@@ -77,19 +79,20 @@ class Matrix:
 
     @property
     def inputs(self) -> Scale:
-        """Of vectors with a root mean square of 1, or of all that text had."""
+        """The scale of inputs: of vectors with a root mean square of 1, or of those of the calibration text."""
         return _inputs(self.columns, self.measured)
 
     @property
     def outputs(self) -> Scale:
-        """Of products of such vectors with rows of bytes."""
+        """The scale of products of such vectors with rows of bytes."""
         return _products(self.columns, None if self.measured is None else self.measured.products)
 
 
 @frozen
 class FeedForward:
-    """The ranges of a feed-forward graph, likewise. Of tokens with scales of their own a vector that is twice as long
-    gives values that are four times as large."""
+    """The ranges of a feed-forward graph. measured: None if each token has its own scale; then a vector that is twice
+    as
+    long gives values that are four times as large."""
 
     width: int
     neurons: int
@@ -98,33 +101,35 @@ class FeedForward:
 
     @property
     def inputs(self) -> Scale:
-        """As of a matrix."""
+        """The scale of inputs, as in `Matrix`."""
         return _inputs(self.width, self.measured)
 
     @property
     def gate(self) -> Scale:
-        """Gates that let something through."""
+        """The scale of gate products above zero."""
         return _products(self.width, None if self.measured is None else self.measured.gate, signed=False)
 
     @property
     def up(self) -> Scale:
-        """With dReLU those alone that are positive."""
-        most = None if self.measured is None else self.measured.up
-        return _products(self.width, most, signed=self.activation != "drelu")
+        """The scale of up products; with dReLU, of those above zero."""
+        measured_up = None if self.measured is None else self.measured.up
+        return _products(self.width, measured_up, signed=self.activation != "drelu")
 
     @property
     def hidden(self) -> Scale:
-        """Values of neurons, times a factor of 1 at most."""
-        most = (SPREAD * ROW_DEVIATION) ** 2 * self.width * HIDDEN_SHARE
+        """The scale of the neurons' values, times a factor of at most 1."""
+        max_value = (SPREAD * ROW_DEVIATION) ** 2 * self.width * HIDDEN_SHARE
         if self.measured is not None:
-            most = MARGIN * self.measured.hidden
-        return Scale.within(most, signed=self.activation != "drelu")
+            max_value = MARGIN * self.measured.hidden
+        return Scale.within(max_value, signed=self.activation != "drelu")
 
     @property
     def peaks(self) -> dict[str, Scale]:
-        """Outputs of the graph, by token: the extremes of what stays inside, each with its range. A range that begins
-        at 0 is meant to end there: only where 0 is its middle does the integer 0 say that a value may have been
-        clamped."""
+        """The scales of extra outputs by token: the extremes of inner values.
+
+        A range that begins at 0 clamps negative values on purpose; the integer 0 indicates clamping only if 0 is the
+        middle of the range.
+        """
         return {
             "gate_peak": self.gate,
             "up_peak": self.up,
@@ -135,10 +140,10 @@ class FeedForward:
 
     @property
     def outputs(self) -> Scale:
-        """Sums of values times rows of bytes."""
+        """The scale of the sums of values times rows of bytes."""
         if self.measured is not None:
             return Scale.within(MARGIN * self.measured.outputs, signed=True)
-        step = self.hidden.step * (MOST if self.hidden.zero == 0 else MIDDLE)
+        step = self.hidden.step * (MAX_INTEGER if self.hidden.zero == 0 else MIDDLE)
         return Scale.within(step * ROW_DEVIATION * math.sqrt(self.neurons) * DOWN_SPREAD, signed=True)
 
 
@@ -147,13 +152,13 @@ def _inputs(columns: int, measured: MatrixRange | NeuronRange | None) -> Scale:
 
 
 def _products(columns: int, measured: float | None, *, signed: bool = True) -> Scale:
-    most = SPREAD * ROW_DEVIATION * math.sqrt(columns) if measured is None else MARGIN * measured
-    return Scale.within(most, signed=signed)
+    max_value = SPREAD * ROW_DEVIATION * math.sqrt(columns) if measured is None else MARGIN * measured
+    return Scale.within(max_value, signed=signed)
 
 
 @frozen
 class Shapes:
-    """The graphs that a model's prompts need. by_token: each token has a scale of its own."""
+    """The ranges of all graphs that a model's prompts need. by_token: True if each token has its own scale."""
 
     matrices: Mapping[tuple[int, int], Matrix]
     feed_forward: FeedForward
@@ -161,12 +166,12 @@ class Shapes:
 
     @classmethod
     def of(cls, manifest: Manifest, neurons: int) -> Shapes:
-        """As the package says. neurons: of one product."""
+        """Return the ranges that the package states. neurons: of one product."""
         return cls.scaled(manifest.model, neurons, None if manifest.npu is None else manifest.npu.static_ranges)
 
     @classmethod
     def scaled(cls, model: ModelSpec, neurons: int, ranges: Ranges | None) -> Shapes:
-        """Within these ranges; None: by token."""
+        """Return the ranges within measured ones; None gives each token its own scale."""
         sizes = matrix_sizes(model)
         return cls(
             {size: Matrix(*size, None if ranges is None else ranges.of_matrix(*size)) for size in sizes},
@@ -177,14 +182,14 @@ class Shapes:
 
 @frozen
 class Graph:
-    """A graph: its name among those of a model, and the graph itself."""
+    """A graph: its name among those of a model, and the serialized ONNX model."""
 
     name: str
     model: bytes
 
 
 class _Graph:
-    """A graph in the making: operations on values of which each has its scale."""
+    """A builder of graphs: operations on values, each of which has a scale."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -194,33 +199,33 @@ class _Graph:
         self._outputs: list[onnx.ValueInfoProto] = []
 
     def activations(self, name: str, shape: tuple[int, int], scale: Scale) -> str:
-        """An input of 16-bit integers."""
+        """Add an input of 16-bit integers. Return the name of its value."""
         self._inputs.append(helper.make_tensor_value_info(name, TensorProto.UINT16, shape))
         return self._read(name, self._scale(scale, np.uint16))
 
     def rows(self, name: str, shape: tuple[int, int], *, across: bool = False) -> str:
-        """An input of signed bytes. across: as its columns."""
+        """Add an input of signed bytes. across: transpose it. Return the name of its value."""
         self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT8, shape))
         scale = self._scale(Scale(1.0, 0), np.int8)
         read = self._read(name, scale)
         return self._apply("Transpose", [read], scale, f"{name}_across", perm=[1, 0]) if across else read
 
     def apply(self, operation: str, inputs: list[str], scale: Scale, name: str) -> str:
-        """What an operation gives, clamped to the scale's range."""
+        """Add an operation whose result is clamped to the scale's range. Return the name of its value."""
         return self._apply(operation, inputs, self._scale(scale, np.uint16), name)
 
     def peak(self, operation: str, value: str, scale: Scale, tokens: int, name: str) -> None:
-        """An output: the extreme of each token's."""
+        """Add an output with the extreme of each token's values."""
         self._constants["columns"] = numpy_helper.from_array(np.array([1], np.int64), "columns")
         self.apply(operation, [value, "columns"], scale, name)
         self.output(name, (tokens, 1))
 
     def output(self, name: str, shape: tuple[int, int]) -> None:
-        """The integers of a value that `apply` named so."""
+        """Make the integers of a named value an output."""
         self._outputs.append(helper.make_tensor_value_info(name, TensorProto.UINT16, shape))
 
-    def made(self) -> Graph:
-        """The graph."""
+    def build(self) -> Graph:
+        """Serialize the graph with everything that was added."""
         graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, list(self._constants.values()))
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         return Graph(self._name, model.SerializeToString())
@@ -242,18 +247,18 @@ class _Graph:
 
 
 def matrix_graph(tokens: int, shape: Matrix) -> Graph:
-    """x [tokens][columns] times w [rows][columns]: y [tokens][rows]."""
+    """Return the graph of x [tokens][columns] times w [rows][columns], which is y [tokens][rows]."""
     rows, columns = shape.rows, shape.columns
     graph = _Graph(f"matrix-{rows}x{columns}-{tokens}")
     x = graph.activations("x", (tokens, columns), shape.inputs)
     graph.apply("MatMul", [x, graph.rows("w", (rows, columns), across=True)], shape.outputs, "y")
     graph.output("y", (tokens, rows))
-    return graph.made()
+    return graph.build()
 
 
 def feed_forward_graph(tokens: int, shape: FeedForward) -> Graph:
-    """x [tokens][width] through gate, up and down [neurons][width], each neuron's value times its `factor`
-    [1][neurons]: y [tokens][width], and the peaks. A gate's range begins at 0, which is its ReLU."""
+    """Return the graph of x [tokens][width] through gate, up and down [neurons][width], with each neuron's value times
+    its `factor` [1][neurons]: y [tokens][width], and the peaks. A gate's range begins at 0, which is its ReLU."""
     graph, width, neurons = _Graph(f"feed_forward-{tokens}"), shape.width, shape.neurons
     x = graph.activations("x", (tokens, width), shape.inputs)
     factor = graph.activations("factor", (1, neurons), Scale.within(1.0, signed=False))
@@ -268,4 +273,4 @@ def feed_forward_graph(tokens: int, shape: FeedForward) -> Graph:
     for name, scale in shape.peaks.items():
         value, end = name.split("_")
         graph.peak("ReduceMax" if end == "peak" else "ReduceMin", inside[value], scale, tokens, name)
-    return graph.made()
+    return graph.build()

@@ -21,8 +21,8 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.runtime_memory import graph_tokens, graphs_for
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.npu.graphs import (
+    MAX_INTEGER,
     MIDDLE,
-    MOST,
     FeedForward,
     Graph,
     Matrix,
@@ -218,7 +218,7 @@ def is_clamped(shape: FeedForward, outputs: Mapping[str, Any]) -> Bools:
     clamped = at_end(outputs["y"])
     for name, scale in shape.peaks.items():
         peak = outputs[name][:, 0]
-        clamped |= (peak == MOST) | ((peak == 0) & (scale.zero == MIDDLE))
+        clamped |= (peak == MAX_INTEGER) | ((peak == 0) & (scale.zero == MIDDLE))
     return clamped
 
 
@@ -243,5 +243,5 @@ def decode(integers: Integers, scale: Scale) -> Floats:
 
 def at_end(integers: Integers) -> Bools:
     """Which tokens have a value at an end of the range: it may have been clamped."""
-    ends: Bools = (integers.max(axis=1) == MOST) | (integers.min(axis=1) == 0)
+    ends: Bools = (integers.max(axis=1) == MAX_INTEGER) | (integers.min(axis=1) == 0)
     return ends

@@ -1,8 +1,8 @@
-"""The options of the backend `onnx`: which provider of ONNX Runtime computes, and for which chip. Imports no runtime.
+"""The options of the backend `onnx`: the provider of ONNX Runtime and the chip. This module imports no runtime.
 
-cpu                   the runtime's own, a test double
-qnn[:SOC]             this machine's Hexagon; its chip is found where it is not named
-qnn-emulated[:SOC]    one that QNN emulates on x86-64, by default a v73 of no certain chip
+cpu                   the runtime's own CPU provider, a test double
+qnn[:SOC]             this machine's Hexagon; its chip is detected unless it is named
+qnn-emulated[:SOC]    a Hexagon that QNN emulates on x86-64, by default a v73 of no particular chip
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PROVIDERS = {
     "qnn": ("QNNExecutionProvider", QNN),
     "qnn-emulated": ("QNNExecutionProvider", QNN),
 }
-"""How the runtime calls each, and the modules it takes."""
+"""The runtime's name of each provider, and the modules it needs."""
 
 
 @frozen
 class Provider:
-    """One of PROVIDERS, and the chip it computes for; None: no certain one."""
+    """One of PROVIDERS, and the chip for which it computes, or None for no particular one."""
 
     name: str
     chip: Chip | None = None
@@ -37,27 +37,27 @@ class Provider:
 
     @property
     def runtime_name(self) -> str:
-        """As the runtime has it."""
+        """The runtime's name of the provider."""
         return PROVIDERS[self.name][0]
 
     @property
     def install(self) -> str:
-        """What to do where its modules are missing or do not load."""
+        """The command to show if modules are missing or do not load."""
         return f"install it with: {shlex.quote(sys.executable)} -m pip install {' '.join(PROVIDERS[self.name][1])}"
 
     @property
     def is_plugin(self) -> bool:
-        """Whether it comes with a library of its own."""
+        """True if the provider is a library that must be registered."""
         return self.name != "cpu"
 
     @property
     def needs_device(self) -> bool:
-        """Whether an emulated processor will not do."""
+        """True if it needs a real device, not an emulator."""
         return self.name == "qnn"
 
     @property
     def device(self) -> str:
-        """Who computes, as people call it."""
+        """The name of the device, for people."""
         if self.name == "cpu":
             return "ONNX Runtime on the CPU"
         chip = "a Hexagon v73" if self.chip is None else str(self.chip)
@@ -65,13 +65,15 @@ class Provider:
 
     @property
     def held_tokens(self) -> tuple[int, ...]:
-        """Lengths of an accelerator's graphs, which compute a token alike. The CPU's of one token sums in another order
-        than its longer ones, so one text goes with an empty place."""
+        """The lengths of an accelerator's graphs, all of which give a token the same bits.
+
+        The CPU provider's graph of one token sums in another order, so one sequence is computed with an empty place.
+        """
         return HELD_TOKENS[1:] if self.name == "cpu" else HELD_TOKENS
 
     @property
     def numerics(self) -> str:
-        """The arithmetic of its products. A device's is not known to be its emulator's."""
+        """The numerics of its products. Those of a device are not known to equal its emulator's."""
         if self.name == "cpu":
             return "onnx-cpu"
         if self.chip is None:
@@ -80,32 +82,32 @@ class Provider:
 
 
 def provider_of(options: str) -> Provider:
-    """What the backend's options name. Raises UserError for a provider or a chip that nobody knows, or whose modules
-    are missing."""
+    """Return the provider that the backend's options name. Raises UserError for an unknown provider or chip, and for
+    missing modules."""
     name, colon, soc = options.partition(":")
     if name not in PROVIDERS or (name == "cpu" and colon):
-        wrong = f"backend onnx:{options}" if options else "backend onnx: does not say which provider, as onnx:cpu does"
-        raise UserError(f"{wrong}: the providers are {', '.join(PROVIDERS)}; of a chip qnn:57")
+        problem = f"backend onnx:{options}" if options else "backend onnx: names no provider, as onnx:cpu does"
+        raise UserError(f"{problem}: the providers are {', '.join(PROVIDERS)}; with a chip, qnn:57")
     provider = Provider(name, chip_of(soc) if colon else None)
     require_modules(provider)
     if provider.needs_device and provider.chip is None:
-        return Provider(name, _chip_here())
+        return Provider(name, _own_chip())
     return provider
 
 
 def require_modules(provider: Provider) -> None:
-    """Raises UserError where some are missing. Imports none of them."""
+    """Raise UserError if modules of the provider are missing. Nothing is imported."""
     if missing := [name for name in PROVIDERS[provider.name][1] if importlib.util.find_spec(name) is None]:
         raise UserError(f"{provider}: {' and '.join(missing)} cannot be found; {provider.install}")
 
 
-def _chip_here() -> Chip:
-    found = find_chip()
-    if found is None:
+def _own_chip() -> Chip:
+    detected = find_chip()
+    if detected is None:
         raise UserError("backend onnx:qnn: this machine has no chip of Qualcomm's; onnx:qnn-emulated emulates one")
-    if found.chip is None:
+    if detected.chip is None:
         raise UserError(
-            f"backend onnx:qnn: nobody here knows this machine's chip, {found.said}; name one that is like it, as in "
-            "onnx:qnn:57"
+            f"backend onnx:qnn: this machine's chip, {detected.description}, is not known here; name one that is like "
+            "it, as in onnx:qnn:57"
         )
-    return found.chip
+    return detected.chip

@@ -1,7 +1,7 @@
-"""ONNX Runtime: sessions over graphs, each on one provider altogether, or not at all.
+"""Sessions of ONNX Runtime over graphs, each of which runs on one provider as a whole or not at all.
 
-A runtime that cannot place an operation where it should gives it to the CPU and says nothing, or lists a provider whose
-library did not load. So the CPU may not stand in, and where each operation went is looked at.
+The runtime silently places operations on the CPU if a provider does not take them, and lists providers whose library
+did not load. So fallback to the CPU is disabled, and the placement of every operation is checked.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 ERRORS_ONLY = 3
 OPTIMIZED = "htp_graph_finalization_optimization_mode"
 AT_START, ONCE = {OPTIMIZED: "1"}, {OPTIMIZED: "3"}
-"""How long the runtime may think about a graph: when a run waits, and when it is prepared for all runs. Bits are the
-same."""
+"""How thoroughly the runtime optimizes a graph: while a run starts, and when it is compiled once. The bits are
+equal."""
 
 MAX_REASON = 200
 ARM = ("aarch64", "arm64")
 LARGE_BYTES = 1 << 20
-"""What the runtime allocates for a product, and frees after it, is given back to the system from this size on."""
+"""From this size on, memory that the runtime allocates and frees for a product returns to the system."""
 
 Contexts = Callable[["Graph"], bytes]
-"""What a graph was prepared as, for this runtime and chip."""
+"""A function from a graph to its context for this runtime and chip."""
 
 
 class Runtime:
-    """ONNX Runtime with one provider. Raises UserError when it does not load."""
+    """ONNX Runtime with one provider. Raises UserError if it does not load."""
 
     def __init__(self, provider: Provider) -> None:
-        if provider.needs_device and platform.machine() not in ARM:  # where the same library emulates one
+        if provider.needs_device and platform.machine() not in ARM:  # on x86-64 the same library is the emulator
             raise UserError(f"{provider}: this machine is no 64-bit Arm; onnx:qnn-emulated emulates one")
         self._provider = provider
         lib.np_memory_map_from(LARGE_BYTES)
@@ -59,8 +59,10 @@ class Runtime:
             raise UserError(f"{provider}: the runtime does not load: {_one_line(error)}; {provider.install}") from None
 
     def qnn_version(self) -> str:
-        """The version of the Hexagon's library, as it says itself: of QNN's interface, and of its own. It is the
-        runtime's to load first: a library that comes before it makes it crash. Raises UserError."""
+        """Return the version of the Hexagon's library: that of QNN's interface, and its own.
+
+        The runtime must have loaded it first: the process crashes if the library comes before. Raises UserError.
+        """
         interfaces, count = ctypes.POINTER(ctypes.POINTER(_Interface))(), ctypes.c_uint32()
         try:
             with _quiet():
@@ -73,22 +75,22 @@ class Runtime:
         return f"{interfaces[0][0].core}-{interfaces[0][0].backend}"
 
     def session(self, graph: Graph) -> Session:
-        """The graph, ready to be computed. Raises UserError when this provider does not take all of it."""
+        """Return a session for the graph. Raises UserError if the provider does not take all of it."""
         chip = self._provider.chip
         options = {"htp_arch": "73"} if chip is None else {"soc_model": str(chip.soc)}
-        return Session(self._made(graph.model, options | AT_START))
+        return Session(self._inference_session(graph.model, options | AT_START))
 
     def prepared(self, contexts: Contexts) -> Callable[[Graph], Session]:
-        """The same from what graphs were prepared as."""
-        return lambda graph: Session(self._made(contexts(graph), {}))
+        """Return a function that makes sessions from contexts."""
+        return lambda graph: Session(self._inference_session(contexts(graph), {}))
 
     def prepare(self, graph: Graph, chip: Chip) -> bytes:
-        """What this graph becomes for a chip, which need not be here: a model of one node, with the chip's program in
-        it. Raises UserError."""
+        """Return the context of this graph for a chip, which need not be present: a model of one node that contains the
+        chip's program. Raises UserError."""
         with tempfile.TemporaryDirectory() as folder, _quiet():
             file = Path(folder) / "context.onnx"
             config = {"ep.context_enable": "1", "ep.context_file_path": str(file), "ep.context_embed_mode": "1"}
-            self._made(graph.model, {"soc_model": str(chip.soc)} | ONCE, config)
+            self._inference_session(graph.model, {"soc_model": str(chip.soc)} | ONCE, config)
             if not file.is_file():
                 raise UserError(f"{self._provider}: the runtime made no context of {graph.name} for {chip}")
             context = file.read_bytes()
@@ -98,11 +100,13 @@ class Runtime:
             )
         return context
 
-    def _made(self, model: bytes, provider_options: Mapping[str, str], config: Mapping[str, str] | None = None) -> Any:
+    def _inference_session(
+        self, model: bytes, provider_options: Mapping[str, str], config: Mapping[str, str] | None = None
+    ) -> Any:
         options = self._ort.SessionOptions()
         options.log_severity_level = ERRORS_ONLY
         options.intra_op_num_threads = 1
-        # Each session would keep an arena of its own for good: three times the memory, and no time saved.
+        # Each session would keep an arena of its own: three times the memory, and no time saved.
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         for name, value in (config or {}).items():
@@ -111,45 +115,45 @@ class Runtime:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
             options.add_provider_for_devices(self._devices, {"backend_path": self._library, **provider_options})
         try:
-            made = self._ort.InferenceSession(
+            session = self._ort.InferenceSession(
                 model, options, **({} if self._devices else {"providers": [self._provider.runtime_name]})
             )
         except Exception as error:  # the runtime's own classes, which derive from nothing else
             raise UserError(f"{self._provider}: a graph is refused: {_one_line(error)}") from None
-        self._check_placement(made)
-        return made
+        self._check_placement(session)
+        return session
 
     def _register(self) -> tuple[str, list[Any]]:
-        """The file of the Hexagon's library, on the CPU's side, and the devices."""
+        """Register the provider's library. Return the file of the Hexagon's CPU-side library, and the devices."""
         name, qnn = self._provider.runtime_name, importlib.import_module("onnxruntime_qnn")
-        if not (devices := self._found()):  # a library is registered once in a process
+        if not (devices := self._ep_devices()):  # a library can be registered once in a process
             self._ort.register_execution_provider_library(name, qnn.get_library_path())
-            devices = self._found()
+            devices = self._ep_devices()
         if not devices:
             raise RuntimeError(f"{name} finds no device")
         return qnn.get_qnn_htp_path(), devices[:1]
 
-    def _found(self) -> list[Any]:
+    def _ep_devices(self) -> list[Any]:
         return [device for device in self._ort.get_ep_devices() if device.ep_name == self._provider.runtime_name]
 
-    def _check_placement(self, made: Any) -> None:
-        wanted = self._provider.runtime_name
-        placed = {part.ep_name for part in made.get_provider_graph_assignment_info()}
-        if placed != {wanted}:
-            went = ", ".join(sorted(placed)) or "nobody"
-            raise UserError(f"{self._provider}: its graphs went to {went} and not to {wanted} alone")
+    def _check_placement(self, session: Any) -> None:
+        provider = self._provider.runtime_name
+        placed = {part.ep_name for part in session.get_provider_graph_assignment_info()}
+        if placed != {provider}:
+            names = ", ".join(sorted(placed)) or "nobody"
+            raise UserError(f"{self._provider}: its graphs went to {names} and not to {provider} alone")
 
 
 class Session:
-    """A graph on its provider."""
+    """A graph on its provider, ready to run."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        self._names = [output.name for output in made.get_outputs()]
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._names = [output.name for output in session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The outputs, by name."""
-        return dict(zip(self._names, self._made.run(self._names, dict(inputs)), strict=True))
+        """Compute the graph and return its outputs by name."""
+        return dict(zip(self._names, self._session.run(self._names, dict(inputs)), strict=True))
 
 
 class _ApiVersion(ctypes.Structure):
@@ -165,18 +169,18 @@ class _Interface(ctypes.Structure):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the vendor's libraries print goes to stderr: stdout is the command's."""
+    """Redirect what the vendor's libraries print to stderr, since stdout belongs to the command."""
     sys.stdout.flush()
     flush = ctypes.CDLL(None).fflush
-    kept = os.dup(1)
+    stdout = os.dup(1)
     flush(None)
     os.dup2(2, 1)
     try:
         yield
     finally:
         flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _one_line(error: Exception) -> str:
