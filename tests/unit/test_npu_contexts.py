@@ -18,7 +18,7 @@ from neuronpipe.launch.doctor.npu import npu_checks
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.offload.npu import chips, providers
-from neuronpipe.services.offload.npu.chips import CHIPS, Found, chip_of, find_chip
+from neuronpipe.services.offload.npu.chips import CHIPS, DetectedChip, chip_of, find_chip
 from neuronpipe.services.offload.npu.graph_files import INDEX, contexts_for, folder_of, write_graphs
 from neuronpipe.services.offload.npu.providers import Provider, provider_of
 from neuronpipe.services.offload.npu.sessions import Runtime
@@ -63,17 +63,21 @@ def test_chips_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("facts", "properties", "found"),
     [
-        ({"soc_id": "557", "machine": "SM8650", "family": "Snapdragon"}, {}, Found("SM8650, soc_id 557", CHIP)),
-        ({"soc_id": "577", "machine": "Pineapple", "family": "Snapdragon"}, {}, Found("Pineapple, soc_id 577", CHIP)),
-        ({}, {"ro.soc.model": "SM8650-AC", "ro.soc.manufacturer": "QTI"}, Found("SM8650-AC", CHIP)),
-        ({"soc_id": "9", "family": "Snapdragon"}, {}, Found("soc_id 9", None)),
+        ({"soc_id": "557", "machine": "SM8650", "family": "Snapdragon"}, {}, DetectedChip("SM8650, soc_id 557", CHIP)),
+        (
+            {"soc_id": "577", "machine": "Pineapple", "family": "Snapdragon"},
+            {},
+            DetectedChip("Pineapple, soc_id 577", CHIP),
+        ),
+        ({}, {"ro.soc.model": "SM8650-AC", "ro.soc.manufacturer": "QTI"}, DetectedChip("SM8650-AC", CHIP)),
+        ({"soc_id": "9", "family": "Snapdragon"}, {}, DetectedChip("soc_id 9", None)),
         ({}, {"ro.soc.model": "MT6983", "ro.soc.manufacturer": "MediaTek"}, None),
         ({"soc_id": "i.MX8MQ", "family": "Freescale i.MX"}, {}, None),
         ({}, {}, None),
     ],
 )
 def test_a_machine_is_asked_for_its_chip(
-    tmp_path: Path, facts: dict[str, str], properties: dict[str, str], found: Found | None
+    tmp_path: Path, facts: dict[str, str], properties: dict[str, str], found: DetectedChip | None
 ) -> None:
     assert find_chip(machine(tmp_path, **facts), lambda name: properties.get(name, "")) == found
 
@@ -90,10 +94,10 @@ def test_a_chip_that_is_named_decides_the_numerics() -> None:
 
 def test_a_machine_whose_chip_nobody_knows_is_asked_for_one_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "require_modules", lambda provider: None)
-    monkeypatch.setattr(providers, "find_chip", lambda: Found("SM9999", None))
+    monkeypatch.setattr(providers, "find_chip", lambda: DetectedChip("SM9999", None))
     with pytest.raises(UserError, match=r"this machine's chip, SM9999, is not known here; name one .* onnx:qnn:57"):
         provider_of("qnn")
-    monkeypatch.setattr(providers, "find_chip", lambda: Found("SM8650", CHIP))
+    monkeypatch.setattr(providers, "find_chip", lambda: DetectedChip("SM8650", CHIP))
     assert provider_of("qnn") == Provider("qnn", CHIP)
 
 
@@ -221,7 +225,7 @@ def test_the_doctor_says_what_is_missing(package: Package, tmp_path: Path, monke
     assert "libcdsprpc.so" in runtime.found
     _, runtime, contexts = findings(package.path, phone, lambda chip: "2.41.0-5.52.0")
     assert (runtime.state, contexts.state) == ("ok", "warn")
-    assert "'2.41.0-5.52.0' is here" in contexts.found
+    assert "'2.41.0-5.52.0' is installed" in contexts.found
     assert f"`neuronpipe compile {package.path} --soc 57`" in contexts.advice
     (folder_of(package.path, CHIP, 64) / INDEX).unlink()
     assert findings(package.path, phone)[2].found == "none for SM8650: each start prepares graphs"

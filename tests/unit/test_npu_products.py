@@ -241,7 +241,7 @@ def test_the_emulated_processor_agrees(tmp_path: Path) -> None:
         (
             "",
             "onnx",
-            "backend onnx: does not say which provider, as onnx:cpu does: the providers are",
+            "backend onnx: names no provider, as onnx:cpu does: the providers are",
         ),
         ("", "onnx:cpu:57", "backend onnx:cpu:57: the providers are"),
         ("", "onnx:qnn:SM1", r"chip 'SM1': it is not known here; the chips are 30 SM8350, .*57 SM8650"),
