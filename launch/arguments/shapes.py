@@ -11,7 +11,6 @@ from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO, Planned, Subject, memory_warning, planned_for
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.lab.simulate.models import known_models
 from neuronpipe.plans.measure.probe import BUNDLES, probe
 from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
@@ -20,7 +19,9 @@ from neuronpipe.protocol.errors import UserError
 
 
 def no_model_named() -> str:
-    """For whoever names no model where the demo would tell nothing: what can be named, and what there is."""
+    """Return the message for a command line that names no model: what can be named, and which packages exist."""
+    from neuronpipe.plans.lab.simulate.models import known_models  # reads models.json, only for this message
+
     names = _names()
     packages = f"; packages are {', '.join(names)}" if names else ""
     return f"name a model: a shape, or a package; shapes are {', '.join(known_models())}{packages}"

@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,12 +23,12 @@ DOORS = {
 @cache
 def imports(path: Path) -> tuple[str, ...]:
     """The modules a file imports, wherever in it; relative ones made absolute."""
-    return tuple(_imports(path))
+    return tuple(_imports(path, ast.parse(path.read_bytes())))
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _imports(path: Path, tree: ast.AST) -> Iterator[str]:
     package = ("neuronpipe", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -36,6 +36,20 @@ def _imports(path: Path) -> Iterator[str]:
             module = ".".join((*above, *([node.module] if node.module else ())))
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def imports_when_loaded(path: Path) -> tuple[str, ...]:
+    """The modules that a file imports when it is loaded: not in functions, and not for the type checker alone."""
+    tree = ast.parse(path.read_bytes())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            node.body = [inner for inner in node.body if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return tuple(_imports(path, tree))
 
 
 def files(*folders: str) -> list[Path]:
@@ -64,6 +78,41 @@ def test_no_role_imports_a_sibling_role(role: str) -> None:
         for name in imports(path)
         if name.startswith(siblings)
     ] == []
+
+
+LAB_VERBS = {f"launch/verbs/{verb}.py" for verb in ("plan", "simulate", "synth", "inspect")}
+
+
+def test_only_launch_imports_the_lab_and_lazily() -> None:
+    """A run must work without plans/lab. Only four verbs are about it; elsewhere in launch a function imports it."""
+    outside_lab = [path for path in files(*LAYERS) if "lab" not in path.relative_to(ROOT).parts]
+    users = {str(path.relative_to(ROOT)) for path in outside_lab if imports_lab(imports(path))}
+    assert [name for name in users if not name.startswith("launch/")] == []
+    eager = {name for name in users if imports_lab(imports_when_loaded(ROOT / name))}
+    assert eager <= LAB_VERBS
+
+
+def imports_lab(names: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith("neuronpipe.plans.lab.") for name in names)
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    """Rooms are the folders directly below plans and services; an import inside a function counts as well."""
+    edges: dict[tuple[str, str], set[str]] = {}
+    for path in files("plans", "services"):
+        source = room((*path.relative_to(ROOT).parts,))
+        for name in imports(path):
+            target = room(tuple(name.split(".")[1:])) if name.startswith("neuronpipe.") else None
+            if source and target and source != target:
+                edges.setdefault((source, target), set()).add(f"{path.relative_to(ROOT)}: {name}")
+    assert len(edges) > 50
+    assert {pair: examples for pair, examples in edges.items() if pair[::-1] in edges} == {}
+
+
+def room(parts: tuple[str, ...]) -> str | None:
+    """Return `plans/cost` for a path or module below it, and None for what lies in no room."""
+    is_room = len(parts) > 1 and parts[0] in ("plans", "services") and (ROOT / parts[0] / parts[1]).is_dir()
+    return "/".join(parts[:2]) if is_room else None
 
 
 @pytest.mark.parametrize("library", DOORS)
