@@ -23,10 +23,10 @@ from neuronpipe.launch.planning import (
     planned_for,
     refuse_contradictions,
 )
-from neuronpipe.plans.lab.simulate.device_description import caveats, described
+from neuronpipe.plans.lab.simulate.device_description import caveats, planner_device
 from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
 from neuronpipe.plans.lab.simulate.models import known_models, model_named, shape_named
-from neuronpipe.plans.lab.simulate.shape_manifest import assumed_of, unmade_manifest
+from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape, shape_assumptions
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.plan.report import difference, explain
@@ -110,8 +110,8 @@ def _planned_shape(arguments: argparse.Namespace) -> Planned:
     """As `planned`, for a shape that has no package."""
     refuse_contradictions(arguments)
     shape = model_named(str(arguments.package))
-    made = shape_here(arguments, unmade_manifest(shape), several=arguments.gateway, gateway=arguments.gateway)
-    reasons = (*assumed_of(shape), *made.plan.reasons)
+    made = shape_here(arguments, manifest_of_shape(shape), several=arguments.gateway, gateway=arguments.gateway)
+    reasons = (*shape_assumptions(shape), *made.plan.reasons)
     return dataclasses.replace(made, plan=dataclasses.replace(made.plan, reasons=reasons))
 
 
@@ -122,13 +122,13 @@ def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
         subject = Subject(
             manifest=package.manifest,
             read_activity=package.read_activity,
-            device=described(model, package.manifest),
+            device=planner_device(model, package.manifest),
         )
         return subject, caveats(model)
     shape = model_named(str(path))
-    manifest = unmade_manifest(shape)
-    subject = Subject(manifest=manifest, read_activity=no_activity, device=described(model, manifest))
-    return subject, (*caveats(model), *assumed_of(shape))
+    manifest = manifest_of_shape(shape)
+    subject = Subject(manifest=manifest, read_activity=no_activity, device=planner_device(model, manifest))
+    return subject, (*caveats(model), *shape_assumptions(shape))
 
 
 def _refuse_larger(plan: Plan, usable_bytes: int, device: str) -> None:

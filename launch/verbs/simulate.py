@@ -24,7 +24,7 @@ from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_description import planner_device
 from neuronpipe.plans.lab.simulate.device_file import (
     THIS_MACHINE,
     DeviceModel,
@@ -32,12 +32,19 @@ from neuronpipe.plans.lab.simulate.device_file import (
     read_device,
     this_machine,
 )
-from neuronpipe.plans.lab.simulate.events import Done
+from neuronpipe.plans.lab.simulate.events import TaskSpan
 from neuronpipe.plans.lab.simulate.models import SimulatedModel, known_models, model_named, model_of
-from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
-from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
+from neuronpipe.plans.lab.simulate.recording import Recording
+from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
+from neuronpipe.plans.lab.simulate.simulate import (
+    PlannedRun,
+    Result,
+    SimulationOptions,
+    sequences_of,
+    simulate,
+    simulate_plan,
+)
 from neuronpipe.plans.lab.simulate.systems import SYSTEMS, system_named
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.number_format import show_number
@@ -97,7 +104,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--mode {arguments.mode}: of our own system and one text, which have a plan")
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
-    wishes = Wishes(
+    options = SimulationOptions(
         memory_bytes=arguments.memory,
         resident=arguments.ffn_resident,
         batch=arguments.batch,
@@ -110,7 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
     traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
     if planned:
         run = _under_plan(model, package, machine, device, arguments)
-        texts, sampled = texts_of(run.manifest, run.plan.compute.mode, wishes, recording)
+        texts, sampled = sequences_of(run.manifest, run.plan.compute.mode, options, recording)
     with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
         if planned:
             result, decoded = simulate_plan(
@@ -119,13 +126,13 @@ def main(arguments: argparse.Namespace) -> int:
                 1,
                 sampled=sampled,
                 context_tokens=run.plan.compute.context_tokens // 2,
-                prompt_tokens=wishes.prompt_tokens,
+                prompt_tokens=options.prompt_tokens,
                 traced_tokens=traced,
                 progress=progress,
             )
         else:
             result, decoded = simulate(
-                device, model, system, wishes, recording=recording, traced_tokens=traced, progress=progress
+                device, model, system, options, recording=recording, traced_tokens=traced, progress=progress
             )
     rows = rows_of(decoded.trace)
     if arguments.output is not None:
@@ -173,12 +180,12 @@ def _under_plan(
         raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")
     if machine is None and wanted.memory is None:
         wanted.memory, wanted.ffn_resident = UNLIMITED_BYTES, wanted.ffn_resident or 1.0
-    manifest = unmade_manifest(model) if package is None else package.manifest
+    manifest = manifest_of_shape(model) if package is None else package.manifest
     wanted.mode = arguments.mode or ("exact" if manifest.predictor is None else "predicted")
     subject = Subject(
         manifest=manifest,
         read_activity=no_activity if package is None else package.read_activity,
-        device=described(device, manifest) if machine is None else machine,
+        device=planner_device(device, manifest) if machine is None else machine,
     )
     made = planned_for(wanted, subject, several=False, gateway=False)
     assert made.search is not None  # no file was given
@@ -204,7 +211,7 @@ def _shown(result: Result) -> Iterator[str]:
     yield "simulated; `plans/lab/simulate/PAPER.md` says how far such figures are off"
 
 
-def rows_of(traces: tuple[tuple[Done, ...], ...]) -> list[Row]:
+def rows_of(traces: tuple[tuple[TaskSpan, ...], ...]) -> list[Row]:
     """Simulated tokens as the rings of a run would show them: a computing core or an NPU is a decode worker, flash is
     what the loader reads, and the coordinator waits for all of them."""
     units = sorted({done.unit for token in traces for done in token}, key=lambda unit: (unit == "flash", unit))

@@ -53,9 +53,9 @@ def main(arguments: argparse.Namespace) -> int:
     package = None if arguments.output is None else _package(arguments)
     if arguments.gguf is not None:
         with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
-            from neuronpipe.plans.lab.synth.gguf_counterpart import write_twin
+            from neuronpipe.plans.lab.synth.gguf_counterpart import write_gguf_counterpart
 
-            write_twin(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
+            write_gguf_counterpart(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
     result = {} if package is None else _made(package)
     if arguments.gguf is not None:
         result |= {"gguf": str(arguments.gguf), "gguf_bytes": arguments.gguf.stat().st_size}

@@ -30,9 +30,9 @@ from neuronpipe.launch.formats import show_bytes  # noqa: E402
 from neuronpipe.launch.planning import add_plan_arguments, planned  # noqa: E402
 from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
 from neuronpipe.plans.lab.simulate.device_file import this_machine  # noqa: E402
-from neuronpipe.plans.lab.simulate.residency import Text  # noqa: E402
+from neuronpipe.plans.lab.simulate.recording import record  # noqa: E402
+from neuronpipe.plans.lab.simulate.residency import SequenceDemand  # noqa: E402
 from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Result, simulate_plan  # noqa: E402
-from neuronpipe.plans.lab.simulate.wanted_neurons import record  # noqa: E402
 from neuronpipe.plans.measure.probe import probe  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.package.reader import Package  # noqa: E402
@@ -58,7 +58,9 @@ def simulated_row(result: Result) -> dict[str, float]:
     return row | {"exposed_io_share": result.exposed_io}
 
 
-def texts_of(package: Package, mode: Mode, case: Case, repetitions: int, preset: str | None) -> list[Text]:
+def sequences_of(
+    package: Package, mode: Mode, case: Case, repetitions: int, preset: str | None
+) -> list[SequenceDemand]:
     """The warm-up's text and those of the repetitions, as `bench` asks for them: a prompt in one step, then tokens. Of
     a synthetic package the answer is known, it goes on as the prompt did."""
     prompts, length = Prompts(package, preset), case.prompt_tokens + case.decode_tokens
@@ -67,7 +69,7 @@ def texts_of(package: Package, mode: Mode, case: Case, repetitions: int, preset:
         tokens = prompts.take(number, length, length)
         _, steps = record(package, mode, tokens, f"text {number}").by_cluster()
         prompt = [_together(layers) for layers in zip(*steps[: case.prompt_tokens], strict=True)]
-        texts.append(Text(steps[case.prompt_tokens :], prompt))
+        texts.append(SequenceDemand(steps[case.prompt_tokens :], prompt))
         print(f"recorded {number + 1} of {repetitions + 1} texts, mode {mode}", file=sys.stderr, flush=True)
     return texts
 
@@ -76,7 +78,7 @@ def _together(wanted: tuple[Ids, ...]) -> Ids:
     return np.unique(np.concatenate(wanted))
 
 
-def simulate_cell(package: Package, words: list[str], case: Case, texts: list[Text]) -> dict[str, float]:
+def simulate_cell(package: Package, words: list[str], case: Case, texts: list[SequenceDemand]) -> dict[str, float]:
     """What `bench` with these words would measure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("package", type=Path)
@@ -127,7 +129,7 @@ def main() -> None:
     try:
         package, case = Package.open(given.package), given.tests[0]
         for mode in given.mode.split("+"):
-            texts = texts_of(package, mode, case, given.repetitions, given.workload)
+            texts = sequences_of(package, mode, case, given.repetitions, given.workload)
             for resident in given.resident.split("+"):
                 words = ["--ffn-resident", f"{resident}%", "--mode", mode, "--context", str(given.context)]
                 asked = [*words, "--tests", case.name, "--repetitions", str(given.repetitions)]

@@ -33,7 +33,7 @@ from neuronpipe.launch.verbs import (
     up,
 )
 from neuronpipe.plans.device.thermal import Heat
-from neuronpipe.plans.lab.synth import gguf_counterpart as twin
+from neuronpipe.plans.lab.synth import gguf_counterpart
 from neuronpipe.plans.lab.synth import measured_statistics as measure
 from neuronpipe.plans.lab.synth import synthesize as make
 from neuronpipe.plans.predictor import profiling as profiling
@@ -99,7 +99,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(convert, "convert", begun)
         patch.setattr(convert, "package_as_asked", begun)
         patch.setattr(make, "synthesize", begun)
-        patch.setattr(twin, "write_twin", begun)
+        patch.setattr(gguf_counterpart, "write_gguf_counterpart", begun)
         patch.setattr(profiling, "profile", begun)
         patch.setattr(measure, "measure", begun)
         patch.setattr(files, "write_graphs", begun)

@@ -15,7 +15,7 @@ from neuronpipe.plans.device.cores import classify, most_decode_workers, restric
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import StepPoint
-from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_description import planner_device
 from neuronpipe.plans.lab.simulate.device_file import FOLDER, read_device
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -165,7 +165,7 @@ def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeyp
     assert place == larger
     assert device.flash is not None
     assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_of_a_shape(place, device)
-    profile = described(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
+    profile = planner_device(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
     assert profile is not None
     start = dataclasses.replace(device, profile=profile)
     assert "speeds are measured in brief" in flash_of_a_shape(place, start), "a start measures no steps"
@@ -201,7 +201,7 @@ def test_a_phone_is_told_of_no_model_that_nobody_named(capsys: pytest.CaptureFix
 
 def test_a_slower_phone_is_expected_to_be_slower() -> None:
     manifest = Package.open(DEMO).manifest
-    made = [plan(manifest, device_facts(described(read_device(name), manifest)), Wanted()) for name in PHONES]
+    made = [plan(manifest, device_facts(planner_device(read_device(name), manifest)), Wanted()) for name in PHONES]
     speeds = [one.expected.tokens_per_s or 0.0 for one in made]
     prompts = [one.expected.prefill_tokens_per_s or 0.0 for one in made]
     assert speeds[0] > 1.1 * speeds[1] > 0
@@ -210,7 +210,7 @@ def test_a_slower_phone_is_expected_to_be_slower() -> None:
 
 def test_prompts_on_a_phones_cores_are_bound_by_what_these_multiply() -> None:
     phone, manifest = read_device("oneplus-12"), Package.open(DEMO).manifest
-    profile = described(phone, manifest).profile
+    profile = planner_device(phone, manifest).profile
     assert profile is not None
     assert profile.panel_token_weights_per_s(512, 5) == pytest.approx(5 * 27e9 * 8 / 4.5)
     assert profile.dram_bytes_per_s(5) == pytest.approx(43.9e9)
@@ -252,5 +252,5 @@ def test_the_most_that_a_device_file_may_say_can_be_planned_for(tmp_path: Path) 
     file = tmp_path / "fast.json"
     file.write_text(json.dumps(values))
     manifest = Package.open(DEMO).manifest
-    made = plan(manifest, device_facts(described(read_device(str(file)), manifest)), Wanted())
+    made = plan(manifest, device_facts(planner_device(read_device(str(file)), manifest)), Wanted())
     assert made.memory.slots_bytes == made.memory.ffn_bytes

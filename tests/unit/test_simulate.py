@@ -23,12 +23,12 @@ from neuronpipe.plans.lab.simulate.decode import Situation
 from neuronpipe.plans.lab.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
 from neuronpipe.plans.lab.simulate.events import Simulation
 from neuronpipe.plans.lab.simulate.models import model_named, model_of
-from neuronpipe.plans.lab.simulate.npu_prefill import Graphs, Prefilled, prefilled
+from neuronpipe.plans.lab.simulate.npu_prefill import Graphs, NpuPrefill, simulate_npu_prefill
 from neuronpipe.plans.lab.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
-from neuronpipe.plans.lab.simulate.simulate import Result, Wishes, simulate
+from neuronpipe.plans.lab.simulate.recording import Recording
+from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, simulate
 from neuronpipe.plans.lab.simulate.systems import SYSTEMS
 from neuronpipe.plans.lab.simulate.task_times import FileCosts
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -41,9 +41,9 @@ def phone() -> DeviceModel:
     return read_device(PHONE)
 
 
-def small(phone: DeviceModel, policy: str = "ours", **wishes: Any) -> Result:
+def small(phone: DeviceModel, policy: str = "ours", **options: Any) -> Result:
     """A run of a small model."""
-    return simulate(phone, model_named(SMALL), SYSTEMS[policy], Wishes(**({"tokens": 24} | wishes)))[0]
+    return simulate(phone, model_named(SMALL), SYSTEMS[policy], SimulationOptions(**({"tokens": 24} | options)))[0]
 
 
 def test_what_flash_alone_takes_is_its_seconds(phone: DeviceModel) -> None:
@@ -76,7 +76,7 @@ def test_units_that_are_active_at_once_share_memory(phone: DeviceModel) -> None:
         simulation.add("cpu", "neurons", 0, bytes=1e9)
     simulation.add("npu", "neurons", 0, bytes=1e9)
     simulation.run()
-    assert simulation.use.most_dram_bytes_per_s == pytest.approx(phone.dram_total_gb_per_s.value * 1e9)
+    assert simulation.use.max_dram_bytes_per_s == pytest.approx(phone.dram_total_gb_per_s.value * 1e9)
 
 
 def test_a_core_takes_the_next_task_and_nothing_starts_before_what_it_waits_for(phone: DeviceModel) -> None:
@@ -94,8 +94,8 @@ def test_a_core_takes_the_next_task_and_nothing_starts_before_what_it_waits_for(
 
 @pytest.mark.parametrize("policy", SYSTEMS)
 def test_no_unit_does_more_than_it_can(phone: DeviceModel, policy: str) -> None:
-    result, decoded = simulate(phone, model_named(SMALL), SYSTEMS[policy], Wishes(resident=0.4, tokens=16))
-    assert decoded.use.most_dram_bytes_per_s <= phone.dram_total_gb_per_s.value * 1e9 * 1.0001
+    result, decoded = simulate(phone, model_named(SMALL), SYSTEMS[policy], SimulationOptions(resident=0.4, tokens=16))
+    assert decoded.use.max_dram_bytes_per_s <= phone.dram_total_gb_per_s.value * 1e9 * 1.0001
     assert all(0 <= share <= 1.0001 for share in result.busy.values())
     assert result.tokens_per_s <= result.limit_tokens_per_s
     assert decoded.use.total_s == pytest.approx(sum(decoded.token_s))
@@ -136,10 +136,10 @@ def test_the_services_own_clock_misses_what_its_model_misses() -> None:
 
 def test_a_package_without_a_predictor_is_computed_exactly_and_keeps_first_parts_first(phone: DeviceModel) -> None:
     model = dataclasses.replace(model_named(SMALL), predictor_rank=0)
-    half, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.5, tokens=12))
+    half, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.5, tokens=12))
     assert half.looked_miss_rate == 0  # a third of the bytes
     assert half.miss_rate > 0.05
-    quarter, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.25, tokens=12))
+    quarter, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.25, tokens=12))
     assert quarter.looked_miss_rate == pytest.approx(0.25, abs=0.01)
 
 
@@ -148,9 +148,9 @@ def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:
     spec = model.spec
     wanted = np.full((8, spec.layers, 1), 0b1111, dtype=np.uint8)
     recording = Recording(wanted, np.ones((8, spec.layers, 1), dtype=bool), 8, True, "four of eight, always")
-    result, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.5, tokens=16), recording=recording)
+    result, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.5, tokens=16), recording=recording)
     assert result.miss_rate == 0.0  # the same four fit
-    less, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.25, tokens=16), recording=recording)
+    less, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.25, tokens=16), recording=recording)
     assert less.miss_rate > 0.4
 
 
@@ -206,7 +206,7 @@ def test_a_recording_that_is_none_is_refused_in_one_line(
 def test_a_recording_that_swells_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neuronpipe.plans.lab.simulate.wanted_neurons.MAX_RECORDING_BYTES", 1000)
+    monkeypatch.setattr("neuronpipe.plans.lab.simulate.recording.MAX_RECORDING_BYTES", 1000)
     np.savez_compressed(tmp_path / "r.npz", **_recorded(wanted=np.zeros((3, 1000, 1), np.uint8)))
     with pytest.raises(UserError, match=r"r\.npz: larger than the 1000 bytes"):
         Recording.load(tmp_path / "r.npz")
@@ -336,14 +336,14 @@ def test_a_trace_is_the_same_kind_of_file_as_a_runs(tmp_path: Path, capsys: pyte
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_the_document_has_every_published_figure_and_lists_what_is_off() -> None:
+def test_the_document_has_every_published_figure_and_counts_what_is_off_the_target() -> None:
     text = DOCUMENT.read_text()
     rows = [(table, row) for table in published().cells for row in table.rows]
     for _, row in rows:
         assert re.search(rf"\| {re.escape(f'{row.published:g}')}\??( \(fitted\))? \|", text)
     assert sum(row.fitted for _, row in rows) == 1
     bold = len(re.findall(r"\*\*[+-]\d+ %\*\*", text))
-    assert f"## Further off than wanted: {bold} of " in text
+    assert f"Bold: off the target, {bold} of " in text
 
 
 @pytest.mark.parametrize("unit", ["prefill-128", "prefill-512"])
@@ -371,8 +371,8 @@ def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: Devi
     model = dataclasses.replace(model_named(SMALL), active=0.1)
     ours = SYSTEMS["ours"]
 
-    def found(device: DeviceModel, resident: float = 1.0, tokens: int = 128) -> Prefilled:
-        return prefilled(Situation(device, model, ours, FileCosts(device, model, ours), 0, resident), tokens)
+    def found(device: DeviceModel, resident: float = 1.0, tokens: int = 128) -> NpuPrefill:
+        return simulate_npu_prefill(Situation(device, model, ours, FileCosts(device, model, ours), 0, resident), tokens)
 
     def times(factor: float, field: str) -> DeviceModel:
         value = getattr(phone, field)
@@ -403,8 +403,8 @@ def test_the_documents_first_figure_is_the_simulators_and_near_what_was_publishe
 
 def test_where_a_token_wants_more_than_memory_holds_the_hottest_stay_and_are_read_in_order(phone: DeviceModel) -> None:
     model = dataclasses.replace(model_named(SMALL), active=0.3, predicted=0.3)
-    little, _ = simulate(phone, model, SYSTEMS["powerinfer2"], Wishes(resident=0.1, tokens=16))
+    little, _ = simulate(phone, model, SYSTEMS["powerinfer2"], SimulationOptions(resident=0.1, tokens=16))
     assert little.miss_rate < 0.6  # LRU alone would miss all
     assert little.flash_bytes_per_token / little.flash_reads_per_token > 4096  # some of it in long reads
-    half, _ = simulate(phone, model, SYSTEMS["powerinfer2"], Wishes(resident=0.6, tokens=16))
+    half, _ = simulate(phone, model, SYSTEMS["powerinfer2"], SimulationOptions(resident=0.6, tokens=16))
     assert half.flash_bytes_per_token / half.flash_reads_per_token <= 4096

@@ -13,16 +13,15 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids
 from neuronpipe.plans.cost.work_cost import Cost
-from neuronpipe.plans.lab.simulate.device_description import described
+from neuronpipe.plans.lab.simulate.device_description import planner_device
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel, read_device
 from neuronpipe.plans.lab.simulate.models import model_named
-from neuronpipe.plans.lab.simulate.residency import Region, Text, planned_traffic
-from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
-from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
+from neuronpipe.plans.lab.simulate.recording import Recording
+from neuronpipe.plans.lab.simulate.residency import Region, SequenceDemand, planned_traffic
+from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
+from neuronpipe.plans.lab.simulate.simulate import PlannedRun, SimulationOptions, sequences_of, simulate_plan
 from neuronpipe.plans.lab.simulate.task_times import PlannedCosts
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
-from neuronpipe.plans.lab.simulate.workload import Wanted as WantedNeurons
-from neuronpipe.plans.lab.simulate.workload import Workload, in_clusters
+from neuronpipe.plans.lab.simulate.workload import LayerDemand, Workload, in_clusters
 from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
@@ -42,7 +41,7 @@ def phone() -> DeviceModel:
 
 
 def facts_of(phone: DeviceModel, manifest: Manifest) -> DeviceFacts:
-    return device_facts(described(phone, manifest))
+    return device_facts(planner_device(phone, manifest))
 
 
 def planned(phone: DeviceModel, manifest: Manifest, share: float, *, bundle: bool | None = None) -> Plan:
@@ -92,8 +91,8 @@ def test_what_a_prompt_brings_is_not_counted_but_there_afterwards(phone: DeviceM
     made = planned(phone, manifest, 0.6, bundle=False)
     layers, clusters = manifest.model.layers, manifest.layout.clusters
     last = [np.arange(clusters - 2, clusters) + n * clusters for n in range(layers)]
-    cold = planned_traffic(manifest, made, [Text([last])], 0)
-    warm = planned_traffic(manifest, made, [Text([last], prompt=last)], 0)
+    cold = planned_traffic(manifest, made, [SequenceDemand([last])], 0)
+    warm = planned_traffic(manifest, made, [SequenceDemand([last], prompt=last)], 0)
     assert cold.value_misses.sum() == 2 * layers
     assert warm.value_misses.sum() == 0
     assert warm.looked.shape == (1, layers)
@@ -102,7 +101,7 @@ def test_what_a_prompt_brings_is_not_counted_but_there_afterwards(phone: DeviceM
 def test_only_texts_after_the_first_ones_count(phone: DeviceModel, manifest: Manifest) -> None:
     made = planned(phone, manifest, 0.5)
     tokens = steps(3, 4, manifest.model.layers, manifest.layout.clusters)
-    seen = planned_traffic(manifest, made, [Text(tokens[:3]), Text(tokens[3:])], 1)
+    seen = planned_traffic(manifest, made, [SequenceDemand(tokens[:3]), SequenceDemand(tokens[3:])], 1)
     assert len(seen.looked) == 1
     assert seen.fire.sum() == sum(len(layer) for layer in tokens[3])
 
@@ -111,12 +110,12 @@ def test_a_sample_of_clusters_stands_for_all(phone: DeviceModel, manifest: Manif
     made, layers = planned(phone, manifest, 0.5), manifest.model.layers
     half = manifest.layout.clusters // 2
     every = [np.arange(half) + n * half for n in range(layers)]
-    seen = planned_traffic(manifest, made, [Text([every])], 0, sampled=half)
+    seen = planned_traffic(manifest, made, [SequenceDemand([every])], 0, sampled=half)
     assert seen.looked.sum() == layers * manifest.layout.clusters
 
 
 def test_neighbours_in_the_order_of_frequency_make_a_cluster() -> None:
-    layers = [WantedNeurons(np.array([0, 1, 6]), np.ones(3, bool)), WantedNeurons(np.array([8, 15]), np.ones(2, bool))]
+    layers = [LayerDemand(np.array([0, 1, 6]), np.ones(3, bool)), LayerDemand(np.array([8, 15]), np.ones(2, bool))]
     work = Workload([layers], np.arange(16), np.ones(16), 1.0, 8)
     ((first, second),), clusters = in_clusters(work, 1, 3)
     assert clusters == 3
@@ -129,7 +128,7 @@ def test_neighbours_in_the_order_of_frequency_make_a_cluster() -> None:
 def test_under_a_plan_time_is_what_the_planners_costs_say(phone: DeviceModel, manifest: Manifest) -> None:
     facts, made = facts_of(phone, manifest), planned(phone, manifest, 1.0)
     run = PlannedRun(device=phone, manifest=manifest, plan=made, facts=facts)
-    texts, sampled = texts_of(manifest, made.compute.mode, Wishes(tokens=4), None)
+    texts, sampled = sequences_of(manifest, made.compute.mode, SimulationOptions(tokens=4), None)
     result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=64, prompt_tokens=64)
     assert result.miss_rate == 0
     assert result.tokens_per_s == pytest.approx(made.expected.tokens_per_s, rel=0.25)
@@ -155,7 +154,7 @@ def test_a_recording_of_other_clusters_is_refused(manifest: Manifest) -> None:
     layers = manifest.model.layers
     other = Recording(np.ones((3, layers, 1), dtype=np.uint8), np.ones((3, layers, 1), dtype=bool), 5, True, "other")
     with pytest.raises(UserError, match="of 5 clusters"):
-        texts_of(manifest, "exact", Wishes(), other)
+        sequences_of(manifest, "exact", SimulationOptions(), other)
 
 
 def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,12 +199,12 @@ def compared() -> Iterator[Any]:
 @pytest.mark.parametrize(("device", "name", "mode", "share"), list(compared()))
 def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode: Mode, share: float) -> None:
     """Experts of a mixture were simulated neuron by neuron: nine times slower than planned, with nothing ever found."""
-    phone, made_for = read_device(device), unmade_manifest(model_named(name))
+    phone, made_for = read_device(device), manifest_of_shape(model_named(name))
     facts = facts_of(phone, made_for)
     wanted = Wanted(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
     made = plan(made_for, facts, wanted)
     run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
-    texts, sampled = texts_of(made_for, mode, Wishes(tokens=12), None)
+    texts, sampled = sequences_of(made_for, mode, SimulationOptions(tokens=12), None)
     result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=512, prompt_tokens=64)
     assert result.tokens_per_s == pytest.approx(made.expected.tokens_per_s, rel=0.25)
 

@@ -12,8 +12,8 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.lab.simulate.models import model_of
-from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording, record
+from neuronpipe.plans.lab.simulate.recording import Recording, record
+from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.synth import activation_rates as firing
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth import synthesize as make
@@ -164,7 +164,7 @@ def test_a_package_that_nobody_made_has_the_sizes_of_one_that_was(
     for made in (package, *siblings.values()):
         there = made.manifest
         shape = replace(model_of(there), predictor_rank=rank_of(there.model.width))
-        unmade = unmade_manifest(shape)
+        unmade = manifest_of_shape(shape)
         assert unmade.layout == there.layout
         assert unmade.predictor is None or unmade.predictor.rank == there.predictor.rank
         names = set(there.files) - {TOKENIZER}
@@ -215,7 +215,7 @@ def test_the_more_a_router_reads_of_the_tokens_code_the_less_a_choice_repeats(
     repeated = []
     two_layers = replace(four_layers(SHAPES["qwen3-moe-100m"]), layer_kinds=(LayerKind(2),))
     for own in (0.0, 0.5, 1.0):
-        monkeypatch.setitem(ROUTINGS, "qwen3", Routing(own=own))
+        monkeypatch.setitem(ROUTINGS, "qwen3", Routing(token_share=own))
         package = synthesize("m", two_layers, tmp_path / str(own))
         repeated.append(measure(package, "default", 200)["mean"]["repeated_1"])
     assert repeated == sorted(repeated, reverse=True)

@@ -1,1 +1,1 @@
-"""How the demo model was trained."""
+"""Training of the demo model."""

@@ -25,7 +25,7 @@ CALIBRATION_TOKENS = 100_000
 
 
 def load(trained: Path) -> DemoModel:
-    """The exported checkpoint, in float32."""
+    """Return the exported checkpoint in float32."""
     model = DemoModel(Shape())
     tensors = {name.removeprefix("model."): value for name, value in load_file(trained / "model.safetensors").items()}
     model.load_state_dict(tensors)
@@ -33,14 +33,14 @@ def load(trained: Path) -> DemoModel:
 
 
 def windows(ids: np.ndarray, context_tokens: int) -> Tensor:
-    """Whole contexts, [n, context_tokens]."""
+    """Return the tokens in whole contexts, [n, context_tokens]."""
     return torch.from_numpy(ids[: len(ids) // context_tokens * context_tokens].astype(np.int64)).view(
         -1, context_tokens
     )
 
 
 class Activity:
-    """Counts, per layer and neuron, how often the gate fired and how often the neuron was active."""
+    """Counters, per layer and neuron, of how often the gate fired and how often the neuron was active."""
 
     def __init__(self, model: DemoModel) -> None:
         shape = model.shape
@@ -58,7 +58,7 @@ class Activity:
 
 
 def mean_loss(model: DemoModel, text: Tensor) -> float:
-    """Nats per token over whole windows, float32."""
+    """Return nats per token over whole windows, float32."""
     total = 0.0
     for window in text.split(8):
         logits = model(window[:, :-1])

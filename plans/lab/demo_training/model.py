@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [context_tokens, head_width / 2]."""
+    """Return cos and sin, each [context_tokens, head_width / 2]."""
     exponent = torch.arange(0, shape.head_width, 2) / shape.head_width
     angle = torch.outer(torch.arange(shape.context_tokens).float(), shape.rope_theta**-exponent)
     return angle.cos(), angle.sin()
@@ -99,7 +99,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer."""
+    """A pre-norm decoder layer with attention and dReLU feed-forward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ HELD_OUT_TOKENS = 100_000
 
 
 def tokens_of(out: Path, *, held_out: bool) -> np.ndarray:
-    """The token ids of one side of the split, cached beside the checkpoint as uint16."""
+    """Return the token ids of one side of the split, cached next to the checkpoint as uint16."""
     cache = out / ("held_out.npy" if held_out else "train.npy")
     if not cache.exists():
         tokenizer_path = out / "tokenizer.json"
@@ -49,7 +49,7 @@ def tokens_of(out: Path, *, held_out: bool) -> np.ndarray:
 
 
 def held_out_loss(model: DemoModel, ids: np.ndarray, device: str) -> float:
-    """Mean negative log likelihood in nats per token over the held-out set, in whole contexts."""
+    """Return the mean negative log likelihood in nats per token over the held-out set, in whole contexts."""
     length = model.shape.context_tokens
     windows = torch.from_numpy(ids[: len(ids) // length * length].astype(np.int64)).view(-1, length)
     total = 0.0
@@ -62,18 +62,18 @@ def held_out_loss(model: DemoModel, ids: np.ndarray, device: str) -> float:
 
 
 def learning_rate(seen_tokens: int, total_tokens: int) -> float:
-    """Linear warm-up, then linear fall to zero at `total_tokens`."""
+    """Return the learning rate: linear warm-up, then linear decay to zero at `total_tokens`."""
     warm = min(1.0, seen_tokens / WARMUP_TOKENS)
     return PEAK_LEARNING_RATE * warm * max(0.0, 1.0 - seen_tokens / total_tokens)
 
 
 def window_tokens(seen_tokens: int, total_tokens: int, context_tokens: int) -> int:
-    """Length of a training window: short at first, the whole context for the end of the schedule."""
+    """Return the length of a training window: short at first, the whole context at the end of the schedule."""
     return SHORT_WINDOW_TOKENS if seen_tokens < SHORT_WINDOW_SHARE * total_tokens else context_tokens
 
 
 def train(out: Path, total_tokens: int, device: str) -> None:
-    """Train until `total_tokens` have been seen, continuing from OUT/checkpoint.pt when it is there."""
+    """Train until `total_tokens` have been seen, continuing from OUT/checkpoint.pt if it exists."""
     torch.manual_seed(7)
     shape = Shape()
     train_ids, held_out_ids = tokens_of(out, held_out=False), tokens_of(out, held_out=True)[:HELD_OUT_TOKENS]
@@ -132,7 +132,7 @@ def train(out: Path, total_tokens: int, device: str) -> None:
 
 
 def export(model: DemoModel, out: Path) -> None:
-    """Write OUT as a Hugging Face directory: config.json and model.safetensors beside tokenizer.json."""
+    """Write OUT as a Hugging Face directory: config.json and model.safetensors next to tokenizer.json."""
     tensors = {f"model.{name}": p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.huggingface_config(), indent=2) + "\n")

@@ -1,9 +1,8 @@
 """`python -m neuronpipe.plans.lab.simulate`: misses of cache policies, in percent, as Markdown tables.
 
 Without arguments, on the generated workload of synthetic packages (plans/lab/synth): four layers of Bamboo's curves
-(1, 10,
-16, 28), 10 % active, one pool; 200 tokens go by, then 500 are counted. With recordings, on what a model really wanted:
-`record PACKAGE FILE` makes one of a text, `FILES...` prints the table; a quarter of the tokens goes by first.
+(1, 10, 16, 28), 10 % active, one pool; 200 tokens of warm-up, then 500 that count. With recordings, on the activations
+of a package: `record PACKAGE FILE` writes one, `FILES...` prints the table; the first quarter of the tokens is warm-up.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids, Lfu, Lru, Optimal, Policy, Queues, Static
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording, record
+from neuronpipe.plans.lab.simulate.recording import Recording, record
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
 from neuronpipe.plans.lab.synth.trajectory import PRESETS, Preset, trajectory
 from neuronpipe.plans.package.reader import Package
@@ -28,7 +27,7 @@ SHARES = (0.25, 0.5, 0.75)
 RECORDED_SHARES = (0.15, 0.3, 0.55)
 SKIPPED_SHARE = 0.25
 Steps = list[list[Ids]]
-"""Of each token what each layer wants."""
+"""The wanted ids of each token and layer."""
 
 POLICIES: dict[str, Callable[[Ids, int, Steps], Policy]] = {
     "static": lambda order, slots, steps: Static(order, slots, 1.0),
@@ -41,41 +40,41 @@ POLICIES: dict[str, Callable[[Ids, int, Steps], Policy]] = {
     "CLOCK, two bits set by looks": lambda order, slots, steps: Clock(order, slots, most_uses=3, at_look=True),
     "CLOCK, 7 uses counted by the hand": lambda order, slots, steps: Clock(order, slots, most_uses=7),
     "the same, 25 % pinned": lambda order, slots, steps: Clock(order, slots, 0.25, most_uses=7),
-    "optimal": lambda order, slots, steps: Optimal(order, slots, [wanted for token in steps for wanted in token]),
+    "optimal": lambda order, slots, steps: Optimal(order, slots, [ids for token in steps for ids in token]),
 }
 
 
 def workload(preset: Preset, seed: int) -> tuple[Ids, Steps]:
-    """All neurons by frequency, and for each token the active ones of each layer."""
+    """Return all neurons by frequency, and the active neurons of each token and layer."""
     shares = np.concatenate([active_shares(layer, OF_LAYERS, NEURONS, ACTIVE) for layer in LAYERS])
     random = np.random.default_rng(seed)
     states = trajectory(preset, SKIPPED_TOKENS + COUNTED_TOKENS, len(shares), random)
     active = states > -quantile(shares)
     layers = [range(n * NEURONS, (n + 1) * NEURONS) for n in range(len(LAYERS))]
-    steps = [[np.flatnonzero(token[own.start : own.stop]) + own.start for own in layers] for token in active]
+    steps = [[np.flatnonzero(token[span.start : span.stop]) + span.start for span in layers] for token in active]
     return np.argsort(-shares, kind="stable"), steps
 
 
 def miss_rate(policy: Policy, steps: Steps, skipped_tokens: int = SKIPPED_TOKENS) -> float:
-    """Share of the looked up clusters that were absent."""
+    """Return the share of the looked up clusters that were absent."""
     missed = looked = 0
     for token, layers in enumerate(steps):
-        for wanted in layers:
-            misses = policy.step(wanted)
+        for ids in layers:
+            misses = policy.step(ids)
             if token >= skipped_tokens:
-                missed, looked = missed + misses, looked + len(wanted)
+                missed, looked = missed + misses, looked + len(ids)
     return missed / looked
 
 
 def table(
-    made: dict[str, tuple[Ids, Steps]], resident: Sequence[float], skipped_tokens: Callable[[Steps], int]
+    workloads: dict[str, tuple[Ids, Steps]], resident: Sequence[float], skipped_tokens: Callable[[Steps], int]
 ) -> Iterator[str]:
-    """Markdown lines: a column for each workload, a row for each policy."""
-    yield "| policy | " + " | ".join(made) + " |"
-    yield "|---" * (1 + len(made)) + "|"
+    """Yield Markdown lines: a column for each workload, a row for each policy."""
+    yield "| policy | " + " | ".join(workloads) + " |"
+    yield "|---" * (1 + len(workloads)) + "|"
     for name, make in POLICIES.items():
         cells = []
-        for order, steps in made.values():
+        for order, steps in workloads.values():
             slots = (int(share * len(order)) for share in resident)
             rates = (miss_rate(make(order, count, steps), steps, skipped_tokens(steps)) for count in slots)
             cells.append(" / ".join(f"{100 * rate:.1f}" for rate in rates))
@@ -83,14 +82,14 @@ def table(
 
 
 def recorded(files: Iterable[Path]) -> Iterator[str]:
-    """The tables of recordings; experts as wholes beside their clusters where there are experts."""
-    made: dict[str, tuple[Ids, Steps]] = {}
+    """Yield the table of recordings; for mixtures also with whole experts."""
+    workloads: dict[str, tuple[Ids, Steps]] = {}
     for file in files:
-        one = Recording.load(file)
-        made[one.package] = one.by_cluster()
-        if one.chosen.shape[2] > 1:
-            made[f"{one.package}, whole experts"] = one.by_expert()
-    yield from table(made, RECORDED_SHARES, lambda steps: int(SKIPPED_SHARE * len(steps)))
+        recording = Recording.load(file)
+        workloads[recording.package] = recording.by_cluster()
+        if recording.chosen.shape[2] > 1:
+            workloads[f"{recording.package}, whole experts"] = recording.by_expert()
+    yield from table(workloads, RECORDED_SHARES, lambda steps: int(SKIPPED_SHARE * len(steps)))
 
 
 def main(words: Sequence[str]) -> int:
@@ -101,16 +100,16 @@ def main(words: Sequence[str]) -> int:
         parser.add_argument("--mode", choices=("exact", "predicted"), default="exact")
         parser.add_argument("--preset", default="default", help="of a synthetic package: which text")
         parser.add_argument("--tokens", type=int, default=400)
-        wished = parser.parse_args(words[1:])
-        package = Package.open(wished.package)
+        arguments = parser.parse_args(words[1:])
+        package = Package.open(arguments.package)
         work = package.manifest.workload
-        if work is None or wished.preset not in work.presets:
+        if work is None or arguments.preset not in work.presets:
             raise UserError(
-                f"{wished.package}: has no preset {wished.preset}: recordings are made of synthetic packages"
+                f"{arguments.package}: has no preset {arguments.preset}: recordings are made of synthetic packages"
             )
-        first, most = work.presets[wished.preset]
-        tokens = range(first, first + min(most, wished.tokens))
-        record(package, wished.mode, tokens, wished.preset).save(wished.file)
+        first, max_tokens = work.presets[arguments.preset]
+        tokens = range(first, first + min(max_tokens, arguments.tokens))
+        record(package, arguments.mode, tokens, arguments.preset).save(arguments.file)
         return 0
     if words:
         lines = recorded(map(Path, words))

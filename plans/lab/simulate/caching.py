@@ -1,4 +1,4 @@
-"""What a system's cache makes of a workload: of each token and layer how many neurons are looked up, and are missed."""
+"""Lookups and misses of a system's cache on a workload, for each token and layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.activity.replacement_policies import Ids, Lru, Policy, Static
 from neuronpipe.plans.lab.simulate.systems import System
-from neuronpipe.plans.lab.simulate.workload import Wanted, Workload
+from neuronpipe.plans.lab.simulate.workload import LayerDemand, Workload
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
@@ -17,9 +17,12 @@ VALUE_ROWS = 2  # of a neuron with a gate: Up and Down
 
 
 class NativeClock(Policy):
-    """The services' own replacement: residency words, and native/residency/clock.c takes from them. What a layer wants
-    is referenced by then, and the hand spares it. There is no window: one around a whole layer would push the hand
-    along with the layers, so that it only ever sees their first words, the hottest."""
+    """The services' own replacement: residency words from which native/residency/clock.c takes slots.
+
+    Clusters that the current layer wants are referenced before any is evicted, so the hand spares them. There is no
+    read window: one around a whole layer would push the hand along with the layers, so that it would only see their
+    first words, which are the hottest, and misses would double.
+    """
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
         super().__init__(order, slots, pinned_share)
@@ -29,15 +32,15 @@ class NativeClock(Policy):
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
 
-    def _look(self, wanted: Ids) -> None:
-        self._words[wanted] |= np.uint32(lib.NP_ENTRY_REFERENCED)
+    def _look(self, ids: Ids) -> None:
+        self._words[ids] |= np.uint32(lib.NP_ENTRY_REFERENCED)
 
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
         slots: Any = ffi.new("uint32_t[]", count)
-        taken = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
-        self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:taken].copy()
-        gone = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
-        return np.flatnonzero(gone)
+        slot_count = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
+        self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:slot_count].copy()
+        is_evicted = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
+        return np.flatnonzero(is_evicted)
 
     def _arrive(self, loaded: Ids) -> None:
         self._words[loaded] = self._slots | np.uint32(lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED)
@@ -45,9 +48,12 @@ class NativeClock(Policy):
 
 @frozen
 class Traffic:
-    """[tokens, layers] each, in neurons. looked, fire: outside the hot region. trigger_misses, value_misses: reads of
-    either part. fire_misses, all_fire: of those that fire, hot ones among the latter. hot_share: of a feed-forward,
-    what is computed densely; streamed_share: of these, what is read for every token."""
+    """Numbers of neurons (or clusters) per token and layer, arrays of shape [tokens, layers].
+
+    looked, fire: outside the hot region. trigger_misses, value_misses: reads of the trigger and of the value part.
+    fire_misses: firing neurons that are not resident; all_fire: all firing neurons, hot ones included. hot_share: share
+    of a feed-forward that is computed densely; streamed_share: the part of it that is read for every token.
+    """
 
     hot_share: float
     streamed_share: float
@@ -60,16 +66,16 @@ class Traffic:
 
     @property
     def miss_rate(self) -> float:
-        """Of neurons that fire, those not resident."""
+        """Return the share of firing neurons that are not resident."""
         return float(self.fire_misses.sum() / max(1.0, self.all_fire.sum()))
 
     @property
     def looked_miss_rate(self) -> float:
-        """Of lookups, false positives among them."""
+        """Return the share of all lookups, false positives included, that miss."""
         return float(self.trigger_misses.sum() / max(1.0, self.looked.sum()))
 
     def miss_rates(self) -> Counts:
-        """Of each token."""
+        """Return the miss rate of each token, shape [tokens]."""
         rates: Counts = self.fire_misses.sum(axis=1) / np.maximum(1.0, self.all_fire.sum(axis=1))
         return rates
 
@@ -84,12 +90,15 @@ def traffic(
     exact: bool = False,
     stream_from: float = 1.0,
 ) -> Traffic:
-    """resident: share of all neurons that memory holds, hot ones among them. The first tokens are not counted. exact:
-    the first part of every neuron is looked up. stream_from: what is wanted by so many of the tokens is read sooner
-    with its neighbours than by itself."""
+    """Count lookups and misses of a workload, without its first skipped_tokens.
+
+    resident: share of all neurons that memory holds, hot ones included. exact: the trigger part of every neuron is
+    looked up. stream_from: a neuron that at least this share of the tokens wants is read sooner together with its
+    neighbours than alone.
+    """
     pinned_share = hot_share = system.hot_share(resident, batch)
-    if hot_share and resident < 1 and _wanted_share(workload, _hot(workload, hot_share)) > resident - hot_share:
-        # A token wants more than the others' slots: LRU would keep none of it until its next turn.
+    if hot_share and resident < 1 and _cold_demand_share(workload, _hot(workload, hot_share)) > resident - hot_share:
+        # A token wants more than the cold neurons' slots: LRU would evict all of it before its next use.
         pinned_share = min(resident, system.hot_share(1.0, batch))
         hot_share = max(pinned_share, float((workload.frequency >= stream_from).mean()))
     hot = _hot(workload, hot_share)
@@ -97,16 +106,21 @@ def traffic(
     layers = len(workload.tokens[0])
     counts = np.zeros((6, len(workload.tokens), layers))
     for n, token in enumerate(workload.tokens):
-        for layer, wanted in enumerate(token):
-            cold = ~hot[wanted.looked]
-            looked, fires = wanted.looked[cold], wanted.fires[cold]
-            counts[:, n, layer] = (len(looked), fires.sum(), *cache.look(Wanted(looked, fires)), wanted.fires.sum())
-    kept = counts[:, skipped_tokens:] * workload.scale
-    return Traffic(hot_share, hot_share - pinned_share, *kept)
+        for layer, demand in enumerate(token):
+            cold = ~hot[demand.looked]
+            looked, fires = demand.looked[cold], demand.fires[cold]
+            counts[:, n, layer] = (
+                len(looked),
+                fires.sum(),
+                *cache.look(LayerDemand(looked, fires)),
+                demand.fires.sum(),
+            )
+    counted = counts[:, skipped_tokens:] * workload.scale
+    return Traffic(hot_share, hot_share - pinned_share, *counted)
 
 
-def _wanted_share(workload: Workload, hot: NDArray[np.bool_]) -> float:
-    """Of all neurons, those outside the hot region that a token looks up."""
+def _cold_demand_share(workload: Workload, hot: NDArray[np.bool_]) -> float:
+    """Return the share of all neurons that a token looks up outside the hot region, on average."""
     cold = sum(int((~hot[layer.looked]).sum()) for token in workload.tokens for layer in token)
     return cold / len(workload.tokens) / len(workload.order)
 
@@ -118,29 +132,30 @@ def _hot(workload: Workload, share: float) -> NDArray[np.bool_]:
 
 
 class _Nothing:
-    """Nothing stays."""
+    """A cache that keeps nothing: every lookup misses."""
 
-    def look(self, wanted: Wanted) -> tuple[int, int, int]:
-        fires = int(wanted.fires.sum())
-        return len(wanted.looked), fires, fires
+    def look(self, demand: LayerDemand) -> tuple[int, int, int]:
+        fires = int(demand.fires.sum())
+        return len(demand.looked), fires, fires
 
 
 class _Everything(_Nothing):
-    """All of it stays."""
+    """A cache that holds all neurons: nothing misses."""
 
-    def look(self, wanted: Wanted) -> tuple[int, int, int]:
+    def look(self, demand: LayerDemand) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
 class _Neurons(_Nothing):
-    """Neurons by LRU. Of a false positive only the first part is read; the second follows when it fires."""
+    """A cache of whole neurons by LRU. Of a false positive only the trigger part is read; the value part follows when
+    the neuron fires."""
 
     def __init__(self, policy: Lru, count: int) -> None:
         self._policy = policy
         self._whole = np.ones(count, dtype=bool)
 
-    def look(self, wanted: Wanted) -> tuple[int, int, int]:
-        ids, fires = wanted.looked, wanted.fires
+    def look(self, demand: LayerDemand) -> tuple[int, int, int]:
+        ids, fires = demand.looked, demand.fires
         missing = ~self._policy.resident[ids]
         values = fires & (missing | ~self._whole[ids])
         self._policy.step(ids)
@@ -150,14 +165,14 @@ class _Neurons(_Nothing):
 
 
 class _Parts(_Nothing):
-    """Both parts by themselves, as the services keep them."""
+    """Separate caches for trigger and value parts, as in the services."""
 
     def __init__(self, triggers: Policy, values: Policy) -> None:
         self._triggers, self._values = triggers, values
 
-    def look(self, wanted: Wanted) -> tuple[int, int, int]:
-        values = self._values.step(wanted.looked[wanted.fires])
-        return self._triggers.step(wanted.looked), values, values
+    def look(self, demand: LayerDemand) -> tuple[int, int, int]:
+        values = self._values.step(demand.looked[demand.fires])
+        return self._triggers.step(demand.looked), values, values
 
 
 def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_], exact: bool) -> _Nothing:
@@ -170,7 +185,7 @@ def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.
     if slots == 0:
         return _Nothing()
     if system.cache == "clock":
-        if exact:  # as the planner fills memory: first parts first, since each that stays saves its read in every token
+        if exact:  # as the planner fills memory: triggers first, since each resident one saves a read in every token
             triggers = min(len(order), (1 + VALUE_ROWS) * slots)
             return _Parts(Static(order, triggers, 1.0), NativeClock(order, slots - (triggers - slots) // VALUE_ROWS))
         return _Parts(NativeClock(order, slots), NativeClock(order, slots))

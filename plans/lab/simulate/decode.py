@@ -1,4 +1,4 @@
-"""One token after the other, layer by layer: a system's tasks on a device's units."""
+"""Decode of one token after the other, layer by layer: a system's tasks on a device's units."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 from neuronpipe.plans.lab.simulate.caching import Traffic
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel
-from neuronpipe.plans.lab.simulate.events import Done, Simulation, Task, Use
+from neuronpipe.plans.lab.simulate.events import Simulation, Task, TaskSpan, Use
 from neuronpipe.plans.lab.simulate.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.lab.simulate.systems import System
 from neuronpipe.plans.lab.simulate.task_times import Costs, Kernel
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.protocol.frozen import frozen
 
-LOADER_RANK = -1  # the kernel lets it go first: it slept until now
+LOADER_RANK = -1  # the kernel schedules the loader first, since it has slept
 STREAMED_READ_BYTES = 512 << 10
 READ_GROUPS = 6  # of a layer's misses: clusters in flight
 MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
@@ -22,8 +22,11 @@ MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
 
 @frozen
 class Situation:
-    """What is simulated. context_tokens: on average. repeat: how many texts of a batch compute each neuron that any
-    of them wants."""
+    """The device, model, system and costs of a simulation.
+
+    context_tokens: mean position. resident: share of the feed-forward in memory. repeat: how many sequences of the
+    batch compute a neuron that any of them wants, on average.
+    """
 
     device: DeviceModel
     model: SimulatedModel
@@ -37,18 +40,18 @@ class Situation:
 
 @frozen
 class Decoded:
-    """token_s: of each token. use: of all of them."""
+    """The times of a simulated decode. token_s: seconds of each token. use: of all tokens together."""
 
     token_s: tuple[float, ...]
     use: Use
     dram_bytes_per_token: float
     flash_bytes_per_token: float
     flash_reads_per_token: float
-    trace: tuple[tuple[Done, ...], ...]
+    trace: tuple[tuple[TaskSpan, ...], ...]
 
 
 def _spanned(size_bytes: float) -> float:
-    """What is read, on average, of rows that lie anywhere within pages."""
+    """Return the mean number of bytes in the pages that a row at a random place spans."""
     return (1 + (size_bytes - 1) / PAGE_BYTES) * PAGE_BYTES
 
 
@@ -58,37 +61,35 @@ def decode(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Decoded:
-    """All tokens of the traffic; of the last ones with a trace."""
+    """Simulate all tokens of the traffic, the last traced_tokens of them with a trace."""
     tokens = len(traffic.looked)
-    seconds, traces, whole = [], [], Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
+    seconds, traces, use = [], [], Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
     flash_bytes = flash_reads = 0.0
     for n in range(tokens):
         traced = n >= tokens - traced_tokens
-        one = _Token(situation, traffic, n, traced)
-        seconds.append(one.run())
-        flash_bytes, flash_reads = flash_bytes + one.flash_bytes, flash_reads + one.flash_reads
-        _add(whole, one.simulation.use)
-        if one.simulation.trace is not None:
-            traces.append(tuple(one.simulation.trace))
+        step = _Token(situation, traffic, n, traced)
+        seconds.append(step.run())
+        flash_bytes, flash_reads = flash_bytes + step.flash_bytes, flash_reads + step.flash_reads
+        _add(use, step.simulation.use)
+        if step.simulation.trace is not None:
+            traces.append(tuple(step.simulation.trace))
         progress(n + 1, tokens)
     count = max(1, tokens)
-    return Decoded(
-        tuple(seconds), whole, whole.dram_bytes / count, flash_bytes / count, flash_reads / count, tuple(traces)
-    )
+    return Decoded(tuple(seconds), use, use.dram_bytes / count, flash_bytes / count, flash_reads / count, tuple(traces))
 
 
-def _add(whole: Use, one: Use) -> None:
-    whole.total_s += one.total_s
-    whole.exposed_io_s += one.exposed_io_s
-    whole.dram_bytes += one.dram_bytes
-    whole.most_dram_bytes_per_s = max(whole.most_dram_bytes_per_s, one.most_dram_bytes_per_s)
-    for unit, busy in one.busy_s.items():
-        whole.busy_s[unit] += busy
+def _add(total: Use, step_use: Use) -> None:
+    total.total_s += step_use.total_s
+    total.exposed_io_s += step_use.exposed_io_s
+    total.dram_bytes += step_use.dram_bytes
+    total.max_dram_bytes_per_s = max(total.max_dram_bytes_per_s, step_use.max_dram_bytes_per_s)
+    for unit, busy in step_use.busy_s.items():
+        total.busy_s[unit] += busy
 
 
 class _Token:
     def __init__(self, situation: Situation, traffic: Traffic, number: int, traced: bool) -> None:
-        self._here, self._traffic, self._number = situation, traffic, number
+        self._situation, self._traffic, self._number = situation, traffic, number
         self._device, self._model, self._system = situation.device, situation.model, situation.system
         self._costs = situation.costs
         self.flash_bytes = self.flash_reads = 0.0
@@ -96,18 +97,18 @@ class _Token:
         self.simulation = Simulation(self._device, cores, keep_trace=traced)
 
     def run(self) -> float:
-        """Its seconds."""
+        """Simulate the token and return its seconds."""
         before: list[Task] = []
         for layer in range(self._model.spec.layers):
             before = [self._mapped(layer, before) if self._system.mapped else self._layer(layer, before)]
-        self._on_cores("logits", 0, self._model.output_bytes, before, tokens=self._here.batch)
+        self._on_cores("logits", 0, self._model.output_bytes, before, tokens=self._situation.batch)
         self.simulation.run()
         between_s = self._costs.message_s()
         self.simulation.use.total_s += between_s
         return self.simulation.now_s + between_s
 
     def _layer(self, layer: int, before: list[Task]) -> Task:
-        """Attention, prediction, neurons; the meeting point at its end."""
+        """Add a layer's attention, prediction and neurons, and return the task that ends it."""
         early = self._system.early
         predicted = self._predict(layer, before) if early else []
         attended = self._attention(layer, [*before, *predicted])
@@ -123,27 +124,27 @@ class _Token:
 
     def _attention(self, layer: int, after: list[Task]) -> list[Task]:
         model = self._model
-        keys = model.key_value_layer_bytes(self._here.context_tokens) * self._here.batch
+        keys = model.key_value_layer_bytes(self._situation.context_tokens) * self._situation.batch
         weights = model.attention_layer_bytes
         if not self._system.npu:
-            return self._on_cores("attend", layer, weights + keys, after, tokens=self._here.batch)
+            return self._on_cores("attend", layer, weights + keys, after, tokens=self._situation.batch)
         start = self._device.npu_start_us.value * 1e-6
         bytes = weights * (1 - SCALE_BITS / model.bits_per_weight) + keys  # per-channel scales
         return [self.simulation.add("npu", "attend", layer, seconds=start, bytes=bytes, after=after)]
 
     def _predict(self, layer: int, after: list[Task]) -> list[Task]:
-        """The predictor of the experts, its rows of cold neurons, and the lookups of what it names."""
+        """Add the experts' predictors, their rows of cold neurons, and the lookups of predicted neurons."""
         model, n = self._model, self._number
         bytes = model.spec.experts_per_token * model.predictor_bytes(1 - self._traffic.hot_share)
         looked = float(self._traffic.looked[n, layer])
         lookups = self._costs.lookups_s(looked / self.simulation.cores)
         bytes *= bool(model.predictor_rank)
         return self._on_cores(
-            "predict", layer, bytes, after, value=round(looked), seconds=lookups, tokens=self._here.batch
+            "predict", layer, bytes, after, value=round(looked), seconds=lookups, tokens=self._situation.batch
         )
 
     def _hot(self, layer: int, after: list[Task]) -> Task:
-        """The dense matrix of hot neurons on the NPU."""
+        """Add the dense product of hot neurons on the NPU."""
         model = self._model
         rows = self._traffic.hot_share * model.spec.neurons * model.spec.experts_per_token
         bytes = rows * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
@@ -151,8 +152,7 @@ class _Token:
         return self.simulation.add("npu", "neurons", layer, seconds=start, bytes=bytes, after=after, value=round(rows))
 
     def _stream(self, layer: int, before: list[Task], attended: list[Task]) -> list[Task]:
-        """Hot neurons that memory does not hold, from end to end while attention goes on; of experts when it has chosen
-        them."""
+        """Add the sequential read of absent hot neurons, during attention; of experts, after routing."""
         model, share = self._model, self._traffic.streamed_share
         if not share:
             return []
@@ -163,11 +163,11 @@ class _Token:
         return [self._from_flash(layer, size, seconds, before if model.spec.experts == 1 else attended)]
 
     def _cold(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
-        """Resident neurons on all cores, and those that arrive."""
+        """Add resident neurons on all cores, and missing ones as they arrive."""
         t, n = self._traffic, self._number
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
-        all_bytes, repeat = self._computed_bytes(looked, fire), self._here.repeat
+        all_bytes, repeat = self._computed_bytes(looked, fire), self._situation.repeat
         if not self._system.pipeline:
             after = [*computes_from, *self._reads(layer, triggers, reads_from)]
             return self._on_cores("neurons", layer, all_bytes, after, value=round(fire), tokens=repeat)
@@ -178,21 +178,21 @@ class _Token:
         return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
 
     def _computed_bytes(self, looked: float, fire: float) -> float:
-        """Rows read of memory: the first of all that are named, the others of those that fire. A system that does not
-        stop at the first row computes all but the last."""
-        others = self._model.value_rows
-        first = 1 if self._system.reads == "two-phase" else others
-        rows = first * looked * self._costs.rows + (1 + others - first) * fire * self._costs.value_rows
+        """Return the bytes of the rows that are computed: trigger rows of all predicted neurons, value rows of those
+        that fire. A system without two phases computes all rows but the last of every predicted neuron."""
+        value_rows = self._model.value_rows
+        first = 1 if self._system.reads == "two-phase" else value_rows
+        rows = first * looked * self._costs.rows + (1 + value_rows - first) * fire * self._costs.value_rows
         return rows * self._model.row_bytes
 
     def _named_by_gates(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
-        """Compute a layer block after block, as the engine does in exact mode: the resident gates of a block, then the
-        resident values of those that fired. Missing values are read when their gate has fired."""
-        t, n, costs, repeat = self._traffic, self._number, self._costs, self._here.repeat
+        """Add a layer block after block, as the engine computes it in exact mode: the resident gates of a block, then
+        the resident values of those that fired. Missing values are read once their gate has fired."""
+        t, n, costs, repeat = self._traffic, self._number, self._costs, self._situation.repeat
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
         of_missing_gates = values * triggers / max(1.0, looked)
-        named = values - of_missing_gates
+        named_values = values - of_missing_gates
         value_bytes = costs.value_rows * self._model.value_rows * self._model.row_bytes
         gate_bytes = max(0.0, looked - triggers) * costs.rows * self._model.row_bytes
         resident_bytes = max(0.0, fire - values) * value_bytes
@@ -200,15 +200,15 @@ class _Token:
         after = computes_from
         for _ in range(READ_GROUPS):
             gates = self._on_cores("neurons", layer, gate_bytes / READ_GROUPS, after, tokens=repeat)
-            read = self._read(layer, named / READ_GROUPS, costs.parts.value_bytes, gates, values, first=False)
+            read = self._read(layer, named_values / READ_GROUPS, costs.parts.value_bytes, gates, values, first=False)
             after = self._on_cores("neurons", layer, resident_bytes / READ_GROUPS, gates, tokens=repeat)
-            ends += [*after, self._cluster(layer, named * value_bytes / READ_GROUPS, [read])]
+            ends += [*after, self._cluster(layer, named_values * value_bytes / READ_GROUPS, [read])]
         return ends
 
     def _pipelined(
         self, layer: int, triggers: float, values: float, reads_from: list[Task], computes_from: list[Task]
     ) -> list[Task]:
-        """GIO, GC, UDIO, UDC of groups of missing clusters."""
+        """Add groups of missing clusters in the paper's stages: gate I/O, gate, up and down I/O, up and down."""
         model, costs, ends = self._model, self._costs, []
         groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
         gate_bytes = triggers * costs.rows * model.row_bytes
@@ -227,12 +227,12 @@ class _Token:
     def _reads(self, layer: int, triggers: float, after: list[Task]) -> list[Task]:
         if not triggers:
             return []
-        row, others = self._model.row_bytes, self._model.value_rows
+        row, value_rows = self._model.row_bytes, self._model.value_rows
         if self._system.reads == "matrices":
-            return [self._read(layer, triggers * (1 + others), _spanned(row), after)]
+            return [self._read(layer, triggers * (1 + value_rows), _spanned(row), after)]
         if self._system.reads == "row-column":
             gate = self._read(layer, triggers, _spanned(row), after)
-            return [gate, self._read(layer, triggers, _spanned(others * row), after)]
+            return [gate, self._read(layer, triggers, _spanned(value_rows * row), after)]
         return [self._read(layer, triggers, self._costs.parts.whole_bytes, after)]
 
     def _read(
@@ -245,8 +245,10 @@ class _Token:
         *,
         first: bool = True,
     ) -> Task:
-        """So many parts of one size, in one go; at_once: of those of the layer that are asked for together; first:
-        whether they are first parts or whole."""
+        """Add one read of `count` parts of one size.
+
+        at_once: how many parts of the layer are requested together. first: True for trigger parts and whole clusters.
+        """
         if count <= 0:
             return self.simulation.add("none", "", layer, after=after)
         read = self._costs.read(count, part_bytes, count if at_once is None else at_once, first=first)
@@ -262,7 +264,7 @@ class _Token:
         )
 
     def _cluster(self, layer: int, bytes: float, after: Sequence[Task]) -> Task:
-        busy = self._costs.core_s("neurons", bytes, self._here.repeat)
+        busy = self._costs.core_s("neurons", bytes, self._situation.repeat)
         return self.simulation.add("cpu", "neurons", layer, seconds=busy, bytes=bytes, after=after)
 
     def _on_cores(
@@ -276,7 +278,7 @@ class _Token:
         seconds: float = 0.0,
         value: int = 0,
     ) -> list[Task]:
-        """Split evenly over the cores."""
+        """Add a task for each core, with the work split evenly."""
         cores = self.simulation.cores
         kernel: Kernel = "neurons" if kind == "neurons" else "matrix"
         busy = seconds + self._costs.core_s(kernel, bytes / cores, tokens)
@@ -288,14 +290,15 @@ class _Token:
         ]
 
     def _mapped(self, layer: int, before: list[Task]) -> Task:
-        """Dense, matrix after matrix. Where not everything fits, going round through an LRU page cache misses all."""
+        """Add a dense layer from mapped pages. Where the model does not fit, cycling through an LRU page cache misses
+        all of it."""
         model, spec = self._model, self._model.spec
         attended = self._attention(layer, before)
         bytes = spec.neurons * model.neuron_bytes * spec.experts_per_token
         after = attended
-        if self._here.resident < 1:
+        if self._situation.resident < 1:
             seconds = bytes / self._device.sequential_bytes_per_s(MAPPED_READ_BYTES)
             self.flash_bytes, self.flash_reads = self.flash_bytes + bytes, self.flash_reads + bytes / MAPPED_READ_BYTES
             after = [self._from_flash(layer, bytes, seconds, attended)]
-        ends = self._on_cores("neurons", layer, bytes, after, tokens=self._here.batch)
+        ends = self._on_cores("neurons", layer, bytes, after, tokens=self._situation.batch)
         return self.simulation.add("none", "", layer, seconds=2e-6 * self._device.barrier_us.value, after=ends)

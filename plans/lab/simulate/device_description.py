@@ -1,7 +1,7 @@
-"""A device from its file as the planner knows devices: published and assumed values where a machine's own are measured.
+"""A device file as the planner's `Device`: published and assumed values in place of measurements.
 
-Only the processor computes: no backend here drives a phone's NPU. A plan for such a device is refused on every machine
-that runs, whatever it is: the id is that of the description.
+Only the cores compute: no backend here drives a phone's NPU. Every machine refuses to run such a plan, because the
+device id is that of the description.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 
 READ_BYTES = tuple(PAGE_BYTES << n for n in range(9))  # 4 KiB to 1 MiB
-PIECE_BYTES = 1024  # of memory: the device file knows of no slower pieces
+PIECE_BYTES = 1024  # the device file has no speeds of smaller pieces of memory
 ENGINE = "threads"  # an app's sandbox forbids io_uring
-# Weights a core multiplies, beside those of four bits: an f16 lane is as wide as two of bytes.
+# Weights that a core multiplies, relative to those of four bits: an f16 lane is as wide as two lanes of bytes.
 MULTIPLIED: dict[Quantization, float] = {"q4": 1.0, "q8": 1.0, "f16": 0.5}
-NO_DATE = 1.0  # of a description: a profile has one, and nothing here asks for it
+NO_DATE = 1.0  # a profile needs a date, which a description does not have
 
 
-def described(model: DeviceModel, manifest: Manifest) -> Device:
-    """The device, with flash as this package's reads find it: those of a token's layer lie within that layer."""
+def planner_device(model: DeviceModel, manifest: Manifest) -> Device:
+    """Return the device for the planner. Flash is as fast as for reads within one layer of this package."""
     classes = _by_number(model)
     fastest = max(core.computes_gb_per_s for core in classes)
     cores = tuple(
@@ -54,26 +54,26 @@ def described(model: DeviceModel, manifest: Manifest) -> Device:
 
 
 def caveats(model: DeviceModel) -> tuple[str, ...]:
-    """What a plan for it says on its page."""
+    """Return the reservations that a plan for a device file prints."""
     sources = [source for _, _, source in model.sources()]
     assumed = sum("assumed" in source or "fitted" in source for source in sources)
-    said = (
+    notes = (
         f"for {model.name}, as its file describes it: of {len(sources)} values {assumed} are assumed, wholly or in "
         "part, and none was measured here; flash is read by threads, since an app's sandbox forbids io_uring",
     )
     npu = "for its cores alone: no backend here drives its NPU, which would compute prompts many times as fast"
-    return (*said, npu) if model.has_npu else said
+    return (*notes, npu) if model.has_npu else notes
 
 
 def _by_number(model: DeviceModel) -> list[CoreClass]:
-    """The class of each core. Phones number theirs from the slowest up."""
+    """Return the class of each core by number. Phones number their cores from the slowest up."""
     order: tuple[Kind, ...] = ("little", "mid", "big")
     classes = sorted(model.cores, key=lambda core: (order.index(core.kind), core.computes_gb_per_s))
     return [core for core in classes for _ in range(core.count)]
 
 
 def _flash(model: DeviceModel, cores: Sequence[Core], manifest: Manifest) -> FlashCurve:
-    """At one depth, the loader's: of others the file knows nothing."""
+    """Return the flash curve at the loader's depth, the only one that the file knows."""
     loader = assign_cores(cores, 1)["loader"]
     kind = next(core.kind for core in cores if core.id == loader)
     spec = manifest.model
@@ -88,10 +88,12 @@ def _flash(model: DeviceModel, cores: Sequence[Core], manifest: Manifest) -> Fla
 
 
 def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -> DeviceProfile:
-    """What the file says of memory, computing and waiting, for any number of workers. No decode kernels by themselves:
-    these keep up with memory, or the points of memory say how far they do not."""
-    most = most_decode_workers(device.cores)
-    teams = {count: _team(device, classes, count) for count in range(1, most + 1)}
+    """Return a device profile with memory, computing and waiting times for every number of workers.
+
+    It has no decode kernels: they keep up with memory, or the memory points are lowered to what the cores compute.
+    """
+    max_workers = most_decode_workers(device.cores)
+    teams = {count: _team(device, classes, count) for count in range(1, max_workers + 1)}
     read = {count: _reads_bytes_per_s(model, team) for count, team in teams.items()}
     computed = {count: sum(core.computes_gb_per_s for core in team) * 1e9 for count, team in teams.items()}
     fast = [core for core in device.cores if core.capacity == FULL_CAPACITY]
@@ -110,7 +112,7 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
                 measured=fast[0].id,
             ),
         ),
-        decode_workers=most,
+        decode_workers=max_workers,
         arena_bytes=0,
         cache_bytes=0,
         dram=tuple(
@@ -132,7 +134,7 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
 
 
 def _team(device: Device, classes: Sequence[CoreClass], workers: int) -> list[CoreClass]:
-    """The cores of so many decode workers."""
+    """Return the core classes of the decode workers."""
     places = assign_cores(device.cores, workers)
     numbers = [places[f"decode.{n}"] for n in range(workers)]
     return [classes[number] for number in numbers if number is not None]
@@ -170,7 +172,7 @@ def _reused(computed: dict[int, float]) -> Iterator[points.ReusedPoint]:
 
 
 def _multiplied(computed: dict[int, float]) -> Iterator[tuple[Quantization, int, int, float]]:
-    """Weights times tokens a second, whatever the width of a row."""
+    """Yield quantization, row width, workers and weights times tokens per second, independent of the width."""
     for quantization, times in MULTIPLIED.items():
         for workers, bytes_per_s in computed.items():
             yield quantization, 4096, workers, times * bytes_per_s * 8 / BITS_PER_WEIGHT
@@ -181,6 +183,6 @@ def _waits(teams: dict[int, list[CoreClass]], us: float) -> tuple[points.Wait, .
 
 
 def _figure(value: float, unit: str = "per_s") -> Figure:
-    """Within what a profile can say: a device file may say a little more."""
-    least, most = LIMITS[unit]
-    return Figure(median=min(most, max(least, value)), spread=0.0)
+    """Return a figure clamped to the limits of a profile, which are narrower than those of a device file."""
+    minimum, maximum = LIMITS[unit]
+    return Figure(median=min(maximum, max(minimum, value)), spread=0.0)

@@ -1,7 +1,7 @@
-"""A device as the simulator knows it: a file of values, each with where it comes from; or this machine as measured.
+"""Simulated devices: files of values, each with its source, or this machine as measured.
 
-Units are in the names. GB is 10^9 bytes, KiB 1024. A source that begins with "assumed" or "fitted" is no measurement of
-that device; PAPER.md lists those.
+Units are in the names; GB is 10^9 bytes, KiB 1024. A source that begins with "assumed" or "fitted" is no measurement of
+that device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Issuer = Literal["big", "mid", "little", "several"]
 
 @frozen(kw_only=True)
 class Sourced:
-    """One value."""
+    """A value and where it comes from."""
 
     value: float
     source: str
@@ -43,7 +43,7 @@ class Sourced:
 
 @frozen(kw_only=True)
 class CoreClass:
-    """Cores that are alike. reads: of memory, alone; computes: weights, for one token, when they are there."""
+    """A class of equal cores. reads: bytes of memory, alone. computes: weight bytes for one token, from the cache."""
 
     kind: Literal["big", "mid", "little"]
     count: int
@@ -60,7 +60,7 @@ class BlockSpeed:
 
 @frozen(kw_only=True)
 class Curve:
-    """Speed over the size of a read: a line on logarithmic scales between the points, flat beyond them."""
+    """Speed over the size of a read: linear on logarithmic scales between the points, constant beyond them."""
 
     points: tuple[BlockSpeed, ...]
     source: str
@@ -77,7 +77,7 @@ class RangeShare:
 
 @frozen(kw_only=True)
 class Ranges:
-    """What is left of the speed of small random reads when they lie further apart."""
+    """The share of the speed of small random reads that remains when they lie further apart."""
 
     points: tuple[RangeShare, ...]
     source: str
@@ -89,7 +89,7 @@ class Ranges:
 
 @frozen(kw_only=True)
 class Issuers:
-    """Speed of small random reads by who issues them, times that of a mid core."""
+    """Speed of small random reads by the issuing core, relative to a mid core. several: issued by several cores."""
 
     big: float
     mid: float
@@ -100,7 +100,7 @@ class Issuers:
 
 @frozen(kw_only=True)
 class DeviceModel:
-    """All that is simulated of a device. Without an NPU its fields are 0."""
+    """A simulated device. Without an NPU, the fields about an NPU are 0."""
 
     name: str
     memory_usable_gb: Sourced
@@ -125,12 +125,13 @@ class DeviceModel:
 
     @property
     def fast_cores(self) -> list[CoreClass]:
-        """One entry for each core that computes, the fastest first: all but little ones, where there are others."""
+        """Return an entry for each core that computes, fastest first: little cores only if all cores are little."""
         each = [core for core in self.cores for _ in range(core.count)]
         return [core for core in each if core.kind != "little"] or each
 
     def random_bytes_per_s(self, read_bytes: float, range_bytes: float, issuer: Issuer) -> float:
-        """Reads of one size. Range and issuer matter for small ones: what a read costs beside its bytes."""
+        """Return the speed of random reads of one size. Range and issuer add a cost per read, so they matter for small
+        reads."""
         speed = self.flash_random.bytes_per_s(read_bytes)
         slower = self.flash_ranges.share(range_bytes) * float(getattr(self.flash_issuers, issuer))
         per_read_s = self._per_read_s() * (1 / slower - 1)
@@ -140,25 +141,25 @@ class DeviceModel:
         return self.flash_sequential.bytes_per_s(block_bytes)
 
     def _per_read_s(self) -> float:
-        """One read of the smallest size: of a small read nearly all is the read itself, not its bytes."""
+        """Return the time of one read of the smallest size, which is nearly all cost per read."""
         smallest = min(self.flash_random.points, key=lambda point: point.block_kib)
         return smallest.block_kib * 1024 / (smallest.gb_per_s * 1e9)
 
     def sources(self) -> Iterator[tuple[str, str, str]]:
-        """(field, value, source) of everything."""
+        """Yield (field, value, source) of all fields."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Sourced):
                 yield field.name, f"{value.value:g}", value.source
             elif field.name == "cores":
                 for core in value:
-                    shown = f"{core.count}: {core.reads_gb_per_s:g} / {core.computes_gb_per_s:g} GB/s"
-                    yield f"cores.{core.kind}", shown, core.source
+                    figures = f"{core.count}: {core.reads_gb_per_s:g} / {core.computes_gb_per_s:g} GB/s"
+                    yield f"cores.{core.kind}", figures, core.source
             elif field.name != "name":
-                yield field.name, _shown(value), value.source
+                yield field.name, _figures_text(value), value.source
 
 
-def _shown(value: Curve | Ranges | Issuers) -> str:
+def _figures_text(value: Curve | Ranges | Issuers) -> str:
     if isinstance(value, Curve):
         return ", ".join(f"{point.block_kib:g} KiB: {point.gb_per_s:g} GB/s" for point in value.points)
     if isinstance(value, Ranges):
@@ -167,12 +168,12 @@ def _shown(value: Curve | Ranges | Issuers) -> str:
 
 
 def known_devices() -> list[str]:
-    """Names of the files that come with the program, and this machine's."""
+    """Return the names of the devices that come with the program, and of this machine."""
     return [*sorted(file.stem for file in FOLDER.glob("*.json")), THIS_MACHINE]
 
 
 def read_device(name: str) -> DeviceModel:
-    """A known device, or a file. Raises UserError naming file and field."""
+    """Return a known device or that of a file. Raises UserError naming file and field."""
     file = FOLDER / f"{name}.json"
     if not file.is_file():
         file = Path(name)
@@ -185,17 +186,17 @@ def read_device(name: str) -> DeviceModel:
         raise UserError(f"{file}: cannot be read ({wrong.strerror})") from wrong
     if len(data) > MAX_FILE_BYTES:
         raise UserError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB, which no device file is")
-    described = json_object(data, str(file))
-    if "device_id" in described and "name" not in described:
+    planner_device = json_object(data, str(file))
+    if "device_id" in planner_device and "name" not in planner_device:
         raise UserError(
             f"{file}: is a profile, which `neuronpipe profile device` measured of one machine: plan and simulate there "
             f"with {THIS_MACHINE}, or describe the device in a file like {FOLDER / 'oneplus-12.json'}"
         )
-    return checked(from_json(DeviceModel, described, str(file)), str(file))
+    return checked(from_json(DeviceModel, planner_device, str(file)), str(file))
 
 
 def checked(device: DeviceModel, where: str) -> DeviceModel:
-    """The same. Raises UserError naming the field whose value cannot be."""
+    """Return the device. Raises UserError naming a field whose value is impossible."""
 
     def require(field: str, holds: bool, complaint: str) -> None:
         if not holds:
@@ -205,8 +206,8 @@ def checked(device: DeviceModel, where: str) -> DeviceModel:
     require("name", name_fits, f"expected 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
     for field, value in ((field.name, getattr(device, field.name)) for field in dataclasses.fields(device)):
         if isinstance(value, Sourced):
-            none = value.value == 0 and field in WITHOUT_NPU
-            require(field, none or _is_possible(value.value), f"{value.value:g} is outside {POSSIBLE}")
+            is_without_npu = value.value == 0 and field in WITHOUT_NPU
+            require(field, is_without_npu or _is_possible(value.value), f"{value.value:g} is outside {POSSIBLE}")
             require(field, bool(value.source.strip()), "has no source; write where it comes from, or assumed")
     require("cores", 1 <= sum(core.count for core in device.cores) <= MAX_CORES, f"there are 1 to {MAX_CORES} cores")
     for n, core in enumerate(device.cores):
@@ -238,9 +239,9 @@ def _is_possible(value: float) -> bool:
 
 
 def this_machine(device: Device) -> DeviceModel:
-    """What is kept of this machine's measurements, as a device to simulate. Raises UserError where it was not measured.
+    """Return this machine, by its stored measurements, as a device to simulate.
 
-    The one place that knows what a profile holds: more of it comes here.
+    Raises UserError if flash or memory were not measured. Only this function reads a profile's fields.
     """
     if device.flash is None or device.memory_speed is None:
         raise UserError(
@@ -248,20 +249,20 @@ def this_machine(device: Device) -> DeviceModel:
         )
     measured, assumed, profile = "measured, kept profile", "assumed", device.profile
     workers = device.memory_speed.threads
-    one = device.memory_speed.one_thread_bytes_per_s / 1e9
-    most = max(one, device.memory_speed.sequential_bytes_per_s / 1e9)
+    one_thread_gb_per_s = device.memory_speed.one_thread_bytes_per_s / 1e9
+    all_threads_gb_per_s = max(one_thread_gb_per_s, device.memory_speed.sequential_bytes_per_s / 1e9)
     curve = Curve(points=tuple(_deep_points(device.flash)), source=measured)
     return checked(
         DeviceModel(
             name="this machine",
             memory_usable_gb=Sourced(value=device.memory_total_bytes / 1e9, source=measured),
-            cores=tuple(_core_classes(device, one)),
-            dram_cpu_gb_per_s=Sourced(value=most, source=measured),
+            cores=tuple(_core_classes(device, one_thread_gb_per_s)),
+            dram_cpu_gb_per_s=Sourced(value=all_threads_gb_per_s, source=measured),
             dram_npu_gb_per_s=Sourced(value=0, source="no NPU"),
-            dram_total_gb_per_s=Sourced(value=most, source=measured),
+            dram_total_gb_per_s=Sourced(value=all_threads_gb_per_s, source=measured),
             npu_tflop_per_s=Sourced(value=0, source="no NPU"),
             npu_start_us=Sourced(value=0, source="no NPU"),
-            copy_gb_per_s=Sourced(value=one / 2, source=f"{assumed}: half of what one thread reads"),
+            copy_gb_per_s=Sourced(value=one_thread_gb_per_s / 2, source=f"{assumed}: half of what one thread reads"),
             barrier_us=Sourced(value=profile.barrier_us(workers), source=measured)
             if profile is not None
             else Sourced(value=10, source=assumed),
@@ -293,7 +294,7 @@ def _core_classes(device: Device, reads_gb_per_s: float) -> Iterator[CoreClass]:
 
 
 def _deep_points(flash: FlashCurve) -> Iterator[BlockSpeed]:
-    """With many reads in flight, as the loader has them."""
+    """Yield the speeds at the loader's depth, or the largest that was measured."""
     depth = min(LOADER_DEPTH, max(point.depth for point in flash.points))
     for size in sorted({point.request_bytes for point in flash.points}):
         yield BlockSpeed(block_kib=size / 1024, gb_per_s=flash.bytes_per_s(size, depth) / 1e9)

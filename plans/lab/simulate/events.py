@@ -1,9 +1,9 @@
 """Discrete events on the units of a device: cores, an NPU and one flash queue, which share DRAM. Pure; no clock.
 
-A task runs on one unit. It ends when its bytes are read and its seconds have passed, side by side. Whoever reads memory
-at the same moment shares it: no core reads faster than alone, all cores together no faster than the processor can, and
-all units, flash among them, no faster than the memory. Tasks wait for those they come after; among ready ones the first
-made goes first. Flash serves demands before what is read ahead.
+A task runs on one unit. It ends when its bytes have been read and its seconds have passed; both run concurrently. Units
+that read memory at the same moment share it: no core reads faster than alone, all cores together no faster than the
+processor can, and all units, flash included, no faster than the memory. Tasks wait for their predecessors; of ready
+tasks the oldest starts first. Flash serves demands before prefetches.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Unit = Literal["cpu", "npu", "flash", "none"]
 SETTLED_S, SETTLED_BYTES = 1e-12, 1e-3
 
 
-class Done(NamedTuple):
-    """What a unit did. unit: `cpu.0`, `npu`, `flash`."""
+class TaskSpan(NamedTuple):
+    """One task on one unit, for the trace. unit: `cpu.0`, `npu`, `flash`."""
 
     unit: str
     kind: str
@@ -33,7 +33,7 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """One piece of work. rank: the lower goes first. value: for the trace."""
+    """A piece of work on one unit. rank: lower ranks start first. value: for the trace."""
 
     unit: Unit
     seconds: float
@@ -52,17 +52,20 @@ class Task:
 
 @dataclasses.dataclass
 class Use:
-    """How the time was used. exposed_io_s: flash works and nothing else does."""
+    """The time that each unit was busy. exposed_io_s: time in which only flash works."""
 
     total_s: float = 0.0
     busy_s: dict[str, float] = dataclasses.field(default_factory=dict)
     exposed_io_s: float = 0.0
     dram_bytes: float = 0.0
-    most_dram_bytes_per_s: float = 0.0
+    max_dram_bytes_per_s: float = 0.0
 
 
 class Simulation:
-    """cores: how many of the device's fast cores compute, the fastest left out for reading first."""
+    """A discrete-event simulation of one device.
+
+    cores: how many of the device's fast cores compute. The fastest ones are left out first, for the loader.
+    """
 
     def __init__(self, device: DeviceModel, cores: int, *, keep_trace: bool = False) -> None:
         fast = device.fast_cores
@@ -76,15 +79,15 @@ class Simulation:
         self._number = itertools.count()
         self.now_s = 0.0
         self.use = Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
-        self.trace: list[Done] | None = [] if keep_trace else None
+        self.trace: list[TaskSpan] | None = [] if keep_trace else None
 
     @property
     def cores(self) -> int:
-        """How many compute."""
+        """Return the number of cores that compute."""
         return len(self._reads)
 
     def computing_s(self, weight_bytes: float, tokens: float) -> float:
-        """A core's time for weights that are there, on average over the cores."""
+        """Return a core's time for weights in memory, on average over the cores."""
         return weight_bytes * tokens * len(self._computes) / sum(self._computes)
 
     def add(
@@ -99,7 +102,7 @@ class Simulation:
         value: int = 0,
         rank: int = 0,
     ) -> Task:
-        """One more task; `none` is a mere meeting point, which takes its seconds on no unit."""
+        """Add a task after its predecessors. Unit `none` is a barrier that takes its seconds on no unit."""
         task = Task(unit, seconds, bytes, kind, layer, value, rank)
         for before in after:
             if not before.done:
@@ -110,7 +113,7 @@ class Simulation:
         return task
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until no task is left."""
         self._start()
         while self._running:
             self._advance()
@@ -138,9 +141,9 @@ class Simulation:
         self._running.append(task)
 
     def _rates(self) -> list[float]:
-        """Bytes per second of each running task."""
+        """Return the bytes per second of each running task."""
         flash = sum(task.bytes / task.seconds for task in self._running if task.unit == "flash" and task.seconds > 0)
-        wanted = [
+        alone = [
             0.0
             if task.bytes <= SETTLED_BYTES
             else self._reads[task.place]
@@ -150,15 +153,15 @@ class Simulation:
             else 0.0
             for task in self._running
         ]
-        cpu = sum(rate for rate, task in zip(wanted, self._running, strict=True) if task.unit == "cpu")
+        cpu = sum(rate for rate, task in zip(alone, self._running, strict=True) if task.unit == "cpu")
         cpu_share = min(1.0, self._cpu / cpu) if cpu else 1.0
-        npu = sum(wanted) - cpu
-        asked = cpu * cpu_share + npu
-        left = max(self._total - flash, self._total / 10)
-        share = min(1.0, left / asked) if asked else 1.0
+        npu = sum(alone) - cpu
+        total = cpu * cpu_share + npu
+        available = max(self._total - flash, self._total / 10)
+        share = min(1.0, available / total) if total else 1.0
         return [
             rate * share * (cpu_share if task.unit == "cpu" else 1.0)
-            for rate, task in zip(wanted, self._running, strict=True)
+            for rate, task in zip(alone, self._running, strict=True)
         ]
 
     def _advance(self) -> None:
@@ -192,7 +195,7 @@ class Simulation:
         if "flash" in units and not units & {"cpu", "npu"}:
             use.exposed_io_s += step
         flash = sum(task.bytes / task.seconds for task in self._running if task.unit == "flash" and task.seconds > 0)
-        use.most_dram_bytes_per_s = max(use.most_dram_bytes_per_s, sum(rates) + flash)
+        use.max_dram_bytes_per_s = max(use.max_dram_bytes_per_s, sum(rates) + flash)
 
     def _end(self, task: Task) -> None:
         self._running.remove(task)
@@ -204,7 +207,7 @@ class Simulation:
             self._free.sort()
             unit = f"cpu.{task.place}"
         if self.trace is not None and task.kind:
-            self.trace.append(Done(unit, task.kind, task.layer, task.began_s, self.now_s, task.value))
+            self.trace.append(TaskSpan(unit, task.kind, task.layer, task.began_s, self.now_s, task.value))
         for follower in task.followers:
             follower.waits_for -= 1
             if not follower.waits_for:

@@ -1,4 +1,4 @@
-"""What is simulated of a model: its sizes, and how many neurons a token computes."""
+"""Simulated models: sizes, and how many neurons a token computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
 
 @frozen(kw_only=True)
 class SimulatedModel:
-    """active, predicted: shares of a computed expert's neurons that fire for a token, and that its predictor names."""
+    """A model without its weights.
+
+    active, predicted: shares of a computed expert's neurons that fire for a token, and that its predictor names.
+    """
 
     name: str
     spec: ModelSpec
@@ -37,7 +40,7 @@ class SimulatedModel:
 
     @property
     def row_bytes(self) -> float:
-        """One row of Gate, Up or Down in memory, its scales among it."""
+        """Return the bytes of a row of Gate, Up or Down in memory, scales included."""
         return self.spec.width * self.bits_per_weight / 8
 
     @property
@@ -46,7 +49,7 @@ class SimulatedModel:
 
     @property
     def value_rows(self) -> int:
-        """Rows that are read only when the first one fires."""
+        """Return the number of a neuron's rows that are read only when the first one fires."""
         return len(self.spec.ffn_matrices) - 1
 
     @property
@@ -55,29 +58,31 @@ class SimulatedModel:
 
     @property
     def attention_layer_bytes(self) -> float:
-        """Matrices of one layer."""
+        """Return the bytes of a layer's attention matrices."""
         spec = self.spec
         weights = spec.width * (spec.qkv_rows + spec.query_width)
         return weights * self.bits_per_weight / 8
 
     @property
     def output_bytes(self) -> float:
-        """The LM head."""
+        """Return the bytes of the output matrix."""
         return self.spec.vocabulary * self.row_bytes
 
     def predictor_bytes(self, rows_share: float = 1.0) -> float:
-        """One feed-forward's predictor at four bits, with so much of its second factor."""
+        """Return the bytes of a feed-forward's predictor at four bits, with this share of its second factor's rows."""
         spec = self.spec
         return self.predictor_rank * (spec.width + rows_share * spec.neurons) * QUANT_BITS / 8
 
     def key_value_layer_bytes(self, context_tokens: float) -> float:
-        """Keys and values of one layer, fp16."""
+        """Return the bytes of a layer's keys and values in fp16."""
         return 4 * self.spec.key_width * context_tokens
 
     @property
     def fixed_bytes(self) -> float:
-        """What is resident whatever is cached, after the paper's own account of the 47B: all but the feed-forward, the
-        predictors, the feed-forward's scales, and the program."""
+        """Return the bytes that are always resident: all but the feed-forward, predictors, scales and the program.
+
+        The paper accounts for the 47B in the same way.
+        """
         spec = self.spec
         outside = spec.layers * self.attention_layer_bytes + 2 * self.output_bytes
         scales = self.ffn_bytes * SCALE_BITS / self.bits_per_weight
@@ -85,12 +90,12 @@ class SimulatedModel:
 
     @property
     def cacheable_bytes(self) -> float:
-        """The feed-forward's quants."""
+        """Return the bytes of the feed-forward's quants, without scales."""
         return self.ffn_bytes * (1 - SCALE_BITS / self.bits_per_weight)
 
     @property
     def computed_weights(self) -> float:
-        """Weights that a token of a prompt is multiplied with."""
+        """Return the number of weights that a token of a prompt is multiplied with."""
         spec = self.spec
         dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
         return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
@@ -98,14 +103,14 @@ class SimulatedModel:
 
 @frozen
 class Parts:
-    """Sizes on flash of what is read: its first part, the others, each in whole pages."""
+    """Bytes of a neuron's trigger and value part on flash, each in whole pages."""
 
     trigger_bytes: int
     value_bytes: int
 
     @classmethod
     def of(cls, model: SimulatedModel) -> Parts:
-        """The first row's quants with all scales, then the other rows' quants: as little as holds them."""
+        """Return the smallest parts that hold the first row's quants with all scales, and the other rows' quants."""
         quants = model.row_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         scales = model.row_bytes - quants
         rows = 1 + model.value_rows
@@ -122,7 +127,7 @@ def _pages(size_bytes: float) -> int:
 
 @frozen(kw_only=True)
 class PublishedModel:
-    """A model of the paper: models.json."""
+    """A model of the paper, as models.json has it."""
 
     title: str
     width: int
@@ -145,23 +150,23 @@ class _File:
 
 
 def published_models() -> dict[str, PublishedModel]:
-    """Those of the paper, by name."""
+    """Return the models of the paper by name."""
     return from_json(_File, json_object(FILE.read_bytes(), str(FILE)), str(FILE)).models
 
 
 def known_models() -> list[str]:
-    """Names of shapes, without packages."""
+    """Return the names of all shapes that can be simulated without a package."""
     return sorted({*published_models(), *SHAPES})
 
 
 def shape_named(text: str) -> str | None:
-    """The name of the shape that a person means, in any case of letters, also as ORG/NAME; None: there is none."""
+    """Return the shape that a name, also ORG/NAME, refers to, ignoring case; None if there is no such shape."""
     by_folded = {name.casefold(): name for name in known_models()}
     return by_folded.get(text.casefold().rpartition("/")[2])
 
 
 def refuse_shape(text: str) -> None:
-    """Raises UserError for the name of a shape where only a package will do."""
+    """Raise UserError if the text names a shape, where only a package can be used."""
     if (name := shape_named(text)) is not None:
         raise UserError(
             f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
@@ -170,7 +175,7 @@ def refuse_shape(text: str) -> None:
 
 
 def model_named(text: str) -> SimulatedModel:
-    """A published model or a synthetic shape. Raises UserError that names those there are."""
+    """Return a published model or a synthetic shape. Raises UserError with the known names."""
     name = shape_named(text) or text
     if (published := published_models().get(name)) is not None:
         spec = ModelSpec(
@@ -197,27 +202,27 @@ def model_named(text: str) -> SimulatedModel:
         )
     if name in SHAPES:
         return _assumed(name, SHAPES[name])
-    known = known_models()
-    near = difflib.get_close_matches(name.casefold(), known, n=1)
-    meant = f"did you mean {near[0]}? Shapes" if near else "shapes"
+    names = known_models()
+    near = difflib.get_close_matches(name.casefold(), names, n=1)
+    hint = f"did you mean {near[0]}? Shapes" if near else "shapes"
     from_hub = f"; from a hub it comes with `neuronpipe pull {name}`" if REPOSITORY.fullmatch(name) else ""
-    raise UserError(f"{quoted(name)}: is neither a package nor a known shape{from_hub}; {meant} are {', '.join(known)}")
+    raise UserError(f"{quoted(name)}: is neither a package nor a known shape{from_hub}; {hint} are {', '.join(names)}")
 
 
 def model_of(manifest: Manifest) -> SimulatedModel:
-    """A package's, with what was measured of it."""
+    """Return a package's model, with the measured shares of active and predicted neurons."""
     spec = manifest.model
-    made = _assumed(manifest.name, spec)
+    model = _assumed(manifest.name, spec)
     mean = _mean(manifest.fired_by_layer)
-    active = made.active if mean is None or spec.activation == "silu" else mean
-    predicted = made.predicted if spec.activation == "silu" else min(1.0, ASSUMED_PREDICTED * active)
+    active = model.active if mean is None or spec.activation == "silu" else mean
+    predicted = model.predicted if spec.activation == "silu" else min(1.0, ASSUMED_PREDICTED * active)
     rank = 0
     if manifest.predictor is not None:
         rank = manifest.predictor.rank
         predicted = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer)) or predicted
     bits = {"q4": BITS_PER_WEIGHT, "q8": 8.5, "f16": 16.0}[manifest.quantization]
     return dataclasses.replace(
-        made, active=active, predicted=max(active, predicted), predictor_rank=rank, bits_per_weight=bits
+        model, active=active, predicted=max(active, predicted), predictor_rank=rank, bits_per_weight=bits
     )
 
 

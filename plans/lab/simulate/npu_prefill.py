@@ -1,9 +1,9 @@
-"""A prompt by our worker on an NPU (services/offload/npu): rows made to bytes ahead of the graphs that take them.
+"""A prompt by our worker on an NPU (services/offload/npu): rows are unpacked to bytes ahead of the graphs.
 
 The schedule is the worker's. A reader goes through the rows of all products in order: qkv, attention's output, neurons
-in products of up to 2,048, of each expert in turn; all fast cores make each product's rows together. There is a buffer
-for each matrix of attention and two for neurons. What lies between products the cores do first: activations to integers
-and back, norms, attention.
+in products of up to 2,048, expert after expert; all fast cores unpack each product's rows together. There is one buffer
+for each matrix of attention and two for neurons. The cores give priority to the work between products: activations to
+integers and back, norms, attention.
 """
 
 from __future__ import annotations
@@ -18,33 +18,36 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, MAX_PRODUCT_NEURONS, graphs_for
 from neuronpipe.protocol.frozen import frozen
 
-MADE_G_PER_S = 3.8
-"""Rows of q4 to bytes, weights a second: measured on one core with AVX2 (services/offload/npu/README.md)."""
+UNPACKED_G_PER_S = 3.8
+"""Weights of q4 rows unpacked to bytes, 10^9 per second, measured on one core with AVX2 (services/offload/npu)."""
 
-MADE_BY_A_MID_CORE = 0.5
-"""Of that, assumed: by a core that computes 27 GB/s, the OnePlus 12's mid one, whose vectors are half as wide. NEON was
-not measured. Other cores in proportion to what they compute."""
+MID_CORE_UNPACKS = 0.5
+"""The share of it that a core with MID_CORE_COMPUTES_GB_PER_S reaches: assumed, since the vectors of the OnePlus 12's
+mid core are half as wide and NEON was not measured. Other cores are in proportion to what they compute."""
 
-MID_COMPUTES_GB_PER_S = 27.0
+MID_CORE_COMPUTES_GB_PER_S = 27.0
 FLOP_PER_WEIGHT_BYTE = 2 * 8 / 4.5 / 4
-"""Of attention, assumed: multiplications of halves to floats go four at a time where those of bytes go sixteen."""
+"""Attention, assumed: four products of halves are computed in the time of sixteen products of bytes."""
 
 ENCODE_BYTES, DECODE_BYTES, ADD_BYTES, NORM_BYTES = 6, 6, 10, 16
-"""Of each value that is read and written: a float to an integer, an integer to a float, an integer added to a float; a
-norm and a residual sum."""
+"""Bytes read and written for each value: float to integer, integer to float, an integer added to a float, a norm with a
+residual sum."""
 
 PART_ROWS = 256
-"""That a core makes at once."""
+"""Rows that a core unpacks at once."""
 
 BUFFERS = {"qkv": 1, "output": 1, "neurons": 2}
 WINDOWS_AHEAD = 8
-"""Products of neurons that flash may be ahead of the reader: a layer of a 7B."""
+"""The number of neuron products by which flash may be ahead of the reader: a layer of a 7B."""
 
 
 @frozen
-class Prefilled:
-    """seconds: of the prompt. The others are shares of it: the NPU computes; is free and has inputs, but no rows; has
-    no inputs, because cores are at what lies between; flash reads."""
+class NpuPrefill:
+    """The simulated time of a prompt.
+
+    npu, waits_for_rows, waits_for_cores and flash are shares of `seconds`: the NPU computes; it has inputs but no rows;
+    it has no inputs, because the cores do the work between products; flash reads.
+    """
 
     seconds: float
     npu: float
@@ -53,44 +56,44 @@ class Prefilled:
     flash: float
 
 
-def made_per_s(device: DeviceModel, cores: int) -> float:
-    """Weights that one core makes to bytes in a second, on average over those that compute."""
+def unpacked_weights_per_s(device: DeviceModel, cores: int) -> float:
+    """Return the weights that one core unpacks per second, on average over the cores that compute."""
     fast = device.fast_cores
     computes = [core.computes_gb_per_s for core in fast[len(fast) - cores :]]
-    return MADE_G_PER_S * 1e9 * MADE_BY_A_MID_CORE * sum(computes) / len(computes) / MID_COMPUTES_GB_PER_S
+    return UNPACKED_G_PER_S * 1e9 * MID_CORE_UNPACKS * sum(computes) / len(computes) / MID_CORE_COMPUTES_GB_PER_S
 
 
 @frozen
 class Graphs:
-    """What tokens cost: how many graphs compute them, and their lengths in all. Of an expert, on average."""
+    """The graphs that compute a number of tokens: how many, and the sum of their lengths."""
 
     count: float
     tokens: float
 
     @classmethod
     def of(cls, tokens: int) -> Graphs:
-        """Of so many."""
+        """Return the graphs for a fixed number of tokens."""
         lengths = graphs_for(tokens, GRAPH_TOKENS)
         return cls(len(lengths), sum(lengths))
 
     @classmethod
     def expected(cls, tokens: int, chosen: float) -> Graphs:
-        """Of an expert that each of so many tokens chooses with this probability."""
+        """Return the mean over the number of tokens when each chooses an expert with this probability."""
         if chosen >= 1:
             return cls.of(tokens)
         shares = [math.comb(tokens, n) * chosen**n * (1 - chosen) ** (tokens - n) for n in range(tokens + 1)]
-        each = [cls.of(n) for n in range(tokens + 1)]
-        pairs = list(zip(shares, each, strict=True))
-        return cls(sum(share * one.count for share, one in pairs), sum(share * one.tokens for share, one in pairs))
+        pairs = list(zip(shares, [cls.of(n) for n in range(tokens + 1)], strict=True))
+        count = sum(share * graphs.count for share, graphs in pairs)
+        return cls(count, sum(share * graphs.tokens for share, graphs in pairs))
 
 
-def may_be_on_npu(spec: ModelSpec) -> bool:
-    """Whether the worker computes such a model's products there."""
+def has_npu_worker(spec: ModelSpec) -> bool:
+    """Return True if the worker can compute the model's products on an NPU."""
     return spec.gated and spec.activation in ("relu", "drelu") and not spec.activation_threshold
 
 
-def prefilled(situation: Situation, prompt_tokens: int) -> Prefilled:
-    """All of a prompt in one step."""
+def simulate_npu_prefill(situation: Situation, prompt_tokens: int) -> NpuPrefill:
+    """Simulate a prompt in one step."""
     return _Run(situation, prompt_tokens).run()
 
 
@@ -100,13 +103,13 @@ class _Run:
         self._device, self._model, self._spec, self._tokens = device, model, model.spec, tokens
         self._missing = 0.0 if situation.resident >= 1 else 1 - situation.resident
         self._simulation = Simulation(device, system.compute_cores(device))
-        self._made_per_s = made_per_s(device, self._simulation.cores)
+        self._made_per_s = unpacked_weights_per_s(device, self._simulation.cores)
         self._read: deque[Task] = deque()
         self._reader: list[Task] = []  # the last rows that were made
         self._free: dict[str, deque[Task | None]] = {kind: deque([None] * count) for kind, count in BUFFERS.items()}
         self._products: list[tuple[Task, list[Task], list[Task]]] = []
 
-    def run(self) -> Prefilled:
+    def run(self) -> NpuPrefill:
         spec, graphs = self._spec, Graphs.of(self._tokens)
         before: list[Task] = []
         for layer in range(spec.layers):
@@ -121,7 +124,7 @@ class _Run:
         return self._result()
 
     def _neurons(self, layer: int, before: list[Task]) -> list[Task]:
-        """Each expert's products after those of the one before. In a mixture no rows are read before it is routed."""
+        """Add each expert's products after those of the expert before. A mixture reads no rows before routing."""
         spec = self._spec
         chosen = spec.experts_per_token / spec.experts
         graphs = Graphs.expected(self._tokens, chosen)
@@ -138,14 +141,14 @@ class _Run:
         return before
 
     def _product(
-        self, layer: int, kind: str, weights: float, graphs: Graphs, inputs: list[Task], known: list[Task]
+        self, layer: int, kind: str, weights: float, graphs: Graphs, inputs: list[Task], routed: list[Task]
     ) -> list[Task]:
         simulation, device = self._simulation, self._device
-        after = [*self._reader, *known]
+        after = [*self._reader, *routed]
         if (buffer := self._free[kind].popleft()) is not None:
             after.append(buffer)
         if kind == "neurons" and self._missing:
-            after.append(self._flash(layer, weights * self._model.bits_per_weight / 8 * self._missing, known))
+            after.append(self._flash(layer, weights * self._model.bits_per_weight / 8 * self._missing, routed))
         parts = math.ceil(weights / (PART_ROWS * self._spec.width))
         seconds = weights / parts / self._made_per_s
         moved = weights * (1 + self._model.bits_per_weight / 8) / parts
@@ -162,9 +165,9 @@ class _Run:
         self._reader = rows
         return [task]
 
-    def _flash(self, layer: int, size: float, known: list[Task]) -> Task:
-        """What a product's rows lack: read in order, so far ahead of the graphs; of a mixture once it is routed."""
-        after = [*known, *([self._read[-1]] if self._read else [])]
+    def _flash(self, layer: int, size: float, routed: list[Task]) -> Task:
+        """Add the sequential read of a product's missing rows, at most WINDOWS_AHEAD products ahead, after routing."""
+        after = [*routed, *([self._read[-1]] if self._read else [])]
         neurons = [task for task, _, _ in self._products if task.kind == "neurons"]
         if len(neurons) > WINDOWS_AHEAD:
             after.append(neurons[-1 - WINDOWS_AHEAD])
@@ -183,29 +186,29 @@ class _Run:
         norms: bool = False,
         share: float = 1.0,
     ) -> list[Task]:
-        """Shared by all cores: what they read and write."""
+        """Add the work between products, split over all cores, by the bytes that it reads and writes."""
         simulation, width = self._simulation, self._spec.width * norms
         of_token = width * NORM_BYTES + encoded * ENCODE_BYTES + decoded * DECODE_BYTES + added * ADD_BYTES
         each = self._tokens * share * of_token / simulation.cores
         return [simulation.add("cpu", "values", layer, bytes=each, after=before) for _ in range(simulation.cores)]
 
     def _attend(self, layer: int, before: list[Task]) -> list[Task]:
-        """Of each token to those before it, by all cores."""
+        """Add the attention of each token to those before it, split over all cores."""
         simulation = self._simulation
         flops = 2 * 2 * self._spec.query_width * self._tokens * (self._tokens + 1) / 2
         each = simulation.computing_s(flops / FLOP_PER_WEIGHT_BYTE / simulation.cores, 1)
         return [simulation.add("cpu", "attention", layer, seconds=each, after=before) for _ in range(simulation.cores)]
 
-    def _result(self) -> Prefilled:
+    def _result(self) -> NpuPrefill:
         waits_for_rows = waits_for_cores = free_s = 0.0
         for task, rows, inputs in self._products:
-            given_s = max((one.ended_s for one in inputs), default=0.0)
-            waits_for_cores += max(0.0, given_s - free_s)
-            waits_for_rows += max(0.0, max(one.ended_s for one in rows) - max(given_s, free_s))
+            inputs_s = max((source.ended_s for source in inputs), default=0.0)
+            waits_for_cores += max(0.0, inputs_s - free_s)
+            waits_for_rows += max(0.0, max(row.ended_s for row in rows) - max(inputs_s, free_s))
             free_s = task.ended_s
         use = self._simulation.use
         total = use.total_s
-        return Prefilled(
+        return NpuPrefill(
             seconds=total,
             npu=use.busy_s["npu"] / total,
             waits_for_rows=waits_for_rows / total,

@@ -1,6 +1,6 @@
-"""`python -m neuronpipe.plans.lab.simulate.paper [FILE]`: PAPER.md, the paper's figures beside the simulator's.
+"""`python -m neuronpipe.plans.lab.simulate.paper [FILE]`: write the figures of the paper and of the simulator.
 
-published.json has the published ones; nothing here knows one. A few minutes of a core.
+The published figures are in published.json; the code knows none of them. It takes two minutes of a core.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from neuronpipe.plans.lab.simulate.decode import Situation
-from neuronpipe.plans.lab.simulate.device_file import FOLDER, read_device
+from neuronpipe.plans.lab.simulate.device_file import read_device
 from neuronpipe.plans.lab.simulate.models import model_named, published_models
-from neuronpipe.plans.lab.simulate.npu_prefill import prefilled
+from neuronpipe.plans.lab.simulate.npu_prefill import simulate_npu_prefill
 from neuronpipe.plans.lab.simulate.prefill import prefill_s
-from neuronpipe.plans.lab.simulate.simulate import Result, Wishes, resident_share, simulate
+from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, resident_share, simulate
 from neuronpipe.plans.lab.simulate.systems import ABLATION, CPU_ONLY, SYSTEMS, System
 from neuronpipe.plans.lab.simulate.task_times import FileCosts
 from neuronpipe.plans.package.atomic_output import whole_file
@@ -25,14 +25,14 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 DATA = Path(__file__).with_name("published.json")
-DOCUMENT = Path(__file__).with_name("PAPER.md")
+DOCUMENT = Path(__file__).resolve().parents[3] / "tests/bench/results/simulated-paper.md"  # of a checkout
 TOKENS = 192
 Unit = Literal["decode", "prefill-128", "prefill-512", "over-cpu-only", "p99-ms"]
 
 
 @frozen(kw_only=True)
 class Case:
-    """What is simulated. resident and memory_gb: neither where all is in memory."""
+    """A simulated case. Everything is in memory if neither resident nor memory_gb is set."""
 
     device: str
     model: str
@@ -45,7 +45,7 @@ class Case:
 
 @frozen(kw_only=True)
 class Row(Case):
-    """A published figure. uncertain: read off a figure, or between points. fitted: a device's field is from it."""
+    """A published figure. uncertain: read off a plot, or interpolated. fitted: a value of a device was fitted to it."""
 
     published: float
     uncertain: bool = False
@@ -54,7 +54,7 @@ class Row(Case):
 
 @frozen(kw_only=True)
 class Table:
-    """target: largest error that is wanted."""
+    """A table of the paper. target: the largest error that counts as reached."""
 
     table: str
     unit: Unit
@@ -70,12 +70,12 @@ class Published:
 
 
 def published() -> Published:
-    """What published.json holds."""
+    """Return the content of published.json."""
     return from_json(Published, json_object(DATA.read_bytes(), str(DATA)), str(DATA))
 
 
 def simulated(row: Case, unit: Unit) -> float:
-    """The simulator's figure for a published one."""
+    """Return the simulator's figure for a published one."""
     case = Case(**{field.name: getattr(row, field.name) for field in dataclasses.fields(Case)})
     system = ABLATION[case.step] if case.step else SYSTEMS[case.policy]
     if unit in ("prefill-128", "prefill-512"):
@@ -88,9 +88,9 @@ def simulated(row: Case, unit: Unit) -> float:
 
 @functools.cache
 def decoded(case: Case, system: System) -> Result:
-    """With the document's number of tokens."""
-    wishes = Wishes(resident=case.resident, memory_bytes=_bytes(case), batch=case.batch, tokens=TOKENS)
-    return simulate(read_device(case.device), model_named(case.model), system, wishes)[0]
+    """Simulate a case with the document's number of tokens."""
+    options = SimulationOptions(resident=case.resident, memory_bytes=_bytes(case), batch=case.batch, tokens=TOKENS)
+    return simulate(read_device(case.device), model_named(case.model), system, options)[0]
 
 
 def _prefill(case: Case, system: System, tokens: int) -> float:
@@ -98,9 +98,9 @@ def _prefill(case: Case, system: System, tokens: int) -> float:
 
 
 def _situation(case: Case, system: System) -> Situation:
-    """Of a prompt."""
+    """Return what a simulated prompt needs."""
     model, device = model_named(case.model), read_device(case.device)
-    resident = resident_share(model, Wishes(resident=case.resident, memory_bytes=_bytes(case)))
+    resident = resident_share(model, SimulationOptions(resident=case.resident, memory_bytes=_bytes(case)))
     return Situation(device, model, system, FileCosts(device, model, system), 0, resident)
 
 
@@ -109,43 +109,40 @@ def _bytes(case: Case) -> float | None:
 
 
 def document() -> Iterator[str]:
-    """The lines of PAPER.md."""
+    """Yield the lines of the document."""
     data = published()
+    targets = [table for table in data.cells if table.target is not None]
+    values = {row: simulated(row, table.unit) for table in data.cells for row in table.rows}
+    off_count = sum(off(row, table, values[row]) for table in targets for row in table.rows)
     yield "# The paper's figures, simulated"
     yield ""
-    yield f"Published: {data.source}. Made by `python -m neuronpipe.plans.lab.simulate.paper`; a test compares it with"
-    yield f"the simulator. {TOKENS} tokens of the default preset after 64, one seed. `?`: uncertain in the source."
-    yield "Bold: further off than wanted."
-    missed: list[str] = []
+    yield f"Published: {data.source}. Written by `python -m neuronpipe.plans.lab.simulate.paper`; a test compares it"
+    yield f"with the simulator. {TOKENS} tokens of the default preset after 64, one seed. `?`: uncertain in the source."
+    yield f"Bold: off the target, {off_count} of {sum(len(table.rows) for table in targets)}. Sources of the values:"
+    yield "`plans/lab/simulate/devices` and `models.json`."
     for table in data.cells:
         yield ""
         yield f"## {table.table}"
         yield ""
-        yield f"Wanted: within {table.target:.0%}." if table.target else "No target."
+        yield f"Target: within {table.target:.0%}." if table.target else "No target."
         yield ""
         yield "| case | published | simulated | error |"
         yield "|---|---|---|---|"
-        for row in table.rows:
-            value = simulated(row, table.unit)
-            yield row_line(row, table, value)
-            if off(row, table, value):
-                missed.append(f"{table.table.partition(',')[0]}: {_case(row)}: {_error(row, value)}")
-    yield from _missed(missed, sum(len(table.rows) for table in data.cells if table.target))
-    yield from _ours(data.ours)
+        yield from (row_line(row, table, values[row]) for row in table.rows)
+    yield from _our_decode(data.ours)
     yield from our_prefill(data.cells)
-    yield from _sources()
 
 
 def row_line(row: Row, table: Table, value: float) -> str:
-    """One line of a table."""
+    """Return a table's line for a published figure."""
     error = _error(row, value)
-    shown = f"**{error}**" if off(row, table, value) else error
+    error_text = f"**{error}**" if off(row, table, value) else error
     marks = "?" * row.uncertain + " (fitted)" * row.fitted
-    return f"| {_case(row)} | {row.published:g}{marks} | {_figure(value)} | {shown} |"
+    return f"| {_case(row)} | {row.published:g}{marks} | {_figure(value)} | {error_text} |"
 
 
 def off(row: Row, table: Table, value: float) -> bool:
-    """Whether the error is larger than wanted."""
+    """Return True if the error is larger than the target."""
     return table.target is not None and abs(value / row.published - 1) > table.target
 
 
@@ -153,39 +150,32 @@ def _error(row: Row, value: float) -> str:
     return f"{100 * (value / row.published - 1):+.0f} %"
 
 
-def _missed(missed: Sequence[str], of: int) -> Iterator[str]:
-    yield ""
-    yield f"## Further off than wanted: {len(missed)} of {of}"
-    yield ""
-    yield from (f"- {one}" for one in missed)
-
-
-def _ours(cases: Sequence[Case]) -> Iterator[str]:
+def _our_decode(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     yield "## Our policies on these phones"
     yield ""
-    yield "Our cache and our order of work, with the predictor of the published model. Limit: bytes over bandwidth, of"
-    yield "DRAM or flash, whichever is slower."
+    yield "Our cache and order of work, with the predictor of the published model. Limit: bytes over bandwidth of DRAM"
+    yield "or flash, whichever is slower."
     yield ""
     yield "| case | tokens/s | PowerInfer-2, simulated | limit | misses | ms p50 / p90 / p99 | exposed I/O |"
     yield "|---|---|---|---|---|---|---|"
     for case in cases:
-        ours = decoded(case, SYSTEMS["ours"])
-        theirs = decoded(dataclasses.replace(case, policy="powerinfer2"), SYSTEMS["powerinfer2"])
-        times = " / ".join(f"{ms:.0f}" for ms in (ours.p50_ms, ours.p90_ms, ours.p99_ms))
-        speeds = " | ".join(map(_figure, (ours.tokens_per_s, theirs.tokens_per_s, ours.limit_tokens_per_s)))
-        shares = f"{100 * ours.miss_rate:.1f} % | {times} | {100 * ours.exposed_io:.0f} %"
+        result = decoded(case, SYSTEMS["ours"])
+        powerinfer2 = decoded(dataclasses.replace(case, policy="powerinfer2"), SYSTEMS["powerinfer2"])
+        times = " / ".join(f"{ms:.0f}" for ms in (result.p50_ms, result.p90_ms, result.p99_ms))
+        speeds = " | ".join(map(_figure, (result.tokens_per_s, powerinfer2.tokens_per_s, result.limit_tokens_per_s)))
+        shares = f"{100 * result.miss_rate:.1f} % | {times} | {100 * result.exposed_io:.0f} %"
         yield f"| {_case(case)} | {speeds} | {shares} |"
 
 
 def our_prefill(tables: Sequence[Table]) -> Iterator[str]:
-    """The lines on our worker beside the published prefill."""
+    """Yield the lines on our worker and the published prefill."""
     yield ""
     yield "## Our prefill by the NPU on these phones"
     yield ""
-    yield "The worker of services/offload/npu with its own schedule (npu_prefill.py says what is assumed), beside what"
-    yield "is published of PowerInfer-2; wanted: within 20%, else `off`. Of the time: the NPU computes; is free and has"
-    yield "no rows of weights; has no inputs, because cores are at attention and what else lies between; flash reads."
+    yield "The worker of services/offload/npu with its own schedule (assumptions: npu_prefill.py), compared with the"
+    yield "published prefill of PowerInfer-2; `off` if not within 20%. Shares of the time: the NPU computes; has inputs"
+    yield "but no rows; has no inputs, because the cores do the work between products; flash reads."
     yield ""
     yield "| case | tokens | published | ours, NPU prefill | error | NPU | no rows | no inputs | flash |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -195,36 +185,15 @@ def our_prefill(tables: Sequence[Table]) -> Iterator[str]:
 
 
 def our_prefill_line(row: Row, table: Table) -> str:
-    """One line of it."""
+    """Return the line of our worker for a published prefill."""
     tokens = int(table.unit.removeprefix("prefill-"))
-    found = prefilled(_situation(row, SYSTEMS["ours"]), tokens)
-    value, error = tokens / found.seconds, _error(row, tokens / found.seconds)
-    shares = (found.npu, found.waits_for_rows, found.waits_for_cores, found.flash)
+    prompt = simulate_npu_prefill(_situation(row, SYSTEMS["ours"]), tokens)
+    value, error = tokens / prompt.seconds, _error(row, tokens / prompt.seconds)
+    shares = (prompt.npu, prompt.waits_for_rows, prompt.waits_for_cores, prompt.flash)
     case = _case(dataclasses.replace(row, policy=""))
-    shown = f"{error}, off" if off(row, table, value) else error
+    error_text = f"{error}, off" if off(row, table, value) else error
     times = " | ".join(f"{100 * share:.0f} %" for share in shares)
-    return f"| {case} | {tokens} | {row.published:g} | {_figure(value)} | {shown} | {times} |"
-
-
-def _sources() -> Iterator[str]:
-    yield ""
-    yield "## Where the values come from"
-    for file in sorted(FOLDER.glob("*.json")):
-        yield ""
-        yield f"`{file.stem}`"
-        yield ""
-        yield "| field | value | source |"
-        yield "|---|---|---|"
-        for field, value, source in read_device(file.stem).sources():
-            yield f"| {field} | {value} | {source} |"
-    yield ""
-    yield "| model | field | value | source |"
-    yield "|---|---|---|---|"
-    for name, model in published_models().items():
-        yield f"| {name} | shape | {model.layers} x {model.neurons} x {model.width} | {model.shape_source} |"
-        for field in ("active", "predicted", "predictor_rank"):
-            one = getattr(model, field)
-            yield f"| {name} | {field} | {one.value:g} | {one.source} |"
+    return f"| {case} | {tokens} | {row.published:g} | {_figure(value)} | {error_text} | {times} |"
 
 
 def _case(case: Case) -> str:

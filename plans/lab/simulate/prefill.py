@@ -1,20 +1,22 @@
-"""A prompt in one pass: layer after layer on the NPU while flash brings the next one; without an NPU on the cores. Ours
-on an NPU is another matter: npu_prefill.py."""
+"""A prompt in one pass: one layer computes on the NPU (or the cores) while flash reads the next one.
+
+Our own worker on an NPU is simulated by npu_prefill.py.
+"""
 
 from __future__ import annotations
 
 from neuronpipe.plans.lab.simulate.decode import Situation
 from neuronpipe.plans.lab.simulate.events import Simulation, Task
-from neuronpipe.plans.lab.simulate.npu_prefill import may_be_on_npu, prefilled
+from neuronpipe.plans.lab.simulate.npu_prefill import has_npu_worker, simulate_npu_prefill
 
 LAYERS_AHEAD = 1
 
 
 def prefill_s(situation: Situation, prompt_tokens: int) -> float:
-    """Seconds until a prompt is computed."""
+    """Return the seconds until a prompt is computed."""
     device, model, system = situation.device, situation.model, situation.system
-    if system.name == "ours" and device.has_npu and may_be_on_npu(model.spec):
-        return prefilled(situation, prompt_tokens).seconds
+    if system.name == "ours" and device.has_npu and has_npu_worker(model.spec):
+        return simulate_npu_prefill(situation, prompt_tokens).seconds
     spec, simulation = model.spec, Simulation(device, system.compute_cores(device))
     layer_bytes = model.ffn_bytes / spec.layers
     missing = 0.0 if situation.resident >= 1 else 1.0 if system.all_layers else 1 - situation.resident
@@ -52,7 +54,8 @@ def _npu(
     read: list[Task],
     before: list[Task],
 ) -> Task:
-    """A layer on the NPU, whose memory holds one layer at a time: where not all weights stay there, a core copies."""
+    """Add a layer on the NPU. Its memory holds one layer at a time: if not all is resident, a core copies the
+    weights."""
     device, model = situation.device, situation.model
     if situation.resident < 1:
         seconds = layer_bytes / (device.copy_gb_per_s.value * 1e9)

@@ -1,9 +1,9 @@
-"""What the services' cache misses of a package under its plan, cluster by cluster.
+"""Misses of the services' cache for a package under its plan, cluster by cluster.
 
-Each part has its slots, its reserve of free ones and its pinned clusters, and is warmed up, as the plan says; which one
-goes is decided by native/residency/clock.c. Read windows are left out, as in caching.py: what is asked for ahead of
-computing is evicted for before its layer's window opens. Value parts that wait for their gate are evicted for within it
-or later; README.md has what that is worth.
+Each part has the slots, the reserve of free slots, the pinned clusters and the warm-up of the plan;
+native/residency/clock.c decides about evictions. Read windows are left out, as in caching.py: for requests ahead of
+computing the cache evicts before the layer's window opens. For value parts that wait for their gate it evicts within
+the window or later, so in exact mode a fifth of the misses is lacking.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from neuronpipe.plans.plan.pinned_clusters import warm_counts
 from neuronpipe.protocol.frozen import frozen
 
 Step = Sequence[Ids]
-"""Of each layer the clusters that are wanted, numbered over all layers."""
+"""The wanted clusters of each layer, numbered over all layers."""
 
 
 @frozen
-class Text:
-    """prompt: what all of its tokens want together, in one step; None: there is none. tokens: of each one."""
+class SequenceDemand:
+    """The clusters that a sequence wants: those of all prompt tokens together, in one step, then those of each
+    token."""
 
     tokens: Sequence[Step]
     prompt: Step | None = None
@@ -36,7 +37,8 @@ class Region:
     """One part's slots and residency entries."""
 
     def __init__(self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int]) -> None:
-        """clusters: of a feed-forward. pinned: of each, how many of its first ones."""
+        """Warm up a region. clusters: per feed-forward. pinned: the number of leading clusters pinned in each of
+        them."""
         self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
         numbers = np.arange(clusters)
         warm = numbers < np.array(warm_counts(pinned, clusters, slots - reserve))[:, None]
@@ -47,23 +49,23 @@ class Region:
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
 
-    def step(self, wanted: Ids) -> int:
-        """Look these clusters of a layer up, and bring those that are not there. Returns how many these were."""
-        present = self._words[wanted] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
-        self._words[wanted[present]] |= np.uint32(lib.NP_ENTRY_REFERENCED)
-        missing = wanted[~present]
-        brought = 0
-        while brought < len(missing):  # a few at a time, where memory holds less than a layer wants
-            self._evict(len(missing) - brought - self._free)
+    def step(self, ids: Ids) -> int:
+        """Look up clusters of a layer and load the absent ones. Return the number of misses."""
+        present = self._words[ids] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
+        self._words[ids[present]] |= np.uint32(lib.NP_ENTRY_REFERENCED)
+        missing_ids = ids[~present]
+        loaded = 0
+        while loaded < len(missing_ids):  # a few at a time, where memory holds less than a layer wants
+            self._evict(len(missing_ids) - loaded - self._free)
             if not self._free:
-                break  # all that is there is pinned, or wanted at this moment
-            some = missing[brought : brought + self._free]
-            self._free -= len(some)
-            self._words[some] = lib.NP_ENTRY_LOADING
+                break  # all resident clusters are pinned or wanted now
+            group = missing_ids[loaded : loaded + self._free]
+            self._free -= len(group)
+            self._words[group] = lib.NP_ENTRY_LOADING
             self._evict(self._reserve - self._free)
-            self._words[some] = lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED
-            brought += len(some)
-        return len(missing)
+            self._words[group] = lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED
+            loaded += len(group)
+        return len(missing_ids)
 
     def _evict(self, count: int) -> None:
         if count > 0:
@@ -72,13 +74,17 @@ class Region:
 
 
 def planned_traffic(
-    manifest: Manifest, plan: Plan, texts: Sequence[Text], skipped_texts: int, sampled: int | None = None
+    manifest: Manifest,
+    plan: Plan,
+    sequences: Sequence[SequenceDemand],
+    skipped_sequences: int,
+    sampled: int | None = None,
 ) -> Traffic:
-    """Of the tokens of all texts but the first ones. Its units are clusters, and its misses those that `bench` counts:
-    of the parts that a token looks up. sampled: the texts have so many clusters of each feed-forward (default: all).
+    """Count lookups and misses in clusters, for all sequences but the first skipped_sequences.
 
-    What a text wants is what its mode looks for: in predicted mode clusters that the predictor names, which are taken
-    to fire; else those that fire, beside all triggers.
+    Misses are those that `bench` counts: of the parts that a token looks up. In predicted mode these are the predicted
+    clusters, which are taken to fire; else all triggers, and the values of clusters that fire. sampled: the number of
+    clusters of a feed-forward in the sequences (default: all of the package's).
     """
     model, memory, flash = manifest.model, plan.memory, plan.flash
     clusters = sampled or manifest.layout.clusters
@@ -94,21 +100,21 @@ def planned_traffic(
     predicted, whole = plan.compute.mode == "predicted", reads_whole(plan.compute, flash)
     counts: list[list[tuple[int, ...]]] = []
 
-    def step(wanted: Step) -> list[tuple[int, ...]]:
+    def step(layers: Step) -> list[tuple[int, ...]]:
         rows: list[tuple[int, ...]] = []
-        for fires in wanted:
+        for fires in layers:
             looked = fires if predicted else _all_of_their_experts(fires, clusters)
             missed, missed_values = triggers.step(looked), values.step(looked if flash.bundle else fires)
-            both = (missed, len(looked)) if whole else (missed + missed_values, len(looked) + len(fires))
-            rows.append((len(looked), len(fires), missed, missed_values, *both))
+            wanted_counts = (missed, len(looked)) if whole else (missed + missed_values, len(looked) + len(fires))
+            rows.append((len(looked), len(fires), missed, missed_values, *wanted_counts))
         return rows
 
-    for number, text in enumerate(texts):
-        if text.prompt is not None:
-            step(text.prompt)
-        rows = [step(token) for token in text.tokens]
-        counts += rows if number >= skipped_texts else []
-    looked, fire, missed, missed_values, wanted_missed, wanted = scale * np.moveaxis(
+    for number, sequence in enumerate(sequences):
+        if sequence.prompt is not None:
+            step(sequence.prompt)
+        rows = [step(token) for token in sequence.tokens]
+        counts += rows if number >= skipped_sequences else []
+    looked, fire, missed, missed_values, wanted_missed, wanted_count = scale * np.moveaxis(
         np.array(counts, dtype=float), 2, 0
     )
     return Traffic(
@@ -119,11 +125,11 @@ def planned_traffic(
         trigger_misses=missed,
         value_misses=missed_values,
         fire_misses=wanted_missed,
-        all_fire=wanted,
+        all_fire=wanted_count,
     )
 
 
 def _all_of_their_experts(fires: Ids, clusters: int) -> Ids:
-    """All clusters of the feed-forwards of which any fires."""
+    """Return all clusters of the feed-forwards of which any cluster fires."""
     first = np.unique(fires // clusters) * clusters
     return (first[:, None] + np.arange(clusters)).reshape(-1)

@@ -1,8 +1,7 @@
-"""A package that nobody made: what the manifest of a shape would say, from its sizes alone.
+"""The manifest of a shape without a package, from its sizes alone.
 
-Files are as long as `convert` and `synth` make them at four bits; the tokenizer's is assumed. How many neurons fire and
-are predicted is what the simulator takes for the shape. Neurons are ordered as a package of that activation has them
-once it was profiled.
+Files have the lengths that `convert` and `synth` would write at four bits; the tokenizer's is assumed. The shares of
+firing and predicted neurons are the simulator's. Neurons are ordered as in a profiled package of that activation.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from neuronpipe.plans.package.safetensors_header import file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 
 CHECKSUM_BYTES = 8  # of a cluster
-TOKEN_BYTES = 64  # of a tokenizer's file, for each token with its merge: published ones have 45 to 70
+TOKEN_BYTES = 64  # of a tokenizer's file for each token with its merge; published files have 45 to 70
 
 
-def unmade_manifest(shape: SimulatedModel) -> Manifest:
-    """The manifest of a q4 package of this shape; with a predictor where it computes dReLU."""
+def manifest_of_shape(shape: SimulatedModel) -> Manifest:
+    """Return the manifest of a q4 package of this shape, with a predictor if it computes dReLU."""
     spec = shape.spec
     order: NeuronOrder = "source" if spec.activation == "silu" else "frequency"
     layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
@@ -62,7 +61,7 @@ def unmade_manifest(shape: SimulatedModel) -> Manifest:
 
 
 def _predictor(shape: SimulatedModel) -> Predictor:
-    """One that names as many neurons as the simulator takes it to, all active ones among them."""
+    """Return a predictor that names the simulator's share of neurons, all active ones included."""
     quality = PredictorQuality(recall=1.0, precision=shape.active / shape.predicted, predicted=shape.predicted)
     return Predictor(
         rank=package_rank(shape.predictor_rank),
@@ -75,8 +74,8 @@ def _predictor(shape: SimulatedModel) -> Predictor:
     )
 
 
-def assumed_of(shape: SimulatedModel) -> Iterator[str]:
-    """What a plan for it says on its page."""
+def shape_assumptions(shape: SimulatedModel) -> Iterator[str]:
+    """Yield the assumptions that a plan for a shape prints."""
     fires = f"{show_number(100 * shape.active)} % of a feed-forward's neurons are taken to fire"
     if shape.spec.activation == "drelu":
         fires += f", and a predictor of rank {shape.predictor_rank:,} to name {show_number(100 * shape.predicted)} %"

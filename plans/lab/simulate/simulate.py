@@ -1,4 +1,7 @@
-"""A device, a model, a system and wishes -> speeds. Pure and seeded: the same every time, on every machine."""
+"""Simulation of a system's speeds, given a device, a model and options.
+
+It is pure and seeded: the result is the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from neuronpipe.plans.lab.simulate.caching import Traffic, traffic
 from neuronpipe.plans.lab.simulate.decode import Decoded, Situation, decode
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel
 from neuronpipe.plans.lab.simulate.models import SimulatedModel, model_of
-from neuronpipe.plans.lab.simulate.npu_prefill import may_be_on_npu
+from neuronpipe.plans.lab.simulate.npu_prefill import has_npu_worker
 from neuronpipe.plans.lab.simulate.prefill import prefill_s
-from neuronpipe.plans.lab.simulate.residency import Text, planned_traffic
+from neuronpipe.plans.lab.simulate.recording import Recording
+from neuronpipe.plans.lab.simulate.residency import SequenceDemand, planned_traffic
 from neuronpipe.plans.lab.simulate.systems import SYSTEMS, System
 from neuronpipe.plans.lab.simulate.task_times import FileCosts, PlannedCosts
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
 from neuronpipe.plans.lab.simulate.workload import Workload, generated, in_clusters, recorded
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.package.manifest import Manifest
@@ -34,8 +37,8 @@ MAX_TOKENS, MAX_BATCH, MAX_PROMPT_TOKENS = 4096, 8, 1 << 20
 
 
 @frozen(kw_only=True)
-class Wishes:
-    """memory_bytes or resident (of the feed-forward); neither: everything is in memory."""
+class SimulationOptions:
+    """Options of a simulation. Everything is in memory if neither memory_bytes nor resident (a share) is set."""
 
     memory_bytes: float | None = None
     resident: float | None = None
@@ -49,7 +52,7 @@ class Wishes:
 
 @frozen(kw_only=True)
 class Result:
-    """What came of it. Shares are of the time of all tokens; `cpu` is the mean over the computing cores."""
+    """The simulated speeds. Shares are of the time of all tokens; `cpu` is the mean over the computing cores."""
 
     device: str
     model: str
@@ -73,16 +76,16 @@ class Result:
     limit_tokens_per_s: float
 
 
-def resident_share(model: SimulatedModel, wishes: Wishes) -> float:
-    """Of the feed-forward. Raises UserError where memory does not hold what always stays."""
-    if wishes.memory_bytes is None:
-        return 1.0 if wishes.resident is None else wishes.resident
-    if wishes.resident is not None:
+def resident_share(model: SimulatedModel, options: SimulationOptions) -> float:
+    """Return the resident share of the feed-forward. Raises UserError if memory does not hold the fixed part."""
+    if options.memory_bytes is None:
+        return 1.0 if options.resident is None else options.resident
+    if options.resident is not None:
         raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")
-    spare = wishes.memory_bytes - model.fixed_bytes
+    spare = options.memory_bytes - model.fixed_bytes
     if spare < 0:
         raise UserError(
-            f"--memory {wishes.memory_bytes / 1e9:.2f} GB: {model.name} needs {model.fixed_bytes / 1e9:.2f} GB before "
+            f"--memory {options.memory_bytes / 1e9:.2f} GB: {model.name} needs {model.fixed_bytes / 1e9:.2f} GB before "
             "anything is cached (attention, output, predictors, scales)"
         )
     return min(1.0, spare / model.cacheable_bytes)
@@ -92,24 +95,24 @@ def simulate(
     device: DeviceModel,
     model: SimulatedModel,
     system: System,
-    wishes: Wishes,
+    options: SimulationOptions,
     *,
     recording: Recording | None = None,
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Result, Decoded]:
-    """Raises UserError for wishes that cannot be met."""
-    _check(wishes)
+    """Simulate decode and one prompt. Raises UserError for impossible options."""
+    _check(options)
     system, model = system.on(device), _as_computed(model, system)
-    resident = resident_share(model, wishes)
-    work = _workload(model, wishes, recording)
-    progress(0, wishes.tokens)
+    resident = resident_share(model, options)
+    work = _workload(model, options, recording)
+    progress(0, options.tokens)
     costs = FileCosts(device, model, system)
-    seen = traffic(
+    counts = traffic(
         work,
         system,
         resident,
-        wishes.batch,
+        options.batch,
         min(SKIPPED_TOKENS, len(work.tokens) // 2),
         exact=model.predicted >= 1,
         stream_from=costs.stream_from(),
@@ -119,14 +122,14 @@ def simulate(
         model,
         system,
         costs,
-        wishes.context_tokens,
+        options.context_tokens,
         resident,
-        wishes.batch,
-        _repeat(model, seen, wishes.batch),
+        options.batch,
+        _repeat(model, counts, options.batch),
     )
-    decoded = decode(situation, seen, traced_tokens, progress)
-    prefill = wishes.prompt_tokens / prefill_s(situation, wishes.prompt_tokens)
-    return _result(situation, seen, decoded, prefill), decoded
+    decoded = decode(situation, counts, traced_tokens, progress)
+    prefill = options.prompt_tokens / prefill_s(situation, options.prompt_tokens)
+    return _result(situation, counts, decoded, prefill), decoded
 
 
 @frozen(kw_only=True)
@@ -140,7 +143,7 @@ class PlannedRun:
 
     @property
     def cost(self) -> Cost:
-        """Of the plan's workers."""
+        """Return the planner's costs for the plan's workers."""
         compute, facts = self.plan.compute, self.facts
         workers, shared = compute.decode_workers(), shares_core(compute)
         return Cost(self.manifest, compute.mode, len(workers), shared, facts.flash, facts.memory_speed, facts.profile)
@@ -148,8 +151,8 @@ class PlannedRun:
 
 def simulate_plan(
     run: PlannedRun,
-    texts: Sequence[Text],
-    skipped_texts: int,
+    sequences: Sequence[SequenceDemand],
+    skipped_sequences: int,
     *,
     sampled: int | None = None,
     context_tokens: float,
@@ -157,8 +160,10 @@ def simulate_plan(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Result, Decoded]:
-    """The services' own cache with the plan's slots, and the planner's costs; one text after the other. sampled: of
-    planned_traffic. Raises UserError where the device was not measured."""
+    """Simulate a package under its plan: the services' own cache and the planner's costs, one sequence after the other.
+
+    sampled: see planned_traffic. Raises UserError if the device was not measured.
+    """
     manifest, plan = run.manifest, run.plan
     dense = manifest.model.experts == 1 and plan.compute.mode != "predicted"
     early = plan.compute.prefetch and (dense or known_before_attention(manifest, plan.compute))
@@ -167,13 +172,13 @@ def simulate_plan(
     if plan.compute.mode != "predicted":
         model = dataclasses.replace(model, predictor_rank=0)
     memory = with_lent_slots(manifest, plan.compute, plan.memory, tokens=int(context_tokens) + 1)
-    seen = planned_traffic(manifest, dataclasses.replace(plan, memory=memory), texts, skipped_texts, sampled)
+    counts = planned_traffic(manifest, dataclasses.replace(plan, memory=memory), sequences, skipped_sequences, sampled)
     costs = PlannedCosts(
-        manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (seen.looked, seen.fire))
+        manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (counts.looked, counts.fire))
     )
     resident = plan.memory.slots_bytes / plan.memory.ffn_bytes
     situation = Situation(run.device, model, system, costs, context_tokens, resident)
-    decoded = decode(situation, seen, traced_tokens, progress)
+    decoded = decode(situation, counts, traced_tokens, progress)
     expects = expected(
         manifest,
         rates(manifest, plan.compute.mode),
@@ -186,24 +191,27 @@ def simulate_plan(
         prompt_tokens=prompt_tokens,
     )
     prefill_tokens_per_s = expects.prefill_tokens_per_s or 0.0
-    if run.device.has_npu and may_be_on_npu(model.spec):
+    if run.device.has_npu and has_npu_worker(model.spec):
         by_file = dataclasses.replace(situation, costs=FileCosts(run.device, model, system))
         prefill_tokens_per_s = prompt_tokens / prefill_s(by_file, prompt_tokens)
-    result = _result(situation, seen, decoded, prefill_tokens_per_s)
+    result = _result(situation, counts, decoded, prefill_tokens_per_s)
     return dataclasses.replace(result, memory_bytes=float(plan.memory.total_bytes())), decoded
 
 
-def texts_of(
-    manifest: Manifest, mode: Mode, wishes: Wishes, recording: Recording | None
-) -> tuple[list[Text], int | None]:
-    """What simulate_plan takes: tokens that warm the cache up, then those that count. Of what was recorded, again from
-    its start where that is short; else generated, and then how many clusters of each feed-forward it has."""
-    count, sampled = wishes.tokens + SKIPPED_TOKENS, None
+def sequences_of(
+    manifest: Manifest, mode: Mode, options: SimulationOptions, recording: Recording | None
+) -> tuple[list[SequenceDemand], int | None]:
+    """Return the sequences for simulate_plan: one that warms the cache up and one that counts, and `sampled`.
+
+    They are recorded (repeated from the start when the recording is short) or generated; of a generated workload
+    `sampled` is the number of clusters of a feed-forward.
+    """
+    count, sampled = options.tokens + SKIPPED_TOKENS, None
     if recording is not None:
         _check_recording(recording, manifest.name, manifest.model.layers)
         if recording.clusters != manifest.layout.clusters:
-            here = manifest.layout.clusters
-            raise UserError(f"--recording: of {recording.clusters} clusters, but {manifest.name} has {here}")
+            clusters = manifest.layout.clusters
+            raise UserError(f"--recording: of {recording.clusters} clusters, but {manifest.name} has {clusters}")
         _, steps = recording.by_cluster()
         tokens = [steps[n % len(steps)] for n in range(count)]
     else:
@@ -211,42 +219,42 @@ def texts_of(
         if mode != "predicted":  # a value part is wanted where the gate fires, whether or not Up is positive too
             gates_fire = rates(manifest, mode).value_read
             model = dataclasses.replace(model, active=gates_fire, predicted=gates_fire)
-        work = _generated(model, wishes.preset, count, wishes.seed, 1)
+        work = _generated(model, options.preset, count, options.seed, 1)
         tokens, sampled = in_clusters(work, model.spec.experts, layout.cluster_neurons)
-    return [Text(tokens[:SKIPPED_TOKENS]), Text(tokens[SKIPPED_TOKENS:])], sampled
+    return [SequenceDemand(tokens[:SKIPPED_TOKENS]), SequenceDemand(tokens[SKIPPED_TOKENS:])], sampled
 
 
 def _check_recording(recording: Recording, name: str, layers: int) -> None:
-    """Raises UserError for another model's."""
+    """Raise UserError if the recording is of a model with another number of layers."""
     recorded_layers = recording.chosen.shape[1]
     if recorded_layers != layers:
         raise UserError(f"--recording: of {recorded_layers} layers, but {name} has {layers}")
 
 
 def _as_computed(model: SimulatedModel, system: System) -> SimulatedModel:
-    """Without a predictor we compute exactly: every neuron's first row. Others cannot do without one."""
+    """Return the model as the system computes it: ours computes every gate if there is no predictor."""
     exact = system.name == "ours" and not model.predictor_rank
     return dataclasses.replace(model, predicted=1.0) if exact else model
 
 
-def _check(wishes: Wishes) -> None:
-    for name, value, most in (
-        ("--batch", wishes.batch, MAX_BATCH),
-        ("--tokens", wishes.tokens, MAX_TOKENS),
-        ("--prompt", wishes.prompt_tokens, MAX_PROMPT_TOKENS),
+def _check(options: SimulationOptions) -> None:
+    for name, value, max_value in (
+        ("--batch", options.batch, MAX_BATCH),
+        ("--tokens", options.tokens, MAX_TOKENS),
+        ("--prompt", options.prompt_tokens, MAX_PROMPT_TOKENS),
     ):
-        if not 1 <= value <= most:
-            raise UserError(f"{name} {value}: between 1 and {most}")
-    if wishes.preset not in PRESETS:
-        raise UserError(f"--preset {wishes.preset}: is none of {', '.join(PRESETS)}")
+        if not 1 <= value <= max_value:
+            raise UserError(f"{name} {value}: between 1 and {max_value}")
+    if options.preset not in PRESETS:
+        raise UserError(f"--preset {options.preset}: is none of {', '.join(PRESETS)}")
 
 
-def _workload(model: SimulatedModel, wishes: Wishes, recording: Recording | None) -> Workload:
-    count = wishes.tokens + SKIPPED_TOKENS
+def _workload(model: SimulatedModel, options: SimulationOptions, recording: Recording | None) -> Workload:
+    count = options.tokens + SKIPPED_TOKENS
     if recording is not None:
         _check_recording(recording, model.name, model.spec.layers)
         return recorded(recording, count)
-    return _generated(model, wishes.preset, count, wishes.seed, wishes.batch)
+    return _generated(model, options.preset, count, options.seed, options.batch)
 
 
 @functools.lru_cache(maxsize=2)
@@ -254,15 +262,15 @@ def _generated(model: SimulatedModel, preset: str, tokens: int, seed: int, batch
     return generated(model, PRESETS[preset], tokens, seed, batch)
 
 
-def _repeat(model: SimulatedModel, seen: Traffic, batch: int) -> float:
-    """Texts that want a neuron, of those that one text wants, on average."""
+def _repeat(model: SimulatedModel, counts: Traffic, batch: int) -> float:
+    """Return the mean number of sequences that want a neuron, of the neurons that any sequence wants."""
     spec = model.spec
-    one = model.active * spec.neurons * spec.experts_per_token
-    union = float(seen.all_fire.mean())
-    return max(1.0, batch * one / union) if union and batch > 1 else 1.0
+    neurons_of_one = model.active * spec.neurons * spec.experts_per_token
+    union = float(counts.all_fire.mean())
+    return max(1.0, batch * neurons_of_one / union) if union and batch > 1 else 1.0
 
 
-def _result(situation: Situation, seen: Traffic, decoded: Decoded, prefill_tokens_per_s: float) -> Result:
+def _result(situation: Situation, counts: Traffic, decoded: Decoded, prefill_tokens_per_s: float) -> Result:
     model, device, use = situation.model, situation.device, decoded.use
     milliseconds = 1e3 * np.array(decoded.token_s)
     cores, total = situation.system.compute_cores(device), device.dram_total_gb_per_s.value * 1e9
@@ -282,9 +290,9 @@ def _result(situation: Situation, seen: Traffic, decoded: Decoded, prefill_token
         p90_ms=float(np.percentile(milliseconds, 90)),
         p99_ms=float(np.percentile(milliseconds, 99)),
         prefill_tokens_per_s=prefill_tokens_per_s,
-        miss_rate=seen.miss_rate,
-        p99_miss_rate=float(np.percentile(seen.miss_rates(), 99)),
-        looked_miss_rate=seen.looked_miss_rate,
+        miss_rate=counts.miss_rate,
+        p99_miss_rate=float(np.percentile(counts.miss_rates(), 99)),
+        looked_miss_rate=counts.looked_miss_rate,
         dram_bytes_per_token=decoded.dram_bytes_per_token,
         flash_bytes_per_token=decoded.flash_bytes_per_token,
         flash_reads_per_token=decoded.flash_reads_per_token,

@@ -1,4 +1,4 @@
-"""The systems that are simulated: what each does with a miss, a core, an NPU. PAPER.md has the sources."""
+"""The simulated systems: how each uses its cache, its cores and an NPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ HOT_IN_MEMORY_LARGE_BATCH, LARGE_BATCH = 0.7, 3
 
 @frozen(kw_only=True)
 class System:
-    """npu: attention and hot neurons on the NPU where there is one. cache, reads: of cold neurons. pipeline: clusters
-    are computed as they arrive, by one I/O thread; without, a layer's reads come first. early: the predictor reads what
-    attention reads, so that flash works during attention. all_layers: prefill reads whole layers, resident or not.
-    mapped: dense, from mapped pages. cores: that compute; 0: as many as the device has to give."""
+    """A system's policies.
+
+    npu: attention and hot neurons run on the NPU if there is one. cache, reads: of cold neurons. pipeline: one I/O
+    thread reads, and clusters are computed as they arrive; without it, a layer's reads come first. early: the predictor
+    reads what attention reads, so that flash works during attention. all_layers: prefill reads whole layers, resident
+    or not. mapped: dense, from mapped pages. cores: number of computing cores; 0: as many as the device has.
+    """
 
     name: str
     npu: bool = False
@@ -36,26 +39,26 @@ class System:
 
     @property
     def issuer(self) -> Issuer:
-        """Who issues reads."""
+        """Return the kind of core that issues reads."""
         return "big" if self.pipeline else "several"
 
     def on(self, device: DeviceModel) -> System:
-        """What is left of it on a device without an NPU."""
+        """Return the system as it runs on a device: without NPU work if there is no NPU."""
         return self if device.has_npu else dataclasses.replace(self, npu=False)
 
     def compute_cores(self, device: DeviceModel) -> int:
-        """All fast cores but the I/O thread's, where there are plenty."""
+        """Return the number of computing cores: all fast ones; one less if there are enough for an I/O thread."""
         if self.cores:
             return self.cores
         fast = len(device.fast_cores)
         return fast - 1 if self.pipeline and fast >= MIN_CORES_FOR_OWN_LOADER else fast
 
     def hot_share(self, resident: float, batch: int) -> float:
-        """Of a layer's neurons, those that the NPU computes densely."""
+        """Return the share of a layer's neurons that the NPU computes densely."""
         if not self.npu or self.name == "ours":
             return 0.0
-        most = HOT_IN_MEMORY_LARGE_BATCH if batch >= LARGE_BATCH else HOT_IN_MEMORY
-        return most if resident >= 1 else min(most, HOT_OF_CACHE * resident)
+        max_share = HOT_IN_MEMORY_LARGE_BATCH if batch >= LARGE_BATCH else HOT_IN_MEMORY
+        return max_share if resident >= 1 else min(max_share, HOT_OF_CACHE * resident)
 
 
 SYSTEMS = {
@@ -74,11 +77,11 @@ ABLATION = {
     "+ cluster pipeline": CPU_ONLY,
     "+ XPU": _FULL,
 }
-"""PowerInfer-2's own steps, Figure 14. Without its cache nothing of the feed-forward stays."""
+"""The steps of PowerInfer-2's ablation, Figure 14. Without its cache, nothing of the feed-forward stays in memory."""
 
 
 def system_named(name: str) -> System:
-    """Raises UserError."""
+    """Return a system by its name. Raises UserError if it is unknown."""
     if name not in SYSTEMS:
         raise UserError(f"--policy {quoted(name)}: is none of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]

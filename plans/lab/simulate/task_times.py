@@ -1,5 +1,7 @@
-"""What work takes on a device: of a device file by its published and assumed values; of a package under its plan by the
-planner's own costs, which know the run's kernels, the loader's processor time and flash by how many reads there are.
+"""Times of tasks on a device: by a device file's published and assumed values, or by the planner's own costs.
+
+The planner's costs are for a package under its plan. They know the kernels of the run, the loader's processor time and
+the speed of flash for each number of reads.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 Kernel = Literal["matrix", "neurons"]
-BARRIERS = 3  # of a layer, where the file says only what one takes
+BARRIERS = 3  # per layer; a device file says what one takes
 
 
 @frozen
 class Read:
-    """Reads and their bytes, flash's time for them, and the loader's processor time where it has no core of its own."""
+    """Reads, their bytes, flash's time for them, and the loader's processor time if it shares a core."""
 
     reads: float
     bytes: float
@@ -33,9 +35,12 @@ class Read:
 
 
 class Costs(Protocol):
-    """parts: what a read brings. whole: both come in one. gates_name_values: value parts are named one by one, while
-    the gates of a layer are computed. rows, value_rows: of Gate, and of each other matrix, that are computed of what is
-    looked up, and of what fires."""
+    """Times of tasks.
+
+    parts: sizes of reads. whole: both parts come in one read. gates_name_values: value parts are requested one by one,
+    while the gates of a layer are computed. rows, value_rows: rows of Gate that are computed per looked up unit, and
+    rows of each other matrix per firing unit.
+    """
 
     parts: Parts
     rows: float
@@ -44,24 +49,26 @@ class Costs(Protocol):
     gates_name_values: bool
 
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
-        """One core's time for weights that are there; all cores compute."""
+        """Return one core's time for weights in memory while all cores compute."""
 
     def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
-        """So many parts of one size; at_once: so many of their layer are asked for together; first: whether they are
-        first parts or whole clusters."""
+        """Return the cost of reading `count` parts of one size.
+
+        at_once: how many parts of their layer are requested together. first: True for trigger parts and whole clusters.
+        """
 
     def lookups_s(self, count: float) -> float:
-        """One core's time for lookups."""
+        """Return one core's time for lookups."""
 
     def layer_s(self) -> float:
-        """What cores wait for each other in a layer."""
+        """Return the time that cores wait for each other in a layer."""
 
     def message_s(self) -> float:
-        """To send a step and to hear that it is done."""
+        """Return the time to send a step and to receive its end."""
 
 
 class FileCosts:
-    """By a device file."""
+    """Times by the values of a device file."""
 
     def __init__(self, device: DeviceModel, model: SimulatedModel, system: System) -> None:
         self._device, self._issuer = device, system.issuer
@@ -82,8 +89,8 @@ class FileCosts:
         return Read(count, size, size / self._device.random_bytes_per_s(read_bytes, self._range, self._issuer))
 
     def stream_from(self) -> float:
-        """Of the tokens, how many must want a neuron for reading it with its neighbours, quants only, to be no slower
-        than both of its parts at random."""
+        """Return the share of tokens that must want a neuron, so that reading its quants in sequence for every token is
+        no slower than reading both of its parts at random when wanted."""
         parts = (self.parts.trigger_bytes, self.parts.value_bytes)
         alone_s = sum(self.read(1, size, 1, first=True).seconds for size in parts)
         return self._quants / self._device.sequential_bytes_per_s() / alone_s
@@ -99,11 +106,11 @@ class FileCosts:
 
 
 class PlannedCosts:
-    """By the planner's costs, of a package under its plan. Its units are clusters; neighbours are read together, as the
-    loader reads them."""
+    """Times by the planner's costs for a package under its plan. Units are clusters; neighbours are read together, as
+    the loader does."""
 
     def __init__(self, manifest: Manifest, plan: Plan, cost: Cost, looked: float, fire: float) -> None:
-        """looked, fire: clusters of a token, on average."""
+        """Precompute times. looked, fire: mean numbers of clusters per token."""
         model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
         self._manifest, self._plan, self._cost = manifest, plan, cost
         self._workers, self._matrices = len(plan.compute.decode_workers()), 2 if model.gated else 1
@@ -120,14 +127,14 @@ class PlannedCosts:
         trigger_bytes = triggers * row_bytes(manifest.trigger_quantization, model.width)
         kernels_s = self._kernels_s(trigger_bytes, values * value_row, value_row)
         self._neurons_s = kernels_s / (trigger_bytes + values * value_row)
-        self._matrix_s = _known(cost.fixed_ms(1e9)) / 1e12
+        self._matrix_s = _measured_ms(cost.fixed_ms(1e9)) / 1e12
 
     def _kernels_s(self, trigger_bytes: float, value_bytes: float, row_bytes: int) -> float:
         read, cost = rates(self._manifest, self._plan.compute.mode), self._cost
         if self._plan.compute.mode == "predicted":
-            return _known(cost.predicted_ms(trigger_bytes, value_bytes, read.trigger_read, row_bytes)) / 1e3
-        triggers_ms = _known(cost.triggers_ms(trigger_bytes))
-        return (triggers_ms + _known(cost.values_ms(value_bytes, read.value_read, row_bytes))) / 1e3
+            return _measured_ms(cost.predicted_ms(trigger_bytes, value_bytes, read.trigger_read, row_bytes)) / 1e3
+        triggers_ms = _measured_ms(cost.triggers_ms(trigger_bytes))
+        return (triggers_ms + _measured_ms(cost.values_ms(value_bytes, read.value_read, row_bytes))) / 1e3
 
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
         each_s = self._matrix_s if kernel == "matrix" else self._neurons_s
@@ -139,7 +146,7 @@ class PlannedCosts:
         of = round(at_once) if in_order else self._clusters
         reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
         delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
-        took_s = (_known(self._cost.storage_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
+        took_s = (_measured_ms(self._cost.storage_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
         loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
         share = count / max(1.0, at_once)
         return Read(reads * share, size * share, took_s * share, loader_s * share)
@@ -148,14 +155,14 @@ class PlannedCosts:
         return 0.0  # in the factor of a step
 
     def layer_s(self) -> float:
-        return 0.0  # as well, or in what meetings take
+        return 0.0  # in the factor of a step, or in what meetings take
 
     def message_s(self) -> float:
         return self._cost.meetings_ms() / 1e3
 
 
-def _known(time_ms: float | None) -> float:
-    """Raises UserError where it was not measured."""
+def _measured_ms(time_ms: float | None) -> float:
+    """Return a time, or raise UserError if it was not measured."""
     if time_ms is None:
         raise UserError(f"{THIS_MACHINE}: flash and memory were not measured; run `neuronpipe doctor PACKAGE`")
     return time_ms

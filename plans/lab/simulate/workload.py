@@ -1,7 +1,8 @@
-"""What the tokens of a text want: of each token and layer the neurons that fire and those that a predictor names.
+"""The neurons that fire and those that a predictor names, for each token and layer of a sequence.
 
-Generated after plans/lab/synth (Bamboo's curves, a preset's memory), a sample of the neurons, each of which stands for
-`scale` of them, so that a 47B costs no more than a 7B; or recorded from a package. Seeded; no clock.
+A workload is generated like plans/lab/synth (Bamboo's curves, the autocorrelation of a preset) or recorded from a
+package. A generated one is a sample of the neurons, each of which stands for `scale` neurons, so that a 47B costs no
+more than a 7B. Sampling neurons and not layers keeps how misses are distributed over layers. Seeded; no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.activity.replacement_policies import Ids
 from neuronpipe.plans.lab.simulate.models import SimulatedModel
-from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
+from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.lab.synth.trajectory import Preset, stretches
@@ -33,8 +34,8 @@ NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor'
 
 
 @frozen
-class Wanted:
-    """Of one layer and token: ids of what is looked up, ascending, and which of them fire."""
+class LayerDemand:
+    """The neurons that one token looks up in one layer: ascending ids, and which of them fire."""
 
     looked: Ids
     fires: NDArray[np.bool_]
@@ -42,10 +43,13 @@ class Wanted:
 
 @frozen
 class Workload:
-    """tokens: of each token what each layer wants. order: all ids, most frequent first. frequency: of each id, of a
-    token that chooses its expert. scale: neurons that an id stands for. of_layer: ids of one layer."""
+    """The demands of all tokens.
 
-    tokens: list[list[Wanted]]
+    tokens: [token][layer]. order: all ids, most frequent first. frequency: of each id, over tokens that choose its
+    expert. scale: neurons that an id stands for. of_layer: number of ids of one layer.
+    """
+
+    tokens: list[list[LayerDemand]]
     order: Ids
     frequency: NDArray[np.float64]
     scale: float
@@ -53,56 +57,59 @@ class Workload:
 
 
 def generated(model: SimulatedModel, preset: Preset, tokens: int, seed: int, batch: int = 1) -> Workload:
-    """A text of so many tokens. batch: so many texts at once; a neuron is wanted when one of them wants it."""
+    """Generate the workload of `tokens` steps. Of a batch of sequences a step wants each neuron that any of them
+    wants."""
     random = np.random.default_rng(seed)
     spec = model.spec
     sampled = min(spec.neurons, max(64, MAX_SAMPLED // (spec.layers * spec.experts)))
     one_expert = [active_shares(layer, spec.layers, sampled, model.active) for layer in range(spec.layers)]
     shares = np.concatenate([np.tile(layer, spec.experts) for layer in one_expert])
     cuts = (-quantile(shares)).astype(np.float32)
-    text = _Text(model, preset, cuts, _predictor(model, preset, cuts, random))
+    generator = _Sequence(model, preset, cuts, _predictor(model, preset, cuts, random))
     of_layer = spec.experts * sampled
-    made: list[list[Wanted]] = []
-    texts = [text.tokens(tokens, np.random.default_rng((seed, n))) for n in range(batch)]
-    for each in zip(*texts, strict=True):
-        named = np.logical_or.reduce([one[0] for one in each])
-        fires = np.logical_or.reduce([one[1] for one in each])
-        ids = np.flatnonzero(named)
+    steps: list[list[LayerDemand]] = []
+    sequences = [generator.tokens(tokens, np.random.default_rng((seed, n))) for n in range(batch)]
+    for step_masks in zip(*sequences, strict=True):
+        is_named = np.logical_or.reduce([masks[0] for masks in step_masks])
+        fires = np.logical_or.reduce([masks[1] for masks in step_masks])
+        ids = np.flatnonzero(is_named)
         bounds = np.searchsorted(ids, np.arange(spec.layers + 1) * of_layer)
-        made.append([Wanted(ids[a:b], fires[ids[a:b]]) for a, b in itertools.pairwise(bounds)])
+        steps.append([LayerDemand(ids[a:b], fires[ids[a:b]]) for a, b in itertools.pairwise(bounds)])
     order = np.argsort(-shares, kind="stable")
-    return Workload(made, order, shares, spec.neurons / sampled, of_layer)
+    return Workload(steps, order, shares, spec.neurons / sampled, of_layer)
 
 
-class _Text:
-    """One text: what its tokens want, one after the other."""
+class _Sequence:
+    """A generator of the demands of one sequence's tokens."""
 
     def __init__(self, model: SimulatedModel, preset: Preset, cuts: Floats, predictor: Predictor) -> None:
         self._model, self._preset, self._cuts, self._predictor = model, preset, cuts, predictor
 
     def tokens(self, count: int, random: np.random.Generator) -> Iterator[tuple[Mask, Mask]]:
-        """Of all neurons, those named and those that fire."""
+        """Yield two masks over all neurons for each token: predicted neurons, and those of them that fire."""
         spec, width = self._model.spec, len(self._cuts)
-        own = routing_of(spec).own  # of a router's values, what comes from the token and not from the state
+        token_share = routing_of(
+            spec
+        ).token_share  # the share of a router's variance that comes from the token, not the state
         bias = _router_biases(spec)
         noise = stretches(NOISE, count, width, random)
-        routes = stretches(
-            self._preset, count, spec.layers * spec.experts, random
-        )  # routers follow the state, as in synth
+        # Routers follow the state, as in synth.
+        routes = stretches(self._preset, count, spec.layers * spec.experts, random)
         for states in stretches(self._preset, count, width, random):
             margins = states - self._cuts
             scores = margins + np.float32(self._predictor.noise) * next(noise) if self._predictor.noise else margins
             for margin, score, route in zip(margins, scores, next(routes), strict=True):
-                named = score > self._predictor.cut
+                is_named = score > self._predictor.cut
                 if spec.experts > 1:
-                    values = route * np.sqrt(1 - own) + np.sqrt(own) * random.standard_normal(len(route))
-                    named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec.experts_per_token, width)
-                yield named, (margin > 0) & named
+                    values = route * np.sqrt(1 - token_share) + np.sqrt(token_share) * random.standard_normal(
+                        len(route)
+                    )
+                    is_named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec.experts_per_token, width)
+                yield is_named, (margin > 0) & is_named
 
 
 def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
-    """Return what makes some experts of each layer as hot as those of the family are, [layers, experts]; the same for
-    every text."""
+    """Return biases [layers, experts] that make some experts as hot as the family's are; the same for each sequence."""
     routing = routing_of(spec)
     if not routing.hot_experts:
         return np.zeros((spec.layers, spec.experts))
@@ -111,22 +118,23 @@ def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
 
 
 def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
-    """Neurons of the experts with the greatest values."""
-    here = np.zeros(route.shape, dtype=bool)
-    np.put_along_axis(here, np.argsort(-route, axis=1)[:, :count], True, axis=1)
-    return np.repeat(here.reshape(-1), width // here.size)
+    """Return the mask of the neurons of each layer's `count` experts with the greatest values."""
+    is_chosen = np.zeros(route.shape, dtype=bool)
+    np.put_along_axis(is_chosen, np.argsort(-route, axis=1)[:, :count], True, axis=1)
+    return np.repeat(is_chosen.reshape(-1), width // is_chosen.size)
 
 
 @frozen
 class Predictor:
-    """Names a neuron whose margin, with so much noise, exceeds `cut`."""
+    """A predictor that names a neuron when its margin plus noise exceeds `cut`."""
 
     noise: float = 0.0
     cut: float = 0.0
 
 
 def _predictor(model: SimulatedModel, preset: Preset, cuts: Floats, random: np.random.Generator) -> Predictor:
-    """One that finds RECALL of what fires and names as many as the model's does; without false positives, all."""
+    """Return a predictor with recall RECALL that names as many neurons as the model's; a perfect one if the model's has
+    no false positives."""
     if model.predicted >= 1:
         return Predictor(cut=-np.inf)
     if model.predicted <= model.active:
@@ -143,23 +151,27 @@ def _predictor(model: SimulatedModel, preset: Preset, cuts: Floats, random: np.r
 
 
 def recorded(recording: Recording, tokens: int) -> Workload:
-    """What was recorded, again from its start where the text is longer. Everything that is looked up counts as fired:
-    a recording has clusters."""
+    """Return a recorded workload of `tokens` steps, repeated from its start when the recording is shorter.
+
+    All clusters that are looked up count as firing, since a recording knows only clusters.
+    """
     order, steps = recording.by_cluster()
     if not steps:
         raise UserError("the recording has no tokens; make one with `python -m neuronpipe.plans.lab.simulate record`")
-    made = [[Wanted(layer, np.ones(len(layer), dtype=bool)) for layer in steps[n % len(steps)]] for n in range(tokens)]
+    demands = [
+        [LayerDemand(layer, np.ones(len(layer), dtype=bool)) for layer in steps[n % len(steps)]] for n in range(tokens)
+    ]
     of_layer = recording.chosen.shape[2] * recording.clusters
     counts = np.zeros(recording.all)
     for token in steps:
         for layer in token:
             counts[layer] += 1
-    return Workload(made, order, counts / len(steps), 1.0, of_layer)
+    return Workload(demands, order, counts / len(steps), 1.0, of_layer)
 
 
 def in_clusters(work: Workload, experts: int, neurons: int) -> tuple[list[list[Ids]], int]:
-    """The same in clusters of so many neurons, hottest first as in the workload: of each token what each layer looks
-    up; and how many clusters there are of a feed-forward."""
+    """Return the lookups [token][layer] in clusters of `neurons` neurons, hottest first as in the workload, and the
+    number of clusters of a feed-forward."""
     of_ffn = work.of_layer // experts
     clusters = -(-of_ffn // neurons)
 

@@ -1,4 +1,4 @@
-"""How often each neuron shall be active: from the measured curves to thresholds of gate and up.
+"""Requested activity of each neuron, from measured curves to thresholds of gate and up.
 
 The curves are those of Bamboo-7B (32 layers, about a million tokens), read off a figure published in
 https://github.com/SJTU-IPADS/Bamboo (Apache-2.0, Copyright 2024 SJTU-IPADS).
@@ -30,8 +30,8 @@ Shares = NDArray[np.float64]
 
 
 def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
-    """Mean share of neurons that fire, by layer: within the published range, the least in the first, the most in the
-    last, mean MEAN_ACTIVITY over all."""
+    """Return the mean share of firing neurons by layer, within the published range: minimal in the first layer, maximal
+    in the last, with mean MEAN_ACTIVITY."""
     inner = np.sort(random.beta(1.0, 3.4, layers))
     middle = random.permutation(inner[1:-1]) if layers > 2 else inner[1:-1]
     low, high = 0.0, 4.0
@@ -43,7 +43,7 @@ def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
 
 
 def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
-    """p [neurons], hottest first: how often each neuron of a layer shall be active."""
+    """Return the requested activity of each neuron of a layer, [neurons], hottest first."""
     curves = json.loads(CURVES.read_text())
     curve = curves[round(layer * (len(curves) - 1) / max(1, layers - 1))]
     y = np.asarray(curve["y"])
@@ -68,15 +68,19 @@ def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
 
 
 def cuts(activation: Activation, p: Shares) -> list[Shares]:
-    """Standard thresholds of the values that decide whether a neuron fires: of Gate, of Gate and Up, or of neither."""
+    """Return the standard thresholds of the values that decide whether a neuron fires: of Gate, of Gate and Up, or
+    none."""
     if activation == "silu":
         return []
     return [-quantile(p)] if activation == "relu" else list(thresholds(p))
 
 
 def thresholds(p: Shares) -> tuple[Shares, Shares]:
-    """Standard thresholds of gate and up values [neurons]: with both above theirs in a share p of all tokens, and up in
-    UP_GIVEN_GATE of those in which the gate is. Neurons that nearly always fire do so on both sides."""
+    """Return standard thresholds of gate and up values [neurons].
+
+    Both are exceeded in a share p of all tokens, and up's in UP_GIVEN_GATE of the tokens that exceed the gate's.
+    Neurons that nearly always fire do so in both.
+    """
     gate = -quantile(p / _together(p))
     return gate, np.interp(p, *_up_curve())
 
@@ -87,7 +91,7 @@ def _together(p: Shares) -> Shares:
 
 @functools.cache
 def _up_curve() -> tuple[Shares, Shares]:
-    """Shares, and up's threshold for each."""
+    """Return shares, and up's threshold for each of them."""
     p = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))[:, None]
     gate = p / _together(p)
     points = np.linspace(-6.0, 6.0, 601)
@@ -96,22 +100,24 @@ def _up_curve() -> tuple[Shares, Shares]:
     low, high = np.full_like(p, -8.0), np.full_like(p, 8.0)
     for _ in range(BISECTIONS // 2):
         cut = (low + high) / 2
-        both = (above * share_below((SHARED * points - cut) / np.sqrt(1 - SHARED**2))).sum(axis=1, keepdims=True)
-        low, high = np.where(both > p, cut, low), np.where(both > p, high, cut)
+        joint = (above * share_below((SHARED * points - cut) / np.sqrt(1 - SHARED**2))).sum(axis=1, keepdims=True)
+        low, high = np.where(joint > p, cut, low), np.where(joint > p, high, cut)
     return p[:, 0], ((low + high) / 2)[:, 0]
 
 
 def overlap(p: Shares, preset: Preset, distance: int) -> float:
-    """What the generator asks for: of the neurons active now, the share that was active `distance` tokens before, were
-    each active when one value with the preset's memory is above its threshold."""
+    """Return the requested overlap: the share of active neurons that were active `distance` tokens before.
+
+    It is exact if each neuron is active when one value with the preset's autocorrelation exceeds one threshold.
+    """
     points = np.linspace(-6.0, 6.0, 601)
     density = np.exp(-np.square(points) / 2)
     density /= density.sum()
     grid = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 40), 1 - np.geomspace(1 - MAX_P, 0.5, 40))))
     cuts = -quantile(grid)
-    both = np.zeros(len(grid))
+    joint = np.zeros(len(grid))
     for likely, correlation in correlations(preset, distance):
         noise = max(1e-3, np.sqrt(max(0.0, 1 - correlation**2)))
         again = share_below((correlation * points - cuts[:, None]) / noise)
-        both += likely * (density * (points > cuts[:, None]) * again).sum(axis=1)
-    return float(np.interp(p, grid, both).sum() / p.sum())
+        joint += likely * (density * (points > cuts[:, None]) * again).sum(axis=1)
+    return float(np.interp(p, grid, joint).sum() / p.sum())

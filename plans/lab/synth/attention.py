@@ -1,4 +1,4 @@
-"""A layer's attention: random rows that read the state, of a size that what it writes is a fixed part of it."""
+"""A layer's attention: random rows that read the state, scaled so that the output is a fixed share of its power."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.shapes import Coordinates
-from neuronpipe.plans.lab.synth.tokens import STATE_POWER, Texts
+from neuronpipe.plans.lab.synth.tokens import STATE_POWER, CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.engine import attend, rms_norm, rotate
@@ -20,11 +20,11 @@ Array = NDArray[np.float32]
 Half = np.dtype("<f2")
 
 ATTENTION_POWER = 0.006  # written by a layer, as a share of the state's squared length
-QUERY_DEVIATION = 0.7  # scores of this size squared: attention looks at everything, at some of it more
+QUERY_DEVIATION = 0.7  # scores have this deviation squared: attention is spread over all positions, but not evenly
 
 
 class Attention(NamedTuple):
-    """Its matrices, and what they add to the residual stream [tokens, width]."""
+    """The matrices of a layer's attention, and its output, the change of the residual stream [tokens, width]."""
 
     qkv: Rows
     output: Rows
@@ -32,21 +32,27 @@ class Attention(NamedTuple):
 
 
 class AttentionMaker:
-    """Makes the attention of one shape's layers. frequency: of the rotary positions, [head_width / 2]."""
+    """A maker of the attention of a shape's layers. frequency: of the rotary positions, [head_width / 2]."""
 
     def __init__(
-        self, model: ModelSpec, places: Coordinates, frequency: Array, texts: Texts, seed: int, pool: ThreadPoolExecutor
+        self,
+        model: ModelSpec,
+        places: Coordinates,
+        frequency: Array,
+        sequences: CalibrationSequences,
+        seed: int,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self._model, self._places, self._frequency = model, places, frequency
-        self._texts, self._seed, self._pool = texts, seed, pool
+        self._sequences, self._seed, self._pool = sequences, seed, pool
 
     @property
     def head_norm(self) -> Array:
-        """The weights of the norms of queries and of keys, in a model that has them."""
+        """Return the weights of the norms of queries and keys, for models that have them."""
         return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
 
     def layer(self, layer: int, normed: Array) -> Attention:
-        """normed: what it reads of the calibration tokens [tokens, width]."""
+        """Return a layer's attention. normed: its inputs for the calibration tokens [tokens, width]."""
         model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
         qkv = codes.zero_rows(model.qkv_rows, model.width)
         qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)
@@ -55,8 +61,8 @@ class AttentionMaker:
         parts[(model.query_heads + model.key_heads) * model.head_width :] = unit
         qkv.scales.view(Half)[:, codes.code_groups(state)] = parts
         values = product("q4", qkv, normed).reshape(len(normed), -1, model.head_width)
-        texts = np.split(values, len(self._texts.ids))
-        mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), texts)))
+        sequences = np.split(values, len(self._sequences.ids))
+        mixed = np.concatenate(list(self._pool.map(partial(self._attend, layer), sequences)))
         written = self._places.attention
         output = codes.zero_rows(model.width, model.query_width)
         output.quants[written] = codes.random_codes(written.stop - written.start, model.query_width, random)

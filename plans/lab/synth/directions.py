@@ -21,8 +21,8 @@ Array = NDArray[np.float32]
 
 @frozen
 class Directions:
-    """Directions of a layer's input: orthonormal ones of the written coordinates [written, count], then coordinates of
-    the state, the first ones."""
+    """Directions of a layer's input: orthonormal ones of the written coordinates [written, count], then the leading
+    coordinates of the state."""
 
     of_written: Array
     written: slice
@@ -30,7 +30,8 @@ class Directions:
 
     @classmethod
     def leading(cls, normed: Array, places: Coordinates, rank: int) -> Directions:
-        """The `rank` directions, in whole groups of either kind, that hold the most of normed [tokens, width]."""
+        """Return the `rank` directions, in whole groups of either kind, with the largest variance of normed [tokens,
+        width]."""
         written = slice(places.attention.start, places.feed_forward.stop)
         power, turn = np.linalg.eigh(np.cov(normed[:, written].T))
         power, turn = power[::-1], turn[:, ::-1].astype(np.float32)
@@ -42,7 +43,7 @@ class Directions:
         return cls(np.ascontiguousarray(turn[:, :count]), written, first)
 
     def rows(self, width: int) -> Array:
-        """What the predictor multiplies its input with: float32 [rank, width]."""
+        """Return the rows that the predictor multiplies its input with, float32 [rank, width]."""
         count, states = self.of_written.shape[1], self.of_state.stop - self.of_state.start
         rows = np.zeros((count + states, width), dtype=np.float32)
         rows[:count, self.written] = self.of_written.T
@@ -50,7 +51,7 @@ class Directions:
         return rows
 
     def factor(self, gate: Rows, quantization: Quantization) -> Rows:
-        """What neurons with these rows read of each direction, encoded [neurons, rank]."""
+        """Return the products of neurons' gate rows with the directions, encoded [neurons, rank]."""
         of_written, of_state = (_weights(gate, columns) for columns in (self.written, self.of_state))
         return encode(quantization, np.concatenate((of_written @ self.of_written, of_state), axis=1))
 

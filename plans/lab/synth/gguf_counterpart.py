@@ -1,10 +1,10 @@
-"""A shape twin in GGUF: random weights in the shape of a model, for engines that read GGUF and compute densely.
+"""The GGUF counterpart of a shape: random weights for engines that read GGUF and compute densely.
 
-Such engines do the same work whatever the weights are, so the twin's speed is the model's. Encodings follow llama.cpp's
+Such engines do the same work for any weights, so the counterpart is as fast as the model. Encodings follow llama.cpp's
 Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and routers.
 
-The architecture is the one that llama.cpp has for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`,
-`smallthinker`. Random routers choose; an expert whose row is longer is chosen more often, and so hot experts are made.
+The architecture is llama.cpp's for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`, `smallthinker`.
+Routers are random; an expert whose row is longer is chosen more often, which makes hot experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-NAME = "shape twin"
+NAME = "shape twin"  # written into files, so it stays
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of token, as GGUF numbers them
 SPACE = "▁"
 SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
@@ -52,22 +52,21 @@ class _Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Without the dimensions it does not have."""
+        """Return the dimensions that the tensor has."""
         return tuple(size for size in (self.experts, self.rows, self.columns) if size)
 
     @property
     def size_bytes(self) -> int:
-        """In its encoding."""
+        """Return the encoded size of the tensor."""
         block_weights, block_bytes = _block(self.encoding)
         return math.prod(self.shape) // block_weights * block_bytes
 
 
-def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
-    """Write the twin of a shape, piece by piece, in little memory; same seed, same bytes. progress is called with bytes
-    written and all of them.
+def write_gguf_counterpart(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
+    """Write the GGUF counterpart of a shape piece by piece; the same seed gives the same bytes.
 
-    The file appears whole or not at all. Raises UserError for a shape that the encodings or the architecture do not
-    cover, and for what the disk refuses.
+    progress is called with the bytes written and the total. The file appears whole or not at all. Raises UserError for
+    a shape that the encodings or the architecture do not cover, and for errors of the disk.
     """
     _require(path, model)
     tensors = tuple(_tensors(model))
@@ -85,8 +84,7 @@ def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | Non
 
 
 def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progress: Progress | None) -> None:
-    """Every tensor behind the last one, each from a multiple of the alignment on. A thread makes the next piece while
-    one is written."""
+    """Append all tensors, aligned. A thread computes the next piece while one is written."""
     pieces = [
         (tensor, (seed, number, start), min(_piece_bytes(tensor), tensor.size_bytes - start))
         for number, tensor in enumerate(tensors)
@@ -109,7 +107,7 @@ def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progres
 
 
 def architecture(model: ModelSpec) -> str:
-    """What llama.cpp calls models of this kind."""
+    """Return llama.cpp's name for the architecture of a shape."""
     if model.router_reads == "layer":
         return "smallthinker"
     if model.head_norm:
@@ -120,11 +118,11 @@ def architecture(model: ModelSpec) -> str:
 def _require(path: Path, model: ModelSpec) -> None:
     if any(model.windows_tokens) and model.layer_kinds != _smallthinker_layers(model):
         raise UserError(
-            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a twin has none, "
-            "or those of llama.cpp's smallthinker"
+            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a GGUF counterpart has "
+            "none, or those of llama.cpp's smallthinker"
         )
     if model.vocabulary < MIN_VOCABULARY:
-        raise UserError(f"{path}: vocabulary is {model.vocabulary}; a twin's tokenizer needs {MIN_VOCABULARY}")
+        raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
     for field, columns, encoding in (
         ("width", model.width, "Q6_K"),
         ("neurons", model.neurons, "Q4_0"),
@@ -135,15 +133,17 @@ def _require(path: Path, model: ModelSpec) -> None:
 
 
 def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
-    """The layers that llama.cpp computes for a smallthinker with windows; None: no such model."""
+    """Return the layers that llama.cpp computes for a smallthinker with windows, or None for other architectures."""
     if architecture(model) != "smallthinker":
         return None
     full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
-    return runs_of([0 if one else SMALLTHINKER_WINDOW_TOKENS for one in full], [not one for one in full])
+    return runs_of(
+        [0 if is_full else SMALLTHINKER_WINDOW_TOKENS for is_full in full], [not is_full for is_full in full]
+    )
 
 
 def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
-    """All tensors of the architecture, in the order in which a step reads them."""
+    """Yield all tensors of the architecture, in the order in which a step reads them."""
     width, key_width = model.width, model.key_heads * model.head_width
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
     yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
@@ -168,8 +168,10 @@ def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
 
 
 def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
-    """Those that make a router choose each expert as often as the package's: normal values of these deviations exceed
-    one value that often. Hot ones are other ones in each layer."""
+    """Return the lengths of a router's rows that make it choose each expert as often as the package's router does.
+
+    Normal values with these deviations exceed a common value that often. Each layer has other hot experts.
+    """
     routing = routing_of(model)
     if not routing.hot_experts:
         return ()
@@ -178,18 +180,20 @@ def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
 
 
 def _block(encoding: str) -> tuple[int, int]:
-    """Weights and bytes of a block."""
+    """Return the weights and bytes of a block of an encoding."""
     return (1, PLAIN_BYTES[encoding]) if encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[encoding]
 
 
 def _piece_bytes(tensor: _Tensor) -> int:
-    """Whole blocks."""
+    """Return PIECE_BYTES rounded down to whole blocks."""
     return PIECE_BYTES // (block_bytes := _block(tensor.encoding)[1]) * block_bytes
 
 
 def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """A piece of a tensor, from the byte on that is the last number of its place. Norms of one; else random weights
-    whose size gives rows a length near one, so that activations stay finite."""
+    """Return a piece of a tensor that starts at the byte that is the last number of `place`.
+
+    Norms are one. Random weights have a size that gives rows a length near one, so that activations stay finite.
+    """
     generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
         count = size_bytes // PLAIN_BYTES["F32"]
@@ -214,7 +218,7 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
 
 
 def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
-    """Metadata as the stock converter writes it, and a sentencepiece vocabulary whose words are numbers."""
+    """Add the metadata that llama.cpp's converter writes, and a sentencepiece vocabulary whose words are numbers."""
     writer.add_name(NAME)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
     writer.add_vocab_size(model.vocabulary)
@@ -237,7 +241,7 @@ def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
             writer.add_expert_gating_func(GATING[model.router])
     if any(model.windows_tokens):
         writer.add_sliding_window(SMALLTHINKER_WINDOW_TOKENS)
-    # Numbers count up, so every one is a shorter one and a digit: sentencepiece's merges reach all of them.
+    # Every number is a shorter number and a digit, so sentencepiece's merges reach all of them.
     words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
     pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * len(BYTE_PIECES), *[NORMAL] * (len(LETTERS) + len(words))]

@@ -1,7 +1,7 @@
-"""A synthetic mixture, measured: which experts its tokens choose, how often they choose them again, and what fires.
+"""Measured statistics of a synthetic mixture: chosen experts, repeated choices and active neurons.
 
-The reference engine computes the first tokens of one preset. What a router would name that reads too early, the input
-of the layer before, says how far an engine can guess; a router that reads its layer's input needs no guess.
+The reference engine computes the first tokens of one preset. The experts that a router names when it is given the input
+of the layer before show how well an engine can guess; a router that reads its layer's input needs no guess.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ COLUMNS = ("repeated_1", "repeated_10", "by_hottest", "named_before", "recall", 
 
 
 class MixtureStatistics:
-    """Collects them, layer by layer, while the reference engine computes `tokens` tokens; the first `skipped` do not
-    count."""
+    """A collector of the statistics of each layer while the reference engine computes `tokens` tokens.
+
+    The first `skipped` tokens do not count.
+    """
 
     def __init__(self, package: Package, tokens: int, skipped: int) -> None:
         model = package.manifest.model
@@ -39,7 +41,7 @@ class MixtureStatistics:
         self._requested = requested_by_layer(model, package.manifest.workload.seed)
 
     def observe(self, run: LayerRun) -> None:
-        """An expert with the tokens that chose it."""
+        """Count an expert's run with the tokens that chose it."""
         if run.layer != self._layer:
             self._close()
             self._layer = run.layer
@@ -57,40 +59,40 @@ class MixtureStatistics:
             self._counts[2:] += predicted.sum(), (predicted & active).sum()
 
     def layers(self) -> list[dict[str, Any]]:
-        """Of all layers, once all are computed."""
+        """Return the statistics of all layers, once all are computed."""
         self._close()
         return self._layers
 
     def _close(self) -> None:
         if self._layer < 0:
             return
-        chosen, (neurons, active, predicted, both) = self._chosen[self._skipped :], self._counts
-        found: dict[str, Any] = {
+        chosen, (neurons, active, predicted, hits) = self._chosen[self._skipped :], self._counts
+        statistics: dict[str, Any] = {
             "layer": self._layer,
             "activity": {"requested": float(self._requested[self._layer]), "measured": float(active / neurons)},
             **{f"repeated_{d}": _share(chosen[d:] & chosen[:-d], chosen[d:]) for d in DISTANCES},
             "by_hottest": _by_hottest(chosen.mean(axis=0)),
             "named_before": self._named_before(),
-            "recall": float(both / active) if self._predictor is not None else None,
+            "recall": float(hits / active) if self._predictor is not None else None,
             "predicted_per_active": float(predicted / active) if self._predictor is not None else None,
         }
-        self._layers.append(found)
+        self._layers.append(statistics)
         self._before = self._inputs
 
     def _named_before(self) -> float | None:
-        """Of the experts that the router would choose given the input of the layer before, those it chooses."""
+        """Return the share of the experts named from the input of the layer before that the router then chooses."""
         if self._before is None:
             return None
         model = self._model
         router = self._weights.vector(f"layers.{self._layer}.router").reshape(model.experts, model.width)
-        named = expert_shares(model, self._before @ router.T) > 0
-        return _share((named & self._chosen)[self._skipped :], named[self._skipped :])
+        predicted = expert_shares(model, self._before @ router.T) > 0
+        return _share((predicted & self._chosen)[self._skipped :], predicted[self._skipped :])
 
 
 def measure_mixture(
     package: Package, preset: str, first: int, tokens: int, skipped: int, progress: Any = None
 ) -> dict[str, Any]:
-    """Statistics of one preset as JSON values: `layers`, a list, and `mean` over them."""
+    """Return the statistics of one preset as JSON values: `layers`, a list, and `mean` over them."""
     model = package.manifest.model
     statistics = MixtureStatistics(package, tokens, skipped)
 
@@ -102,9 +104,9 @@ def measure_mixture(
     ReferenceEngine(package, observe=observe).hidden([range(first, first + tokens)])
     layers = statistics.layers()
     means: dict[str, Any] = {
-        "activity": {side: _mean([one["activity"][side] for one in layers]) for side in ("requested", "measured")},
+        "activity": {side: _mean([layer["activity"][side] for layer in layers]) for side in ("requested", "measured")},
         "by_hottest_requested": _by_hottest(frequencies(model, routing_of(model))),
-    } | {name: _mean([one[name] for one in layers if one[name] is not None]) for name in COLUMNS}
+    } | {name: _mean([layer[name] for layer in layers if layer[name] is not None]) for name in COLUMNS}
     return {"preset": preset, "tokens": tokens, "experts": _experts(model), "layers": layers, "mean": means}
 
 
@@ -117,7 +119,7 @@ def _share(some: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
 
 
 def _by_hottest(shares: NDArray[np.float64]) -> float:
-    """The part of all choices that the hottest experts make."""
+    """Return the share of all choices that fall on the hottest experts."""
     count = max(1, round(HOTTEST * len(shares)))
     return float(np.sort(shares)[-count:].sum() / shares.sum())
 
@@ -127,7 +129,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def render_mixture(statistics: dict[str, Any]) -> str:
-    """The table for a person, shares in percent."""
+    """Return the table in text, shares in percent."""
     heads = ("active", "again 1", "again 10", "by hottest", "named", "recall", "predicted")
     lines = [
         f"Experts and activations of preset {statistics['preset']}, {statistics['tokens']} tokens, "

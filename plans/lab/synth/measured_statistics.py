@@ -1,8 +1,8 @@
-"""Requested against measured: the activation statistics of a synthetic package, from the real computation.
+"""Requested and measured activation statistics of a synthetic package, from the real computation.
 
-The reference engine computes the first tokens of one preset and looks at every layer: which neurons are active, how
-many stay active from token to token, what the predictor finds, and how well the layer's own gates tell what will fire
-when they are given the inputs of earlier layers.
+The reference engine computes the first tokens of one preset. Measured in every layer: which neurons are active, how
+many stay active from token to token, the predictor's recall and precision, and how well the layer's own gates predict
+what fires when they are given the inputs of earlier layers.
 """
 
 from __future__ import annotations
@@ -30,51 +30,57 @@ Progress = Callable[[int, int], None]
 
 
 def measure(package: Package, preset: str, tokens: int, progress: Progress | None = None) -> dict[str, Any]:
-    """Statistics of one preset as JSON values: `layers`, a list, and `mean` over them. Raises UserError."""
+    """Return the statistics of one preset as JSON values: `layers`, a list, and `mean` over them.
+
+    Raises UserError for a package that is not synthetic, an unknown preset or too many tokens.
+    """
     manifest, model = package.manifest, package.manifest.model
     work = manifest.workload
     if work is None:
         raise UserError(f"{package.path}: workload: this is no synthetic package, so nothing was requested of it")
     if preset not in work.presets:
         raise UserError(f"--preset {preset}: this package has {', '.join(work.presets)}")
-    first, most = work.presets[preset]
-    most = min(most, model.context_tokens)
-    if not 2 * WARM_UP_TOKENS <= tokens <= most:
-        raise UserError(f"--tokens {tokens}: takes {2 * WARM_UP_TOKENS} to {most}")
+    first, max_tokens = work.presets[preset]
+    max_tokens = min(max_tokens, model.context_tokens)
+    if not 2 * WARM_UP_TOKENS <= tokens <= max_tokens:
+        raise UserError(f"--tokens {tokens}: takes {2 * WARM_UP_TOKENS} to {max_tokens}")
     if model.experts > 1:
         return measure_mixture(package, preset, first, tokens, WARM_UP_TOKENS, progress)
-    requested = requested_by_layer(model, work.seed)
+    requested_activity = requested_by_layer(model, work.seed)
     predictor = StoredPredictor(package) if manifest.predictor is not None else None
     earlier: deque[NDArray[np.float32]] = deque(maxlen=EARLIER_LAYERS)
     layers: list[dict[str, Any]] = []
 
     def observe(run: LayerRun) -> None:
-        some = slice(WARM_UP_TOKENS, None)
-        active = (run.inner != 0)[some]
-        wanted = active_shares(run.layer, model.layers, model.neurons, float(requested[run.layer]))
+        counted = slice(WARM_UP_TOKENS, None)
+        active = (run.inner != 0)[counted]
+        requested_shares = active_shares(run.layer, model.layers, model.neurons, float(requested_activity[run.layer]))
         shares = active.mean(axis=0)
-        found = {
+        statistics = {
             "layer": run.layer,
-            "activity": {"requested": float(wanted.mean()), "measured": float(shares.mean())},
-            "neurons_for_80_percent": {"requested": _neurons_for(wanted), "measured": _neurons_for(shares)},
+            "activity": {"requested": float(requested_shares.mean()), "measured": float(shares.mean())},
+            "neurons_for_80_percent": {"requested": _neurons_for(requested_shares), "measured": _neurons_for(shares)},
             "always_on": {
-                "requested": float((wanted > ALWAYS_ON).mean()),
+                "requested": float((requested_shares > ALWAYS_ON).mean()),
                 "measured": float((shares > ALWAYS_ON).mean()),
             },
             **{
-                f"overlap_{d}": {"requested": overlap(wanted, PRESETS[preset], d), "measured": _overlap(active, d)}
+                f"overlap_{d}": {
+                    "requested": overlap(requested_shares, PRESETS[preset], d),
+                    "measured": _overlap(active, d),
+                }
                 for d in DISTANCES
             },
-            "gate_fired": float((run.values["gate"][some] > 0).mean()),
-            "up_given_gate": float(active.sum() / max(1, (run.values["gate"][some] > 0).sum())),
+            "gate_fired": float((run.values["gate"][counted] > 0).mean()),
+            "up_given_gate": float(active.sum() / max(1, (run.values["gate"][counted] > 0).sum())),
             "input_cosine": _cosine(run.feed_forward_input, earlier[-1]) if earlier else None,
-            "earlier_input_precision": [_gate_precision(run, inputs, some) for inputs in reversed(earlier)],
+            "earlier_input_precision": [_gate_precision(run, inputs, counted) for inputs in reversed(earlier)],
             "predictor": None,
         }
         if predictor is not None:
-            quality = judge(predictor.mask(run)[some], active)
-            found["predictor"] = {"recall": quality.recall, "precision": quality.precision}
-        layers.append(found)
+            quality = judge(predictor.mask(run)[counted], active)
+            statistics["predictor"] = {"recall": quality.recall, "precision": quality.precision}
+        layers.append(statistics)
         earlier.append(run.feed_forward_input)
         if progress is not None:
             progress(len(layers) * tokens, model.layers * tokens)
@@ -84,15 +90,15 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
 
 
 def _neurons_for(shares: Shares) -> float:
-    """The smallest share of neurons that makes 80 % of all activations."""
+    """Return the smallest share of neurons that makes 80 % of all activations."""
     mass = np.cumsum(np.sort(shares)[::-1])
     return float((np.searchsorted(mass, 0.8 * mass[-1]) + 1) / len(shares))
 
 
 def _overlap(active: NDArray[np.bool_], distance: int) -> float:
-    """Of the active neurons, those that were active `distance` tokens before."""
-    both = active[distance:] & active[:-distance]
-    return float(both.sum() / max(1, active[distance:].sum()))
+    """Return the share of the active neurons that were active `distance` tokens before."""
+    still_active = active[distance:] & active[:-distance]
+    return float(still_active.sum() / max(1, active[distance:].sum()))
 
 
 def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
@@ -101,7 +107,7 @@ def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], some: slice) -> float:
-    """Of the gates that fire on an earlier layer's input, those that fire on the layer's own."""
+    """Return the share of the gates firing on an earlier layer's input that fire on the layer's own input."""
     guessed = (inputs @ run.weights["gate"].T)[some] > 0
     return float((guessed & (run.values["gate"][some] > 0)).sum() / max(1, guessed.sum()))
 
@@ -110,7 +116,7 @@ PAIRS = ("activity", "neurons_for_80_percent", "always_on", "overlap_1", "overla
 
 
 def _means(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over layers: requested and measured of every pair, and the plain figures."""
+    """Return the means over layers: requested and measured of every pair, and the other figures."""
     means: dict[str, Any] = {
         name: {side: float(np.mean([layer[name][side] for layer in layers])) for side in ("requested", "measured")}
         for name in PAIRS
@@ -118,17 +124,17 @@ def _means(layers: list[dict[str, Any]]) -> dict[str, Any]:
     means |= {name: float(np.mean([layer[name] for layer in layers])) for name in ("gate_fired", "up_given_gate")}
     if all(layer["predictor"] for layer in layers):
         active = sum(layer["activity"]["measured"] for layer in layers)
-        found = sum(layer["activity"]["measured"] * layer["predictor"]["recall"] for layer in layers)
+        predicted_active = sum(layer["activity"]["measured"] * layer["predictor"]["recall"] for layer in layers)
         predicted = sum(
             layer["activity"]["measured"] * layer["predictor"]["recall"] / layer["predictor"]["precision"]
             for layer in layers
         )
-        means |= {"recall": found / active, "predicted_per_active": predicted / active}
+        means |= {"recall": predicted_active / active, "predicted_per_active": predicted / active}
     return means
 
 
 def render(statistics: dict[str, Any]) -> str:
-    """The table for a person; `a/b` is requested/measured, shares in percent."""
+    """Return the table in text; `a/b` is requested/measured, shares in percent."""
     if "experts" in statistics:
         return render_mixture(statistics)
     lines = [

@@ -1,8 +1,7 @@
-"""The neurons of one feed-forward: random weights, shaped by what the quantized computation makes of the calibration
-tokens.
+"""The neurons of one feed-forward: random weights, calibrated by the quantized computation on the calibration tokens.
 
-Neurons are made in blocks that need nothing of each other, by as many threads as there are cores. What the blocks have
-in common, the size of their output and the threshold of their predictor, comes after all of them.
+Neurons are made in independent blocks, by as many threads as there are cores. The size of the output and the threshold
+of the predictor depend on all blocks and are computed last.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from neuronpipe.plans.lab.synth import activation_rates as firing
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.prediction import BlockPredictor, Prediction
 from neuronpipe.plans.lab.synth.shapes import Coordinates
-from neuronpipe.plans.lab.synth.tokens import STATE_POWER, Texts
+from neuronpipe.plans.lab.synth.tokens import STATE_POWER, CalibrationSequences
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import PredictorQuality
@@ -38,9 +37,12 @@ MIN_INDEPENDENT = 96  # tokens that an expert without a predictor is fitted on, 
 
 
 @frozen
-class Found:
-    """What fires of a feed-forward: shares of neurons, and of those whose trigger fires; its predictor, if it has one,
-    and how well that does."""
+class Firing:
+    """Activation statistics of a feed-forward.
+
+    activity, fired: mean shares of neurons that are active, and whose trigger fires. factors, quality: of its
+    predictor, if it has one.
+    """
 
     activity: float
     fired: float
@@ -50,8 +52,11 @@ class Found:
 
 @frozen
 class LayerInput:
-    """What the feed-forwards of a layer read: the normed vectors of the calibration tokens [tokens, width]; how often
-    each neuron is to be active, the hottest first; what their predictors have in common, if there are any."""
+    """The inputs of a layer's feed-forwards.
+
+    normed: vectors of the calibration tokens [tokens, width]. shares: requested activity of each neuron, hottest first.
+    prediction: the common part of the predictors, if there are any.
+    """
 
     normed: Array
     shares: NDArray[np.float64]
@@ -60,9 +65,12 @@ class LayerInput:
 
 @frozen
 class _Inputs:
-    """What all blocks of a feed-forward read. tokens: which of the calibration tokens it is made with; independent:
-    those of them whose states are independent. vectors: their normed input; steady: of them, its steady part. scale:
-    of rows; groups, common: the rows that groups of neurons have in common."""
+    """The inputs of all blocks of a feed-forward.
+
+    tokens: ids of the calibration tokens that it is fitted on. independent: those of them with independent states.
+    vectors: their normed input. steady: the sum of its steady coordinates. scale: of rows. groups, common: the group of
+    each neuron, and the shared rows of the groups.
+    """
 
     ffn: int
     layer: LayerInput
@@ -77,8 +85,7 @@ class _Inputs:
 
 @frozen
 class _Block:
-    """Neurons of a block: their rows, Down's without the scale of the layer; what they write [tokens, written], and
-    what is to know of them."""
+    """The neurons of a block: rows (Down's without the scale of the layer), output [tokens, written], statistics."""
 
     gate: Rows
     up: Rows
@@ -92,9 +99,11 @@ class _Block:
 
 @frozen
 class Neurons:
-    """A feed-forward's neurons, the hottest first. change: what they add to the residual stream's coordinates that
-    feed-forwards write [tokens, written], of the tokens they were made with. gates: how these are written: "q3", or as
-    the rest."""
+    """A feed-forward's neurons, hottest first.
+
+    change: what they add to the coordinates that feed-forwards write, for `tokens` [tokens, written]. gates: the
+    quantization of gates: "q3", or that of the other rows.
+    """
 
     blocks: list[_Block]
     tokens: NDArray[np.int64]
@@ -105,7 +114,7 @@ class Neurons:
     gates: Quantization
 
     def rows(self) -> Iterator[tuple[Rows, Rows, Rows]]:
-        """Gate, up and transposed Down, block by block."""
+        """Yield the rows of Gate, Up and transposed Down, block by block."""
         written = self.places.feed_forward
         for block in self.blocks:
             down = codes.zero_rows(len(block.down), self.places.state.stop)
@@ -114,28 +123,28 @@ class Neurons:
             gate = Rows(q3_of_q4(block.gate.quants), block.gate.scales) if self.gates == "q3" else block.gate
             yield gate, block.up, down
 
-    def found(self, recall: float) -> Found:
-        """What fires; and the predictor that finds this part of it."""
+    def firing(self, recall: float) -> Firing:
+        """Return the activation statistics, with the predictor that reaches this recall."""
         factors, quality = None, None
         if self.prediction is not None:
             parts = [block.predictor for block in self.blocks if block.predictor is not None]
             factors, quality = self.prediction.together(parts, recall)
         activity, fired = _mean([block.activity for block in self.blocks]), _mean([b.fired for b in self.blocks])
-        return Found(activity, fired, factors, quality)
+        return Firing(activity, fired, factors, quality)
 
 
 @frozen
 class Pending:
-    """Neurons that are being made."""
+    """A feed-forward whose blocks are being computed."""
 
     inputs: _Inputs
     blocks: list[Future[_Block]]
     places: Coordinates
-    power: float  # of what they are to write
+    power: float  # requested variance of the output
     gates: Quantization
 
     def result(self) -> Neurons:
-        """When they are."""
+        """Wait for all blocks and return the neurons."""
         blocks = [block.result() for block in self.blocks]
         written = np.sum([block.written for block in blocks], axis=0)
         factor = np.sqrt(self.power / written.var(axis=0).sum())
@@ -144,28 +153,28 @@ class Pending:
 
 
 class NeuronMaker:
-    """Makes feed-forwards of one shape."""
+    """A maker of feed-forwards of one shape."""
 
     def __init__(
         self,
         model: ModelSpec,
         places: Coordinates,
-        texts: Texts,
+        texts: CalibrationSequences,
         block_neurons: int,
         seed: int,
         pool: ThreadPoolExecutor,
         gates: Quantization = "q4",
     ) -> None:
         self._gates = gates
-        self._model, self._places, self._texts = model, places, texts
+        self._model, self._places, self._sequences = model, places, texts
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
     def begin(self, ffn: int, layer: LayerInput, chosen: NDArray[np.bool_]) -> Pending:
-        """Begin to make neurons of which each is active in its share of the independent tokens. chosen: which of the
-        calibration tokens are theirs [tokens].
+        """Begin to compute neurons, each active in its share of the independent tokens.
 
-        Their predictor is fitted and judged on all tokens: the router is independent of their rows. Without one they
-        are made with their own tokens and a few independent ones.
+        chosen: bool [tokens], the calibration tokens that choose this feed-forward. A predictor is fitted and judged on
+        all tokens, since the router is independent of the rows. Without a predictor the neurons are fitted on the
+        tokens that choose them and on a few independent ones.
         """
         model, random = self._model, codes.generator(self._seed, 2, ffn)
         tokens, independent = self._tokens(layer, chosen)
@@ -190,25 +199,27 @@ class NeuronMaker:
         return Pending(inputs, blocks, self._places, power, self._gates)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
-        """The tokens that neurons are made with, and which of them are taken for independent ones."""
-        independent = self._texts.independent
+        """Return the tokens that neurons are fitted on, and the range of those that count as independent."""
+        independent = self._sequences.independent
         if layer.prediction is not None or self._model.experts == 1:
             return np.arange(len(chosen)), independent
-        some = np.arange(independent.start, independent.stop)
-        some = some[:: max(1, len(some) // MIN_INDEPENDENT)]
-        return np.concatenate((some, np.setdiff1d(np.flatnonzero(chosen), some))), slice(0, len(some))
+        independent_tokens = np.arange(independent.start, independent.stop)
+        independent_tokens = independent_tokens[:: max(1, len(independent_tokens) // MIN_INDEPENDENT)]
+        return np.concatenate((independent_tokens, np.setdiff1d(np.flatnonzero(chosen), independent_tokens))), slice(
+            0, len(independent_tokens)
+        )
 
     @property
     def _read(self) -> slice:
-        """The coordinates that neurons read, but for their bias."""
+        """Return the coordinates that neurons read, apart from their bias."""
         return slice(self._places.attention.start, self._model.width)
 
     def _block(self, inputs: _Inputs, start: int) -> _Block:
-        some = slice(start, min(start + self._block_neurons, self._model.neurons))
+        neuron_range = slice(start, min(start + self._block_neurons, self._model.neurons))
         random = codes.generator(self._seed, 3, inputs.ffn, start)
-        neurons, columns = some.stop - some.start, self._read.stop - self._read.start
+        neurons, columns = neuron_range.stop - neuron_range.start, self._read.stop - self._read.start
         gate_codes = codes.mixed(
-            codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[some]], GROUP_LOADING
+            codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[neuron_range]], GROUP_LOADING
         )
         up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
         gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
@@ -216,7 +227,7 @@ class NeuronMaker:
             coarse_scale = inputs.scale * codes.DEVIATION / codes.COARSE_DEVIATION
             gate = self._unbiased(codes.coarse(gate_codes), coarse_scale)
         values = [inputs.vectors.times(rows) for rows in (gate, up)]
-        biases = self._biases(inputs, values, inputs.layer.shares[some])
+        biases = self._biases(inputs, values, inputs.layer.shares[neuron_range])
         for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have none
             scales = rows.scales.view(Half)
             scales[:, codes.code_groups(self._places.steady)] = bias[:, None]
@@ -226,35 +237,35 @@ class NeuronMaker:
     def _unbiased(self, code: codes.Bytes, size: float) -> Rows:
         rows = codes.zero_rows(len(code), self._model.width)
         rows.quants[:, codes.code_bytes(self._read)] = code
-        rows.quants[:, codes.code_bytes(self._places.steady)] = codes.ONES
+        rows.quants[:, codes.code_bytes(self._places.steady)] = codes.ONE_PAIRS
         rows.scales.view(Half)[:, codes.code_groups(self._read)] = size
         return rows
 
     def _biases(self, inputs: _Inputs, values: list[Array], shares: NDArray[np.float64]) -> list[Array]:
-        """Of gate, and of up where it decides too: what makes each neuron active in its share of the independent
-        tokens. None where every neuron fires."""
+        """Return the biases of gate, and of up if it decides too, that make each neuron active in its share of the
+        independent tokens. The list is empty if every neuron fires."""
         cuts = firing.cuts(self._model.activation, shares)
         if not cuts:
             return []
-        some, steady = inputs.independent, inputs.steady[inputs.independent, None]
-        ratios = [value[some] / steady for value in values[: len(cuts)]]
+        tokens, steady = inputs.independent, inputs.steady[inputs.independent, None]
+        ratios = [value[tokens] / steady for value in values[: len(cuts)]]
         lines = [(ratio.mean(axis=0), ratio.std(axis=0)) for ratio in ratios]
         density = float(np.exp(-np.square(quantile(shares)) / 2).mean() / np.sqrt(2 * np.pi))
         shift = 0.0
         for _ in range(CORRECTIONS):  # what is not quite normal moves the mean; the shape of the curve stays
-            found = np.logical_and.reduce([
+            is_active = np.logical_and.reduce([
                 ratio > (mean + deviation * (cut + shift)).astype(np.float32)
                 for ratio, (mean, deviation), cut in zip(ratios, lines, cuts, strict=True)
             ])  # fmt: skip
-            step = (float(found.mean()) - float(shares.mean())) / density
+            step = (float(is_active.mean()) - float(shares.mean())) / density
             shift += float(np.clip(step, -MAX_CORRECTION, MAX_CORRECTION))
         return [-(mean + deviation * (cut + shift)) for (mean, deviation), cut in zip(lines, cuts, strict=True)]
 
     def _written(
         self, inputs: _Inputs, gate: Rows, up: Rows, gates: Array, ups: Array, random: np.random.Generator
     ) -> _Block:
-        """The block with its Down. A neuron that fires often has smaller weights, so that what changes from token to
-        token is as large as what does not."""
+        """Return the block with its Down. A neuron that fires often has smaller weights, so that the part of its output
+        that changes from token to token is as large as for other neurons."""
         written, prediction = self._places.feed_forward, inputs.layer.prediction
         inner = GATED[self._model.activation](gates, ups)
         active = inner != 0

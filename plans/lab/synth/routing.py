@@ -1,9 +1,10 @@
-"""Which experts a token chooses: routers whose choices repeat as often, and are as uneven, as those of a family.
+"""Synthetic routers whose choices repeat as often, and are as uneven, as those of a model family.
 
-A router reads the state, which moves slowly, and the token's own code, which is another one in every token: the more of
-the code, the less often a token chooses what the one before it chose. It reads what the layers write as well, where
-that differs most from what the layer before read: the more of it, the less can be guessed a layer ahead. Hot experts
-have a bias, on the steady coordinates. README.md says which figures are published and which are assumed.
+A router reads the state, which moves slowly, and the token's code, which differs for every token: the more of the code,
+the less often a token chooses the experts of the token before. It also reads what the layers write, where that differs
+most from the input of the layer before: the more of it, the fewer experts can be guessed a layer ahead. Random rows
+over what layers write would change too little from layer to layer. Hot experts have a bias on the steady coordinates.
+README.md says which figures are published and which are assumed.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ Array = NDArray[np.float32]
 
 @frozen
 class Routing:
-    """What a family's routers are to do.
+    """Requested properties of a family's routers.
 
-    own: share of the values' variance that comes from the token's code. moved: variance of the difference between them
-    and the values that the input of the layer before would give, as a share of theirs. hot_experts, hot_frequency:
-    share of the experts that are hot, and share of all tokens that choose each of them; the others share what is left.
-    0: experts are equally likely. deviation: of a router's values.
+    token_share: share of the values' variance that comes from the token's code. moved: variance of the difference to
+    the values that the input of the layer before would give, relative to theirs. hot_experts, hot_frequency: share of
+    the experts that are hot, and share of all tokens that choose each of them; 0: experts are equally likely.
+    deviation: of a router's values.
     """
 
-    own: float = 0.0
+    token_share: float = 0.0
     moved: float = 0.0
     hot_experts: float = 0.0
     hot_frequency: float = 0.0
@@ -38,39 +39,41 @@ class Routing:
 
 MOVING = 16  # directions in which a router follows the layers
 MAX_WRITTEN = 0.5  # of a router's variance
-RIDGE = 0.01  # keeps directions out that hardly move at all
+RIDGE = 0.01  # excludes directions that hardly move
 
 ROUTINGS = {
-    "smallthinker": Routing(own=0.5, hot_experts=0.2, hot_frequency=0.4),
-    "llama": Routing(own=0.5, moved=0.06),  # TurboSparse-Mixtral
-    "qwen3": Routing(own=0.1, moved=0.045),
+    "smallthinker": Routing(token_share=0.5, hot_experts=0.2, hot_frequency=0.4),
+    "llama": Routing(token_share=0.5, moved=0.06),  # TurboSparse-Mixtral
+    "qwen3": Routing(token_share=0.1, moved=0.045),
 }
 
 
 def routing_of(model: ModelSpec) -> Routing:
-    """That of its family."""
+    """Return the routing of a model's family."""
     return ROUTINGS.get(model.family, Routing())
 
 
 def frequencies(model: ModelSpec, routing: Routing) -> NDArray[np.float64]:
-    """How often each expert of a layer is to be chosen, the hot ones first; together experts_per_token."""
+    """Return the requested frequency of each expert of a layer, hot ones first; their sum is experts_per_token."""
     hot = round(routing.hot_experts * model.experts)
-    rest = (model.experts_per_token - hot * routing.hot_frequency) / (model.experts - hot)
-    return np.where(np.arange(model.experts) < hot, routing.hot_frequency, rest)
+    other_frequency = (model.experts_per_token - hot * routing.hot_frequency) / (model.experts - hot)
+    return np.where(np.arange(model.experts) < hot, routing.hot_frequency, other_frequency)
 
 
 def make_router(
     model: ModelSpec, places: Coordinates, read: Array, before: Array | None, random: np.random.Generator
 ) -> tuple[Array, Array]:
-    """A layer's router, float32 [experts, width], and what it makes of the vectors that it reads [tokens, width]: each
-    expert's share of each token [tokens, experts], 0 where it is not chosen. before: what the router of the layer
-    before read; None in the first."""
+    """Return a layer's router, float32 [experts, width], and the experts' shares of each token [tokens, experts].
+
+    read: the vectors that the router reads [tokens, width]. before: those of the layer before; None in the first layer.
+    A share is 0 where an expert is not chosen.
+    """
     routing, rows = routing_of(model), np.zeros((model.experts, model.width), dtype=np.float32)
     steps, written = np.zeros((model.width, 0)), 0.0
     if routing.moved and before is not None:
         steps, moved = _what_moves(places, read, before)
         written = min(MAX_WRITTEN, routing.moved / moved)
-    for part, power in ((places.state, 1 - routing.own), (places.identity, routing.own)):
+    for part, power in ((places.state, 1 - routing.token_share), (places.identity, routing.token_share)):
         if power:
             length = float(np.sqrt(np.square(read[:, part]).sum(axis=1).mean()))
             weights = random.standard_normal((model.experts, part.stop - part.start))
@@ -86,8 +89,8 @@ def make_router(
 
 
 def _what_moves(places: Coordinates, read: Array, before: Array) -> tuple[NDArray[np.float64], float]:
-    """Directions of what layers write, [width, count], in which these vectors have unit variance and differ the most
-    from those of the layer before; and the mean variance of that difference."""
+    """Return the directions [width, count] of what layers write in which vectors differ most from those of the layer
+    before, scaled to unit variance of the vectors, and the mean variance of that difference."""
     written = slice(places.attention.start, places.feed_forward.stop)
     now, step = read[:, written].astype(np.float64), (read - before)[:, written].astype(np.float64)
     covariance = np.cov(now.T)

@@ -1,4 +1,4 @@
-"""The shapes that can be made, and how the coordinates of their residual stream are divided."""
+"""The shapes that can be synthesized, and the coordinate ranges of their residual stream."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _shape(
     experts: tuple[int, int] = (1, 1),
     **more: Any,
 ) -> ModelSpec:
-    """experts: of a layer, and how many compute a token. more: fields of ModelSpec that are not those of a Llama with
-    dReLU."""
+    """Return a spec. experts: per layer, and per token. more: fields of ModelSpec that differ from a dReLU Llama's."""
     query_heads, key_heads, head_width = heads
     fields: dict[str, Any] = {
         "family": "llama", "activation": "drelu", "norm_epsilon": 1e-5, "layer_kinds": (LayerKind(layers),),
@@ -41,9 +40,9 @@ def _shape(
 
 
 def _windows_of_smallthinker(layers: int) -> tuple[LayerKind, ...]:
-    """One layer in four sees everything, without rotary positions; the others see a window."""
+    """Return SmallThinker's layers: every fourth has full attention without rotary positions, the others a window."""
     full = [layer % 4 == 0 for layer in range(layers)]
-    return runs_of([0 if one else 4096 for one in full], [not one for one in full])
+    return runs_of([0 if is_full else 4096 for is_full in full], [not is_full for is_full in full])
 
 
 _SMALLTHINKER: dict[str, Any] = {
@@ -68,12 +67,12 @@ SHAPES = {
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }
 
-# No field of a model: packages hold the table that is made of it. Qwen3 and SmallThinker as published.
+# Not fields of ModelSpec, since packages hold the table computed from the base. Qwen3 and SmallThinker as published.
 _ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0}
 
 
 def rope_base(model: ModelSpec) -> float:
-    """The base of a shape's rotary positions."""
+    """Return the base of a shape's rotary positions."""
     return _ROPE_BASES.get(model.family, 10_000.0)
 
 
@@ -93,12 +92,12 @@ class Coordinates:
 
     @property
     def state_width(self) -> int:
-        """Coordinates of the state."""
+        """Return the number of coordinates of the state."""
         return int(self.state.stop - self.state.start)
 
 
 def coordinates(width: int) -> Coordinates:
-    """How a stream of this width is divided."""
+    """Return the coordinate ranges of a residual stream of this width."""
     # Codes of n coordinates for v tokens overlap by at most about sqrt(2 ln v / n): a third is far from the next id.
     identity = 256 if width >= 2048 else 192
     written = max(GROUP, rank_of(width) // 8 // GROUP * GROUP)
@@ -109,5 +108,5 @@ def coordinates(width: int) -> Coordinates:
 
 
 def rank_of(width: int) -> int:
-    """Rank of the shape's predictor: 352 for the published width, in proportion for its siblings."""
+    """Return the rank of a shape's predictor: 352 for the published width, proportional for others."""
     return max(2, int(width * 352 / 4096 / GROUP + 0.5)) * GROUP

@@ -1,4 +1,4 @@
-"""Making a synthetic package: layer after layer, each on what the layers before it made of the calibration tokens."""
+"""Synthesis of a package, layer after layer, each calibrated on the outputs of the layers before it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth.activation_rates import active_shares, requested_by_layer
 from neuronpipe.plans.lab.synth.attention import AttentionMaker
-from neuronpipe.plans.lab.synth.neurons import Found, LayerInput, NeuronMaker, Neurons, Pending
+from neuronpipe.plans.lab.synth.neurons import Firing, LayerInput, NeuronMaker, Neurons, Pending
 from neuronpipe.plans.lab.synth.prediction import Prediction, PredictorShape
 from neuronpipe.plans.lab.synth.routing import make_router
 from neuronpipe.plans.lab.synth.shapes import coordinates, rank_of, rope_base
 from neuronpipe.plans.lab.synth.tokens import (
+    CalibrationSequences,
     Tables,
-    Texts,
-    calibration_texts,
+    calibration_sequences,
     preset_tables,
     tokenizer_json,
     unused_tables,
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 PREDICTOR_RECALL = 0.97
 BLOCK_NEURONS = 512
-MAX_AHEAD_NEURONS = 4096  # of the next experts that are made meanwhile
+MAX_AHEAD_NEURONS = 4096  # of the next experts, so that every core has work where an expert is two blocks
 
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -79,8 +79,8 @@ def synthesize(
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
     )  # fmt: skip
     frequency = (rope_base(model) ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
-    texts = calibration_texts(work)
-    ones = np.ones(model.width, dtype=np.float32)
+    sequences = calibration_sequences(work)
+    norm_weights = np.ones(model.width, dtype=np.float32)
     shape = PredictorShape(rank_of(model.width), predictor_quantization) if model.activation == "drelu" else None
     requested = requested_by_layer(model, seed)
     with (
@@ -89,25 +89,27 @@ def synthesize(
         _Finisher(writer, manifest, progress) as finisher,
     ):
         writer.vector("rope.inverse_frequency", frequency)
-        x = _write_tables(writer, model, work, texts, pool.map(partial(_tables, model, work), [*work.presets, None]))
-        writer.vector("output_norm", ones)
-        attention = AttentionMaker(model, places, frequency, texts, seed, pool)
+        x = _write_tables(
+            writer, model, work, sequences, pool.map(partial(_tables, model, work), [*work.presets, None])
+        )
+        writer.vector("output_norm", norm_weights)
+        attention = AttentionMaker(model, places, frequency, sequences, seed, pool)
         block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
-        maker = NeuronMaker(model, places, texts, block_neurons, seed, pool, gates or "q4")
+        maker = NeuronMaker(model, places, sequences, block_neurons, seed, pool, gates or "q4")
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x
             for vector in ("attention_norm", "ffn_norm"):
-                writer.vector(f"{prefix}.{vector}", ones)
-            before = rms_norm(x, ones, model.norm_epsilon)
-            made = attention.layer(layer, before)
-            writer.matrix(f"{prefix}.qkv", made.qkv)
-            writer.matrix(f"{prefix}.attention_output", made.output)
+                writer.vector(f"{prefix}.{vector}", norm_weights)
+            before = rms_norm(x, norm_weights, model.norm_epsilon)
+            attention_layer = attention.layer(layer, before)
+            writer.matrix(f"{prefix}.qkv", attention_layer.qkv)
+            writer.matrix(f"{prefix}.attention_output", attention_layer.output)
             if model.head_norm:
                 for vector in ("query_norm", "key_norm"):
                     writer.vector(f"{prefix}.{vector}", attention.head_norm)
-            x = x + made.change
-            normed = rms_norm(x, ones, model.norm_epsilon)
+            x = x + attention_layer.change
+            normed = rms_norm(x, norm_weights, model.norm_epsilon)
             routed = np.ones((len(x), 1), dtype=np.float32)
             if model.experts > 1:
                 read = layer_input if model.router_reads == "layer" else normed
@@ -117,35 +119,37 @@ def synthesize(
             prediction = None
             if shape is not None:
                 predicts_from = before if reads == "attention" else normed
-                prediction = Prediction.of_layer(shape, places, normed, predicts_from, texts.held_out)
+                prediction = Prediction.of_layer(shape, places, normed, predicts_from, sequences.held_out)
             shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
             for expert, neurons in enumerate(_experts(maker, layer, LayerInput(normed, shares, prediction), routed)):
                 parts = routed[neurons.tokens, expert, None] * neurons.change
                 x[neurons.tokens, places.feed_forward] += parts
                 finisher.take(neurons)
-        found = finisher.found()
-        by_layer = [found[first : first + model.experts] for first in range(0, model.ffns, model.experts)]
-        firing = FiringShares(
-            tuple(_mean(one.activity for one in layer) for layer in by_layer),
-            tuple(_mean(one.fired for one in layer) for layer in by_layer),
+        firings = finisher.firings()
+        by_layer = [firings[first : first + model.experts] for first in range(0, model.ffns, model.experts)]
+        firing_shares = FiringShares(
+            tuple(_mean(each.activity for each in layer) for layer in by_layer),
+            tuple(_mean(each.fired for each in layer) for layer in by_layer),
         )
         package = writer.complete(
             tokenizer_json(work, model.vocabulary),
             {},
-            fired_by_layer=firing.fired_by_layer,
-            trigger_fired_by_layer=firing.trigger_fired_by_layer,
+            fired_by_layer=firing_shares.fired_by_layer,
+            trigger_fired_by_layer=firing_shares.trigger_fired_by_layer,
         )
         if shape is not None:
             predictor = Predictor(
-                shape.rank, shape.quantization, reads, ("gate",), "none", int((~texts.held_out).sum()),
+                shape.rank, shape.quantization, reads, ("gate",), "none", int((~sequences.held_out).sum()),
                 tuple(map(_mean_quality, by_layer)),
             )  # fmt: skip
-            write_predictor(package, predictor, [one.factors for one in found if one.factors is not None], firing)
+            write_predictor(
+                package, predictor, [each.factors for each in firings if each.factors is not None], firing_shares
+            )
         return writer.publish()
 
 
 def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
-    """A layer's feed-forwards one after the other, while the next ones are made: as many as are small together."""
+    """Yield a layer's feed-forwards in order, while the next ones, up to MAX_AHEAD_NEURONS, are computed."""
     pending: deque[Pending] = deque()
     ahead = MAX_AHEAD_NEURONS // len(read.shares)
     for expert in range(routed.shape[1]):
@@ -157,15 +161,15 @@ def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) ->
 
 
 class _Finisher:
-    """Writes neurons while the next ones are made, one feed-forward at a time, and keeps what was found of each."""
+    """A writer of finished feed-forwards in a thread of its own. It collects how often the neurons of each fire."""
 
     def __init__(self, writer: PackageWriter, manifest: Manifest, progress: Progress | None) -> None:
         self._writer, self._progress = writer, progress
         self._ffn_bytes = manifest.layout.clusters * manifest.layout.cluster_stride_bytes
         self._ffns = manifest.model.ffns
         self._pool = ThreadPoolExecutor(1)
-        self._next: Future[Found] | None = None
-        self._found: list[Found] = []
+        self._next: Future[Firing] | None = None
+        self._firings: list[Firing] = []
 
     def __enter__(self) -> _Finisher:
         return self
@@ -174,41 +178,41 @@ class _Finisher:
         self._pool.shutdown()
 
     def take(self, neurons: Neurons) -> None:
-        """Write these next; waits until those before are written."""
+        """Start writing a feed-forward, once the one before is written."""
         self._wait()
         self._next = self._pool.submit(self._finish, neurons)
 
-    def found(self) -> list[Found]:
-        """All that was found, once all is written."""
+    def firings(self) -> list[Firing]:
+        """Wait until all is written, and return the firing of every feed-forward."""
         self._wait()
-        return self._found
+        return self._firings
 
-    def _finish(self, neurons: Neurons) -> Found:
+    def _finish(self, neurons: Neurons) -> Firing:
         for rows in neurons.rows():
             self._writer.neurons(*rows)
-        return neurons.found(PREDICTOR_RECALL)
+        return neurons.firing(PREDICTOR_RECALL)
 
     def _wait(self) -> None:
         if self._next is None:
             return
-        self._found.append(self._next.result())
+        self._firings.append(self._next.result())
         self._next = None
         if self._progress is not None:
-            self._progress(len(self._found) * self._ffn_bytes, self._ffns * self._ffn_bytes)
+            self._progress(len(self._firings) * self._ffn_bytes, self._ffns * self._ffn_bytes)
 
 
 def _mean(values: Iterable[float]) -> float:
     return round(fmean(values), 6)
 
 
-def _mean_quality(layer: list[Found]) -> PredictorQuality:
-    """Of the predictors of a layer's experts."""
+def _mean_quality(layer: list[Firing]) -> PredictorQuality:
+    """Return the mean quality of a layer's predictors."""
     names = ("recall", "precision", "predicted")
-    return PredictorQuality(*(_mean(getattr(found.quality, name) for found in layer) for name in names))
+    return PredictorQuality(*(_mean(getattr(firing.quality, name) for firing in layer) for name in names))
 
 
 def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
-    """Of one preset's tokens; without a preset, of those that are left."""
+    """Return the tables of a preset's tokens, or without a preset those of tokens that no preset uses."""
     places = coordinates(model.width)
     if preset is None:
         return unused_tables(model, places, model.vocabulary - sum(count for _, count in work.presets.values()))
@@ -217,17 +221,17 @@ def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
 
 
 def _write_tables(
-    writer: PackageWriter, model: ModelSpec, work: Workload, texts: Texts, tables: Iterable[Tables]
+    writer: PackageWriter, model: ModelSpec, work: Workload, sequences: CalibrationSequences, tables: Iterable[Tables]
 ) -> Array:
     """Write embedding and output, and return the rows of the calibration tokens."""
-    ids, first = np.concatenate([np.asarray(text) for text in texts.ids]), 0
+    ids, first = np.concatenate([np.asarray(sequence) for sequence in sequences.ids]), 0
     rows = np.empty((len(ids), model.width), dtype=np.float32)
     for table in tables:
         writer.matrix("embedding", table.embedding)
         writer.matrix("output", table.output)
-        own = (ids >= first) & (ids < first + len(table.embedding.quants))
-        if own.any():
-            places = ids[own] - first
-            rows[own] = decode("q4", Rows(table.embedding.quants[places], table.embedding.scales[places]))
+        in_table = (ids >= first) & (ids < first + len(table.embedding.quants))
+        if in_table.any():
+            places = ids[in_table] - first
+            rows[in_table] = decode("q4", Rows(table.embedding.quants[places], table.embedding.scales[places]))
         first += len(table.embedding.quants)
     return rows

@@ -41,19 +41,20 @@ PRESETS = {
 
 
 def trajectory(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> NDArray[np.float32]:
-    """States float32 [tokens, width], each coordinate of unit variance."""
+    """Return states float32 [tokens, width]; each coordinate has unit variance."""
     return np.concatenate(list(stretches(preset, tokens, width, random)))
 
 
 def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> Iterator[NDArray[np.float32]]:
-    """The same states, some tokens at a time."""
-    context, *rest = _normal((3, width), random)
+    """Yield the states of `trajectory`, STRETCH_TOKENS tokens at a time."""
+    context, *processes_start = _normal((3, width), random)
     context *= np.float32(math.sqrt(preset.a))
-    processes = np.stack(rest)
+    processes = np.stack(processes_start)
     parts = np.sqrt(np.array([preset.b, 1 - preset.a - preset.b], dtype=np.float32))
     steady = np.array([[preset.rb], [preset.re]], dtype=np.float32)
     memories = {
-        kept: (steady * kept, np.sqrt(1 - np.square(steady * kept))) for kept in map(np.float32, (1, preset.keep))
+        factor: (steady * factor, np.sqrt(1 - np.square(steady * factor)))
+        for factor in map(np.float32, (1, preset.keep))
     }
     for start in range(0, tokens, STRETCH_TOKENS):
         states = np.empty((min(STRETCH_TOKENS, tokens - start), width), dtype=np.float32)
@@ -69,17 +70,19 @@ def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generat
 
 
 def _normal(shape: tuple[int, int], random: np.random.Generator) -> NDArray[np.float32]:
-    """Normal values, of 65,536 equally likely ones: twice as fast as a generator's own, which is half of a state."""
+    """Return normal values drawn from 65,536 equally likely ones: twice as fast as the generator's own."""
     return _QUANTILES.take(random.integers(0, len(_QUANTILES), shape, dtype=np.uint16))
 
 
 def correlations(preset: Preset, distance: int) -> list[tuple[float, float]]:
-    """(probability, correlation of a state's coordinate with the one `distance` tokens before) for each number of topic
-    changes between them."""
+    """Return (probability, correlation of a state with that `distance` tokens before) for each number of topic changes
+    between them."""
     result = []
     for changes in range(distance + 1):
         likely = math.comb(distance, changes) * preset.pj**changes * (1 - preset.pj) ** (distance - changes)
-        kept = preset.keep**changes
-        rest = 1 - preset.a - preset.b
-        result.append((likely, preset.a + kept * (preset.b * preset.rb**distance + rest * preset.re**distance)))
+        topic_memory = preset.keep**changes
+        fast_share = 1 - preset.a - preset.b
+        result.append(
+            (likely, preset.a + topic_memory * (preset.b * preset.rb**distance + fast_share * preset.re**distance))
+        )
     return result

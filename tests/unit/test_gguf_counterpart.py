@@ -1,4 +1,4 @@
-"""The twin for engines that read GGUF: our own reader accepts it, and its weights are finite and of sensible size."""
+"""The GGUF counterpart of a shape: our own reader accepts it, and its weights are finite and of sensible size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf_model import open_gguf
-from neuronpipe.plans.lab.synth import gguf_counterpart as twin_module
-from neuronpipe.plans.lab.synth.gguf_counterpart import MIN_VOCABULARY, write_twin
+from neuronpipe.plans.lab.synth import gguf_counterpart as counterpart_module
+from neuronpipe.plans.lab.synth.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.reference.engine import expert_shares
@@ -53,21 +53,21 @@ MIXTURES = {
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def counterpart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("twin") / "tiny.gguf"
-    write_twin(path, TINY, seed=3)
+    write_gguf_counterpart(path, TINY, seed=3)
     return path
 
 
-def test_our_own_reader_finds_the_shape_and_every_tensor(twin: Path) -> None:
-    with open_gguf(twin, Options()) as checkpoint:
+def test_our_own_reader_finds_the_shape_and_every_tensor(counterpart: Path) -> None:
+    with open_gguf(counterpart, Options()) as checkpoint:
         assert checkpoint.model == TINY
         assert [end.token for end in checkpoint.ends] == [2]
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_each_architecture_of_the_peer_holds_its_shape(kind: str, tmp_path: Path) -> None:
-    write_twin(tmp_path / "t.gguf", MIXTURES[kind], seed=1)
+    write_gguf_counterpart(tmp_path / "t.gguf", MIXTURES[kind], seed=1)
     with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
         assert checkpoint.source.architecture == kind.split()[0]
         assert checkpoint.model == MIXTURES[kind]
@@ -79,9 +79,9 @@ def test_each_architecture_of_the_peer_holds_its_shape(kind: str, tmp_path: Path
 def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(twin_module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(counterpart_module, "PIECE_BYTES", 10_000)
     model = replace(SMALLTHINKER, experts=64, experts_per_token=6)
-    write_twin(tmp_path / "t.gguf", model, seed=1)
+    write_gguf_counterpart(tmp_path / "t.gguf", model, seed=1)
     with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
         (part,) = checkpoint.vectors["layers.2.router"]
         router = part.vector().reshape(64, -1)
@@ -93,9 +93,9 @@ def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
 
 
 def test_a_twin_made_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(counterpart_module, "PIECE_BYTES", 1000)
     model, told = MIXTURES["qwen3moe"], list[tuple[int, int]]()
-    write_twin(tmp_path / "t.gguf", model, seed=1, progress=lambda *bytes_: told.append(bytes_))
+    write_gguf_counterpart(tmp_path / "t.gguf", model, seed=1, progress=lambda *bytes_: told.append(bytes_))
     assert told[-1][0] == told[-1][1]
     with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
         for parts in checkpoint.matrices.values():
@@ -104,15 +104,15 @@ def test_a_twin_made_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest
                 assert 0.8 < np.linalg.norm(values, axis=1).mean() < 1.25
 
 
-def test_encodings_are_those_of_the_q4_0_preset(twin: Path) -> None:
-    with open_gguf(twin, Options()) as checkpoint:
+def test_encodings_are_those_of_the_q4_0_preset(counterpart: Path) -> None:
+    with open_gguf(counterpart, Options()) as checkpoint:
         encodings = {name: {part.encoding for part in parts} for name, parts in checkpoint.matrices.items()}
         assert encodings.pop("output") == {"Q6_K"}
         assert all(found == {"Q4_0"} for found in encodings.values())
 
 
-def test_rows_have_a_length_near_one_and_lean_to_no_side(twin: Path) -> None:
-    with open_gguf(twin, Options()) as checkpoint:
+def test_rows_have_a_length_near_one_and_lean_to_no_side(counterpart: Path) -> None:
+    with open_gguf(counterpart, Options()) as checkpoint:
         for name, parts in checkpoint.matrices.items():
             rows = np.concatenate([part.values(np.arange(part.rows, dtype=np.int64)) for part in parts])
             lengths = np.linalg.norm(rows, axis=1)  # values() refuses what is not finite
@@ -120,18 +120,18 @@ def test_rows_have_a_length_near_one_and_lean_to_no_side(twin: Path) -> None:
             assert abs(rows.mean()) < 0.01, name
 
 
-def test_the_tokenizer_reads_numbers_as_single_tokens(twin: Path) -> None:
-    with open_gguf(twin, Options()) as checkpoint:
+def test_the_tokenizer_reads_numbers_as_single_tokens(counterpart: Path) -> None:
+    with open_gguf(counterpart, Options()) as checkpoint:
         tokenizer = Tokenizer.from_str(checkpoint.tokenizer.decode())
     assert tokenizer.get_vocab_size() == TINY.vocabulary
     first = MIN_VOCABULARY
     assert tokenizer.encode("0 7 12 329", add_special_tokens=False).ids == [first, first + 7, first + 12, first + 329]
 
 
-def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_path: Path) -> None:
+def test_a_seed_makes_the_same_bytes_and_another_seed_others(counterpart: Path, tmp_path: Path) -> None:
     for seed, same in ((3, True), (4, False)):
-        write_twin(tmp_path / "again.gguf", TINY, seed)
-        assert ((tmp_path / "again.gguf").read_bytes() == twin.read_bytes()) == same
+        write_gguf_counterpart(tmp_path / "again.gguf", TINY, seed)
+        assert ((tmp_path / "again.gguf").read_bytes() == counterpart.read_bytes()) == same
 
 
 @pytest.mark.parametrize(
@@ -139,17 +139,20 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_pat
     [
         ({"width": 288}, "width is 288, no multiple of 256 as Q6_K needs"),
         ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
-        ({"vocabulary": 200}, "vocabulary is 200; a twin's tokenizer needs 270"),
+        ({"vocabulary": 200}, "vocabulary is 200; the tokenizer of GGUF needs 270"),
         ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has attention windows .128 tokens"),
-        ({"layer_kinds": (LayerKind(2, 4096),), "router_reads": "layer"}, "a twin has none, or those of llama.cpp's"),
+        (
+            {"layer_kinds": (LayerKind(2, 4096),), "router_reads": "layer"},
+            "a GGUF counterpart has none, or those of llama.cpp's",
+        ),
     ],
 )
 def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        write_twin(tmp_path / "t.gguf", replace(TINY, **changes), seed=0)
+        write_gguf_counterpart(tmp_path / "t.gguf", replace(TINY, **changes), seed=0)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_missing_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere/t\.gguf: cannot be written: No such file"):
-        write_twin(tmp_path / "nowhere" / "t.gguf", TINY, seed=0)
+        write_gguf_counterpart(tmp_path / "nowhere" / "t.gguf", TINY, seed=0)

@@ -1,14 +1,14 @@
-"""What a text wanted, recorded from a package: of every token and feed-forward, the clusters that were looked up.
+"""Recordings of a package's activations: the clusters that each token looked up in each feed-forward.
 
 A recording is an .npz file:
 
     wanted      uint8 [tokens, layers, ceil(experts * clusters / 8)]  a bit for each cluster, lowest bit first
-    chosen      bool  [tokens, layers, experts]                       who computes it; a dense layer is one expert
+    chosen      bool  [tokens, layers, experts]                       the experts that compute it; one if dense
     clusters    int                                                   of one expert
     ordered     bool                                                   an expert's hottest clusters come first
-    package     str                                                    its name and what the text was
+    package     str                                                    its name and that of the text
 
-The mode says what is wanted: `predicted`, clusters with a predicted neuron; `exact`, those with one that fired.
+Mode `predicted` records clusters with a predicted neuron, `exact` those with a neuron that fired.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_ARCHIVE = (  # whatever a file that numpy did not write may raise
 
 @frozen
 class Recording:
-    """The arrays of the module's table."""
+    """A recording: the arrays in the module's table."""
 
     wanted: NDArray[np.uint8]
     chosen: NDArray[np.bool_]
@@ -62,7 +62,7 @@ class Recording:
         return int(self.chosen.shape[1] * self.chosen.shape[2] * self.clusters)
 
     def by_cluster(self) -> tuple[Ids, list[list[Ids]]]:
-        """All clusters, those first that are warmed up first; and for each token what each layer wants."""
+        """Return all cluster ids in warm-up order, and the wanted ids [token][layer]."""
         of_layer = self.chosen.shape[2] * self.clusters
         steps = [
             [np.flatnonzero(bits) + layer * of_layer for layer, bits in enumerate(_bits(token, of_layer))]
@@ -72,23 +72,23 @@ class Recording:
         return (order.reshape(-1, self.clusters).T.reshape(-1) if self.ordered else order), steps
 
     def by_expert(self) -> tuple[Ids, list[list[Ids]]]:
-        """The same where an expert is kept or evicted as a whole."""
+        """Return the same for a cache that keeps or evicts whole experts."""
         layers, experts = self.chosen.shape[1:]
         steps = [[np.flatnonzero(layer) + n * experts for n, layer in enumerate(token)] for token in self.chosen]
         return np.arange(layers * experts).reshape(layers, experts).T.reshape(-1), steps
 
     def save(self, file: Path) -> None:
-        """As an .npz file."""
+        """Write the recording to an .npz file."""
         np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def load(cls, file: Path) -> Recording:
-        """Raises UserError when this is no recording."""
+        """Read a recording. Raises UserError if the file is not one."""
         try:
             with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-                if sum(one.file_size for one in arrays.zip.infolist()) > MAX_RECORDING_BYTES:
+                if sum(entry.file_size for entry in arrays.zip.infolist()) > MAX_RECORDING_BYTES:
                     raise UserError(f"{file}: larger than the {MAX_RECORDING_BYTES} bytes a recording may have")
-                made = cls(
+                recording = cls(
                     wanted=arrays["wanted"],
                     chosen=arrays["chosen"],
                     clusters=int(arrays["clusters"]),
@@ -102,11 +102,11 @@ class Recording:
             raise UserError(
                 f"{file}: is no recording ({why}); make one with `python -m neuronpipe.plans.lab.simulate record`"
             ) from None
-        made._check(file)
-        return made
+        recording._check(file)
+        return recording
 
     def _check(self, file: Path) -> None:
-        """Raises UserError naming the array that is wrong."""
+        """Raise UserError, naming the array, if shapes or types are inconsistent."""
         if self.chosen.ndim != 3 or self.chosen.dtype != bool:
             raise UserError(f"{file}: chosen: expected bool [tokens, layers, experts]")
         if self.clusters < 1:
@@ -123,7 +123,7 @@ def _bits(token: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Recording:
-    """Compute this text with the reference engine; of: what the text is, for the reader."""
+    """Compute tokens with the reference engine and record their clusters. of: a name of the text, for the reader."""
     model, layout = package.manifest.model, package.manifest.layout
     predictor = StoredPredictor(package) if mode == "predicted" else None
     chosen = np.zeros((len(tokens), model.layers, model.experts), dtype=bool)
