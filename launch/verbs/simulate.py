@@ -208,7 +208,7 @@ def _shown(result: Result) -> Iterator[str]:
     busy = ", ".join(f"{unit} {share:.0%}" for unit, share in result.busy.items())
     yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
     yield f"memory     {show_bytes(result.memory_bytes)}"
-    yield "simulated; `plans/lab/simulate/PAPER.md` says how far such figures are off"
+    yield "simulated; `tests/bench/results/simulated-paper.md` says how far such figures are off"
 
 
 def rows_of(traces: tuple[tuple[TaskSpan, ...], ...]) -> list[Row]:

@@ -41,7 +41,7 @@ class Measured:
 
 
 # A 1B: half and three quarters resident by runs (5.6 and 1.4 %), the others by CLOCK on what its tokens wanted
-# (plans/lab/simulate/README.md, policies). A token wants a fifth.
+# (tests/bench/results, cache policies). A token wants a fifth.
 DENSE = (
     Measured(2, 1.0, ((0.0, 1.0), (0.2, 1.0), (0.3, 0.153), (0.5, 0.055), (0.55, 0.036), (0.75, 0.014), (1.0, 0.0))),
 )

@@ -26,7 +26,7 @@ from neuronpipe.plans.plan.segment_sizes import (
 )
 
 MIB = 1 << 20
-# Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
+# Measured on the demo, with some room: see tests/bench/results/2026-11-23-process-memory.md.
 LIBRARIES_BYTES = 15 * MIB  # of the interpreter and of libraries, what is used, as if nobody else had them open
 INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB

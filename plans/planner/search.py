@@ -32,7 +32,7 @@ from neuronpipe.plans.planner.planner import CHUNK_TOKENS, DeviceFacts, LimitToo
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-# What is expected is off by up to a third in memory (tests/bench/README.md): with less to gain, plans would leave
+# What is expected is off by up to a third in memory (tests/bench/results): with less to gain, plans would leave
 # proven rules for an error of the model, and change from start to start. It is of ways. What a chunk or depth is worth
 # is memory for neurons, whose errors the choices have in common.
 MIN_GAIN = 0.3

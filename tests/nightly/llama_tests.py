@@ -3,8 +3,8 @@
     python tests/nightly/llama_tests.py [--write] [TEST...]
 
 The tests come with the source distribution of llama-cpp-python, which is downloaded once to build/llama-tests. LEFT_OUT
-says which of them do not apply, and why. llama_tests.md lists each that fails, with the reason; all others must pass.
---write renews it; failures that it does not explain yet get a question mark, to be replaced by hand.
+says which of them do not apply, and why. bench/results/llama-server-tests.md lists each that fails, with reasons; all
+others must pass. --write renews it; failures without a reason get a question mark, to be replaced by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLACE = HERE.parents[1] / "build" / "llama-tests"
 SOURCE = "llama-cpp-python==0.3.36"
 INSIDE = ("tools/server/tests/", "models/templates/")  # below vendor/llama.cpp
 NEEDS = ("pytest>=8", "pytest-xdist", "requests", "openai", "wget", "filelock", "numpy", "prometheus-client", "aiohttp")
-LISTED = HERE / "llama_tests.md"
+RESULTS = HERE.parent / "bench" / "results" / "llama-server-tests.md"
 UNEXPLAINED = "?"
 BAR = r"\|"  # as a table must have it
 # What begins so does not apply.
@@ -137,33 +137,23 @@ def results(tests: Path, interpreter: Path, names: Iterable[str]) -> dict[str, b
 
 def explained() -> dict[str, str]:
     """The failures that are known, and why."""
-    rows = (re.match(r"\| `(.+)` \| (.*) \|$", line) for line in LISTED.read_text().splitlines())
+    rows = (re.match(r"\| `(.+)` \| (.*) \|$", line) for line in RESULTS.read_text().splitlines())
     return {row[1].replace(BAR, "|"): row[2] for row in rows if row}
 
 
 def written(found: dict[str, bool], reasons: dict[str, str]) -> str:
-    """The file's text: counts, what does not apply, what fails."""
+    """Return the text of the file of results: the counts and the failures."""
     failed = [name for name, passed in found.items() if not passed]
     rows = [f"| `{name.replace('|', BAR)}` | {reasons.get(name, UNEXPLAINED)} |" for name in failed]
-    left_out = [f"| {name} | {why} |" for name, why in LEFT_OUT.items()]
-    head = LISTED.read_text().partition("\n| passed |")[0]
+    head = RESULTS.read_text().partition("\n| passed |")[0]
     counts = f"\n| passed | apply |\n|---|---|\n| {len(found) - len(failed)} | {len(found)} |\n"
-    tables = [
-        "| fails | why |",
-        "|---|---|",
-        *rows,
-        "",
-        "| does not apply | what it is about |",
-        "|---|---|",
-        *left_out,
-    ]
-    return "\n".join([head + counts, *tables, ""])
+    return "\n".join([head + counts, "| fails | why |", "|---|---|", *rows, ""])
 
 
 def main() -> int:
     """Run them, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="renew llama_tests.md")
+    parser.add_argument("--write", action="store_true", help="renew the list of failures")
     parser.add_argument("tests", nargs="*", help="such as unit/test_basic.py; all without")
     arguments = parser.parse_args()
     if arguments.write and arguments.tests:
@@ -171,7 +161,7 @@ def main() -> int:
     found = results(theirs(), python(), arguments.tests)
     reasons = explained()
     if arguments.write:
-        LISTED.write_text(written(found, reasons))
+        RESULTS.write_text(written(found, reasons))
     unexpected = [name for name, passed in found.items() if not passed and name not in reasons]
     mended = [name for name, passed in found.items() if passed and name in reasons]
     print(
