@@ -1,10 +1,10 @@
-"""What each technique is worth: `neuronpipe bench` with techniques taken away, and for every preset of a workload.
+"""Ablations: `neuronpipe bench` without some techniques, and for every preset of a workload.
 
     python tests/bench/ablations.py [PACKAGE] [--ffn-resident 50%] [--tests tg128] [--repetitions 3] [--json]
 
-Rows come in the order of PowerInfer-2's Figure 14: a baseline with none of the techniques, then one more at a time.
-Then everything but one, a baseline after "LLM in a flash" made of our own parts, and what memory alone does.
-A case that cannot be planned is shown with the reason. Not a test: it asserts nothing. Nothing else may run meanwhile.
+Rows are in the order of PowerInfer-2's Figure 14: a baseline without any technique, then one more at a time; then all
+but one, a baseline like "LLM in a flash" made of our own parts, and everything in memory. A case that cannot be planned
+is printed with the reason. Not a test: it asserts nothing. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
 COMMAND = (sys.executable, "-m", "neuronpipe.launch", "bench")
-ADDED = ("bundle", "cache", "pipeline", "predictor", "prefetch")  # one after the other; exact mode until the predictor
+ADDED = (
+    "bundle",
+    "cache",
+    "pipeline",
+    "predictor",
+    "prefetch",
+)  # in the order of adding; exact mode until the predictor
 
 
 def cases() -> dict[str, tuple[str, ...]]:
-    """Name of each case and the words it adds to `bench`, over predicted mode at the residency asked for."""
-    made = {}
+    """Return the options of `bench` for each case, in addition to the residency."""
+    words_by_case = {}
     for count in range(len(ADDED) + 1):
         name = "none of them" if count == 0 else f"+ {ADDED[count - 1]}"
-        made[name] = _without(ADDED[count:])
-    for one in ADDED:
-        made[f"all but {one}"] = _without((one,))
-    made["as LLM in a flash"] = ("--baseline", "llm-in-a-flash")
-    made["exact mode"] = ("--mode", "exact")
-    made["all in memory"] = ("--mode", "predicted", "--ffn-resident", "100%")
-    return made
+        words_by_case[name] = _without(ADDED[count:])
+    for technique in ADDED:
+        words_by_case[f"all but {technique}"] = _without((technique,))
+    words_by_case["as LLM in a flash"] = ("--baseline", "llm-in-a-flash")
+    words_by_case["exact mode"] = ("--mode", "exact")
+    words_by_case["all in memory"] = ("--mode", "predicted", "--ffn-resident", "100%")
+    return words_by_case
 
 
 def _without(techniques: tuple[str, ...]) -> tuple[str, ...]:
@@ -45,7 +51,7 @@ def _without(techniques: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def bench(package: Path, words: tuple[str, ...]) -> list[dict[str, Any]] | str:
-    """The rows of one command; or the line with which it refuses."""
+    """Return the rows of one `bench` command, or the line of its error."""
     done = subprocess.run([*COMMAND, str(package), *words, "--json"], capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
@@ -54,7 +60,7 @@ def bench(package: Path, words: tuple[str, ...]) -> list[dict[str, Any]] | str:
 
 
 def line(name: str, preset: str | None, row: dict[str, Any]) -> tuple[str, ...]:
-    """One row as a person reads it."""
+    """Return the cells of one row of the printed table."""
     times = row["tbt_ms"]
     ratio = f"{times['p99'] / times['p50']:.2f}" if times["p50"] else "-"
     fraction = row["dram_limit_fraction"]
@@ -82,36 +88,45 @@ def main() -> None:
     parser.add_argument("--cases", metavar="LIST", help="names of cases, with commas between (default: all)")
     parser.add_argument("--presets", metavar="LIST", help="of the workload (default: all)")
     parser.add_argument("--json", action="store_true", help="print the rows with their case instead")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the `bench` under way as well
-    workload = Package.open(asked.package).manifest.workload
+    workload = Package.open(arguments.package).manifest.workload
     presets: list[str | None] = list(workload.presets) if workload else [None]
-    if asked.presets:
-        presets = asked.presets.split(",")
-    chosen = {name: words for name, words in cases().items() if not asked.cases or name in asked.cases.split(",")}
+    if arguments.presets:
+        presets = arguments.presets.split(",")
+    chosen = {
+        name: words for name, words in cases().items() if not arguments.cases or name in arguments.cases.split(",")
+    }
     if not chosen:
-        parser.error(f"--cases {asked.cases}: choose from {', '.join(cases())}")
+        parser.error(f"--cases {arguments.cases}: choose from {', '.join(cases())}")
     rows, refused, lines = [], [], []
     for preset in presets:
         for name, words in chosen.items():
             print(f"{preset or 'demo text'}: {name} ...", file=sys.stderr, flush=True)
-            shared = ("--ffn-resident", asked.ffn_resident, "--tests", asked.tests, "--repetitions", asked.repetitions)
+            shared = (
+                "--ffn-resident",
+                arguments.ffn_resident,
+                "--tests",
+                arguments.tests,
+                "--repetitions",
+                arguments.repetitions,
+            )
             if preset is not None:
                 shared += ("--workload", preset)
-            result = bench(asked.package, (*shared, *words))
+            result = bench(arguments.package, (*shared, *words))
             if isinstance(result, str):
                 refused.append({"case": name, "workload": preset, "refused": result})
                 lines.append((name, preset or "-", "refused", *["-"] * 7))
                 continue
             rows += [{"case": name, **row} for row in result]
             lines += [line(name, preset, row) for row in result]
-    if asked.json:
+    if arguments.json:
         print(json.dumps(rows + refused, indent=1))
         return
     heads = ("case", "workload", "test", "tokens/s", "flash MB", "missed", "exposed I/O", "coordination")
     print(table((*heads, "of memory", "TBT p99/p50"), lines))
-    for one in refused:
-        print(f"{one['case']}, {one['workload'] or 'demo text'}: {one['refused']}")
+    for refusal in refused:
+        print(f"{refusal['case']}, {refusal['workload'] or 'demo text'}: {refusal['refused']}")
 
 
 if __name__ == "__main__":

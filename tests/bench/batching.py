@@ -1,10 +1,10 @@
-"""What batching is worth: the same texts one after the other, and all at once, through a run that is up.
+"""The gain of batching: the same requests one after the other and all at once, through a live run.
 
     python tests/bench/batching.py [--run DIR] [--clients 4] [--tokens 256] [--rounds 5]
 
-Every client is a ZeroMQ connection of its own with a prompt of its own. Rounds take turns, one after the other and
-together, so that a change of the machine's mood meets both; the first of each warms up. Every text must have the same
-tokens either way. Not a test otherwise: it asserts nothing about speed. Nothing else may run meanwhile.
+Every client has its own ZeroMQ connection and prompt. Rounds of both kinds alternate, so that a drift of the machine
+affects both; the first of each warms up. Every sequence must have the same tokens either way. It asserts nothing about
+speed. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PROMPTS = (
     "class Server(Thread):",
     "def merge(left, right):",
 )
-Texts = dict[int, list[int]]
+Generated = dict[int, list[int]]
 
 
 class Clients:
-    """Connections, each with a prompt of its own."""
+    """Client connections, each with its own prompt."""
 
     def __init__(self, endpoint: str, count: int, tokens: int) -> None:
         context = open_context()
@@ -48,9 +48,9 @@ class Clients:
         self._tokens = tokens
         self.count = count
 
-    def generate(self, clients: Sequence[int]) -> tuple[Texts, float]:
-        """Have these clients' texts generated at once; the tokens of each, and the seconds that it took."""
-        texts: Texts = {client: [] for client in clients}
+    def generate(self, clients: Sequence[int]) -> tuple[Generated, float]:
+        """Generate the sequences of these clients at once. Return the tokens of each and the seconds."""
+        generated: Generated = {client: [] for client in clients}
         began = time.perf_counter()
         poller = Poller()
         for client in clients:
@@ -60,31 +60,31 @@ class Clients:
             ask = Generate(request=name, prompt=prompt, max_tokens=self._tokens, share_prefix=False)
             self._lines[client].send(ask)
         numbers = {self._lines[client]: client for client in clients}
-        open_texts = set(clients)
-        while open_texts:
+        open_clients = set(clients)
+        while open_clients:
             for line in poller.wait():
                 client = numbers[line]
                 while (message := line.receive()) is not None:
                     if isinstance(message, Token):
-                        texts[client].append(message.token)
+                        generated[client].append(message.token)
                     elif isinstance(message, Refused):
                         sys.exit(f"client {client}: {message.message}")
                     elif isinstance(message, Finished):
-                        open_texts.discard(client)
-        return texts, time.perf_counter() - began
+                        open_clients.discard(client)
+        return generated, time.perf_counter() - began
 
-    def one_after_the_other(self) -> tuple[Texts, float]:
-        """The same of all clients, none before the last one is done."""
-        texts, seconds = {}, 0.0
+    def one_after_the_other(self) -> tuple[Generated, float]:
+        """Generate the sequences of all clients one after the other."""
+        generated, seconds = {}, 0.0
         for client in range(self.count):
-            own, took = self.generate([client])
-            texts |= own
+            tokens, took = self.generate([client])
+            generated |= tokens
             seconds += took
-        return texts, seconds
+        return generated, seconds
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure rounds of both kinds and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument("--clients", type=int, default=4, metavar="N", help="how many (default: %(default)s)")
@@ -97,10 +97,10 @@ def main() -> None:
     together: list[float] = []
     for number in range(arguments.rounds + 1):
         expected, seconds = clients.one_after_the_other()
-        texts, seconds_together = clients.generate(range(clients.count))
-        if texts != expected:
+        generated, seconds_together = clients.generate(range(clients.count))
+        if generated != expected:
             sys.exit("a text has other tokens among others than alone")
-        tokens = sum(map(len, texts.values()))
+        tokens = sum(map(len, generated.values()))
         if number:
             alone.append(tokens / seconds)
             together.append(tokens / seconds_together)

@@ -1,17 +1,17 @@
-"""How a cold start feels: the page cache is dropped, a run begins, memory warms up, texts are asked meanwhile.
+"""A cold start: with an empty page cache, the time until requests are served and until memory is warm.
 
     python tests/bench/cold.py PACKAGE [--against CHECKOUT] [--rounds N] [--backed GIB] [--json] [-- PLAN OPTIONS]
 
-Two kinds of round, in turns with those of another checkout where one is named (set up, with tests/):
-  alone   from `up` until requests are served, and until all that was to be loaded is there; beside what the disk gives
-          in sequence (direct reads of 1 MiB, eight at a time, by fio)
-  asked   texts one after the other from the moment that requests are served: tokens/s of each; then the same texts in
-          warm memory; from which token on ten had 80 % of that speed, beside the time that reading the file once takes
-A virtual machine's memory may cost its host more to provide than the disk takes to fill it. `--backed` takes so much
-memory before, and gives it back as the run takes it: what is left is the run's own time. `memory` in the output is
-what touching fresh memory costs.
-Needs root (the page cache). Without fio our own reader, which does nothing else then, says what the disk gives. Not a
-test: it asserts nothing about time.
+There are two kinds of rounds, in turns with another checkout (set up, with tests/) if one is named:
+
+  alone   from `up` until requests are served, and until the warm-up has ended, compared with the disk's sequential
+          speed (direct reads of 1 MiB, eight at a time, by fio)
+  asked   requests one after the other as soon as they are served: tokens/s of each; then the same requests in warm
+          memory; the time until ten tokens in a row had 80 % of that speed, compared with reading the file once
+
+A virtual machine's memory may take its host longer to provide than the disk takes to fill it. `--backed` takes memory
+beforehand and releases it as the run grows, so that only the run's own time remains. `memory` in the output is the cost
+of touching fresh memory. Needs root (the page cache). Without fio our own reader measures the disk. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from neuronpipe.plans.package.reader import Package  # noqa: E402
 
 from tests.pipeline import Run, Shell, scratch_shell  # noqa: E402
 
-TEXTS, PROMPT_TOKENS, MAX_TOKENS = 8, 16, 24
-STEADY_S = 1.0  # nothing is read any more: memory is warm
+REQUESTS, PROMPT_TOKENS, MAX_TOKENS = 8, 16, 24
+STEADY_S = 1.0  # memory is warm when nothing is read for so long
 NEAR_WARM, STRETCH = 0.8, 10
 GB, GIB = 1e9, 1 << 30
-AHEAD_BYTES = 800 << 20  # given back before the run takes it
+AHEAD_BYTES = 800 << 20  # released before the run needs it
 MADV_DONTNEED, MADV_POPULATE_WRITE = 4, 23
 
 
 def sequential_bytes_per_s(path: Path) -> float:
-    """What the disk gives from end to end, by fio; where there is none, by the reader, which does nothing else then."""
+    """Return the disk's sequential speed by fio, or by our reader if fio is not installed."""
     if shutil.which("fio") is None:
         return read_alone_bytes_per_s(path)
     command = ["fio", "--name=read", f"--filename={path}", "--readonly", "--rw=read", "--direct=1", "--bs=1M"]
@@ -60,7 +60,7 @@ def sequential_bytes_per_s(path: Path) -> float:
 
 
 def read_alone_bytes_per_s(path: Path, runtime_s: float = 4.0) -> float:
-    """Direct reads of 1 MiB, eight at a time, over and over from end to end."""
+    """Return the speed of direct sequential reads of 1 MiB, eight at a time, repeated over the file."""
     size, depth, error = 1 << 20, 8, ffi.new("int *")
     reader = lib.np_reader_open(str(path).encode(), b"io_uring", depth, error)
     if reader == ffi.NULL:
@@ -81,8 +81,8 @@ def read_alone_bytes_per_s(path: Path, runtime_s: float = 4.0) -> float:
     return speed
 
 
-class Held:
-    """Memory that is there already: `follow` gives it back as shared memory grows."""
+class ProvidedMemory:
+    """Memory that the host has provided already. `follow` releases it as shared memory grows."""
 
     def __init__(self, size_bytes: int) -> None:
         self._left, self._bytes = 0, size_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -101,13 +101,13 @@ class Held:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Until the context ends."""
+        """Release memory as the run takes it, until the context ends."""
         over, before = threading.Event(), shared_bytes()
 
         def give_back() -> None:
             while not over.wait(0.01):
-                taken = shared_bytes() - before
-                end = min(self._bytes, (taken + taken // 50 + AHEAD_BYTES) >> 21 << 21)
+                used_bytes = shared_bytes() - before
+                end = min(self._bytes, (used_bytes + used_bytes // 50 + AHEAD_BYTES) >> 21 << 21)
                 self._advise(self._left, end, MADV_DONTNEED)
                 self._left = max(self._left, end)
 
@@ -123,20 +123,20 @@ class Held:
 
 
 def shared_bytes() -> int:
-    """Shared memory of the whole machine."""
+    """Return the shared memory of the whole machine."""
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return 1024 * int(facts["Shmem"].split()[0])
 
 
 def cold_run(shell: Shell, package: Path, options: list[str]) -> tuple[Run, float]:
-    """A run started with nothing in the page cache, and the seconds until requests were served."""
+    """Start a run. Return it and the seconds until requests were served."""
     began = time.monotonic()
     run = Run(shell, Path(shell.json("up", package, *options)["run"]))
     return run, time.monotonic() - began
 
 
 def until_warm(run: Run) -> tuple[float, int]:
-    """Waits until nothing is read any more: seconds until the last read, bytes in all."""
+    """Wait until nothing is read any more. Return the seconds until the last read, and the bytes read in all."""
     began = last = time.monotonic()
     read = run.status().flash_bytes
     while time.monotonic() - last < STEADY_S:
@@ -147,14 +147,14 @@ def until_warm(run: Run) -> tuple[float, int]:
 
 
 def alone(run: Run) -> dict[str, float]:
-    """Nobody asks."""
+    """Measure the warm-up without requests."""
     before = run.status().flash_bytes
     seconds, read = until_warm(run)
     return {"warm_s": seconds, "bytes_per_s": (read - before) / seconds if seconds else 0.0}
 
 
-def asked(run: Run, prompts: list[list[int]]) -> dict[str, Any]:
-    """Texts from the first moment on, and again in warm memory."""
+def requested(run: Run, prompts: list[list[int]]) -> dict[str, Any]:
+    """Measure requests during the warm-up, and again in warm memory."""
     began = time.monotonic()
     first_ms, speeds, reads, came = 0.0, [], 0, []
     for number, prompt in enumerate(prompts):
@@ -176,8 +176,7 @@ def asked(run: Run, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def near_warm_from(came: list[list[float]], warm_tokens_per_s: float) -> float:
-    """When the first token came from which on STRETCH tokens of a text had NEAR_WARM of the warm speed; infinity when
-    none had."""
+    """Return the time of the first token from which on STRETCH tokens had NEAR_WARM of the warm speed, or infinity."""
     for times in came:
         for first, last in zip(times, times[STRETCH:], strict=False):
             if STRETCH / (last - first) >= NEAR_WARM * warm_tokens_per_s:
@@ -185,18 +184,18 @@ def near_warm_from(came: list[list[float]], warm_tokens_per_s: float) -> float:
     return float("inf")
 
 
-def one_round(kind: str, path: Path, held_bytes: int, options: list[str]) -> dict[str, Any]:
-    """A run from its start to its end, by the code that is imported."""
+def one_round(kind: str, path: Path, provided_bytes: int, options: list[str]) -> dict[str, Any]:
+    """Measure one run from its start to its end, by the imported code."""
     texts = Prompts(Package.open(path), None)
-    prompts = [list(texts.take(n, PROMPT_TOKENS, PROMPT_TOKENS + MAX_TOKENS)) for n in range(TEXTS)]
+    prompts = [list(texts.take(n, PROMPT_TOKENS, PROMPT_TOKENS + MAX_TOKENS)) for n in range(REQUESTS)]
     subprocess.run(["sync"], check=True)
     Path("/proc/sys/vm/drop_caches").write_text("3")
-    held = Held(held_bytes)
-    with scratch_shell() as shell, held.follow():
+    memory = ProvidedMemory(provided_bytes)
+    with scratch_shell() as shell, memory.follow():
         run, ready_s = cold_run(shell, path, options)
-        figures = alone(run) if kind == "alone" else asked(run, prompts)
+        figures = alone(run) if kind == "alone" else requested(run, prompts)
         run.down()
-    return {"kind": kind, "ready_s": ready_s, "memory_s_per_gb": held.touch_s_per_gb, **figures}
+    return {"kind": kind, "ready_s": ready_s, "memory_s_per_gb": memory.touch_s_per_gb, **figures}
 
 
 def main() -> None:
@@ -230,11 +229,11 @@ def main() -> None:
                 )
                 row = {"round": number, "who": name, "disk_bytes_per_s": disk, "file_s": bundles.stat().st_size / disk}
                 row |= json.loads(done.stdout)
-                print(json.dumps(row) if arguments.json else shown(row), flush=True)
+                print(json.dumps(row) if arguments.json else row_text(row), flush=True)
 
 
-def shown(row: dict[str, Any]) -> str:
-    """A row for a person."""
+def row_text(row: dict[str, Any]) -> str:
+    """Return the printed line of a row."""
     disk = row["disk_bytes_per_s"]
     head = f"{row['who']:8}{row['kind']:6} ready after {row['ready_s']:5.2f} s"
     if row["kind"] == "alone":

@@ -1,4 +1,4 @@
-"""Random direct reads of one file: what fio reaches and what the native reader reaches at the same sizes and depths."""
+"""Random direct reads of one file by fio and by the native reader, at the same sizes and depths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLETION = np.dtype([("tag", "u8"), ("result", "i4"), ("unused", "u4")])
 
 
 def measure(path: Path, *, rounds: int, point_s: int) -> list[dict[str, Any]]:
-    """Medians over rounds. Both take turns at every point, so that a drift of the machine meets both."""
+    """Return medians over rounds. Both take turns at every point, so that a drift of the machine affects both."""
     rows = []
     for size_bytes in SIZES_BYTES:
         for depth in DEPTHS:
@@ -63,7 +63,7 @@ def _fio_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) -> f
 
 
 def _reader_bytes_per_s(path: Path, size_bytes: int, depth: int, seconds: int) -> float:
-    """The reader through cffi, one refill per reap; places are drawn beforehand, so that Python does little between."""
+    """Measure the reader through cffi, with one refill per reap. Offsets are drawn beforehand, to keep Python short."""
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), b"io_uring", depth, error)
     if reader == ffi.NULL:
@@ -91,12 +91,12 @@ def _fill_and_reap(reader: Any, path: Path, size_bytes: int, depth: int, seconds
     completions = np.frombuffer(ffi.buffer(done), dtype=COMPLETION)
 
     targets[:], tags[:] = addresses, slots
-    at, reads, under_way = depth, 0, depth
+    next_offset, reads, under_way = depth, 0, depth
     started = now = time.perf_counter()
-    taken = lib.np_reader_submit(reader, offset_words, lengths, target_words, tag_words, depth)
+    submitted = lib.np_reader_submit(reader, offset_words, lengths, target_words, tag_words, depth)
     while under_way:
-        if taken < 0:
-            raise SystemExit(f"{path}: the reader refused a read: {taken}")
+        if submitted < 0:
+            raise SystemExit(f"{path}: the reader refused a read: {submitted}")
         count = lib.np_reader_reap(reader, done, 1, depth, -1)
         if (completions["result"][:count] != size_bytes).any():
             raise SystemExit(f"{path}: a read failed: {completions['result'][:count].min()}")
@@ -105,7 +105,9 @@ def _fill_and_reap(reader: Any, path: Path, size_bytes: int, depth: int, seconds
         if now - started < seconds:
             tags[:count] = completions["tag"][:count]
             targets[:count] = addresses[tags[:count]]
-            at = at if at + count <= len(offsets) else 0
-            taken = lib.np_reader_submit(reader, offset_words + at, lengths, target_words, tag_words, count)
-            at, under_way = at + count, under_way + count
+            next_offset = next_offset if next_offset + count <= len(offsets) else 0
+            submitted = lib.np_reader_submit(
+                reader, offset_words + next_offset, lengths, target_words, tag_words, count
+            )
+            next_offset, under_way = next_offset + count, under_way + count
     return reads * size_bytes / (now - started)

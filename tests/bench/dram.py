@@ -1,4 +1,4 @@
-"""How fast this machine's memory can be read: dram.c, compiled for this processor and run."""
+"""The speed at which this machine's memory can be read: compiles dram.c for this processor and runs it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ MAPPINGS = ("huge", "memfd")
 
 
 def measure(*, rounds: int) -> list[dict[str, Any]]:
-    """Medians over rounds: one row per mapping, piece (0: sequential), number of threads and prefetch distance."""
+    """Return medians over rounds: one row per mapping, piece (0: sequential), number of threads and prefetch
+    distance."""
     with tempfile.TemporaryDirectory(prefix="np-dram-") as folder:
         program = str(Path(folder) / "dram")
         subprocess.run(["cc", "-std=c11", "-O3", "-march=native", "-pthread", str(SOURCE), "-o", program], check=True)
         rows = []
         for mapping in MAPPINGS:
-            found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+            figures_by_key: dict[tuple[int, ...], list[float]] = defaultdict(list)
             command = [program, mapping, str(BUFFER_BYTES), str(rounds)]
             for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
                 *key, figure = line.split()
-                found[tuple(map(int, key))].append(float(figure))
-            for (piece, threads, ahead), figures in found.items():
+                figures_by_key[tuple(map(int, key))].append(float(figure))
+            for (piece, threads, ahead), figures in figures_by_key.items():
                 rows.append(
                     {
                         "mapping": mapping,

@@ -1,4 +1,4 @@
-"""What the gateway costs: the same text through ZeroMQ and through HTTP, in turns, on one run of the demo.
+"""The cost of the gateway: the same request through ZeroMQ and through HTTP, in turns, on one run of the demo.
 
     python -m tests.bench.gateway [--tokens 400] [--rounds 12]
 
@@ -27,7 +27,7 @@ PROMPT = "def fibonacci(n):\n"
 
 
 def through_zeromq(client: Client, tokens: int, number: int) -> tuple[float, float]:
-    """(seconds to the first token, seconds per further token)."""
+    """Return the seconds to the first token, and the seconds per further token."""
     began, times = time.perf_counter(), []
     ask = Generate(request=f"bench-{number}", prompt=PROMPT, max_tokens=tokens, ignore_end=True)
     for message in client.request(ask):
@@ -38,7 +38,7 @@ def through_zeromq(client: Client, tokens: int, number: int) -> tuple[float, flo
 
 
 def through_http(line: http.client.HTTPConnection, tokens: int) -> tuple[float, float]:
-    """The same over a connection that is open already, as clients keep them."""
+    """Return the same over an HTTP connection that is already open, as clients keep them."""
     options = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     began, times = time.perf_counter(), []
     line.request("POST", "/v1/completions", json.dumps(options), {"Content-Type": "application/json"})
@@ -50,7 +50,7 @@ def through_http(line: http.client.HTTPConnection, tokens: int) -> tuple[float, 
 
 
 def measure(server: Server, tokens: int, rounds: int) -> None:
-    """Print both ways side by side."""
+    """Print both paths and their difference."""
     figures: dict[str, list[tuple[float, float]]] = {"zeromq": [], "http": []}
     line = http.client.HTTPConnection("127.0.0.1", server.port)
     gateway = psutil.Process(server.run.pid("gateway"))
@@ -65,18 +65,18 @@ def measure(server: Server, tokens: int, rounds: int) -> None:
                 figures["zeromq"].append(direct)
                 figures["http"].append(http_)
     medians = {
-        way: [1000 * statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in figures.items()
+        path: [1000 * statistics.median(column) for column in zip(*rows, strict=True)] for path, rows in figures.items()
     }
     print(f"{'':<10}{'first token, ms':>18}{'a token, ms':>14}")
-    for way, (first, each) in medians.items():
-        print(f"{way:<10}{first:>18.2f}{each:>14.3f}")
+    for path, (first, each) in medians.items():
+        print(f"{path:<10}{first:>18.2f}{each:>14.3f}")
     first, each = (medians["http"][n] - medians["zeromq"][n] for n in range(2))
     print(f"{'cost':<10}{first:>18.2f}{each:>14.3f}")
     print(f"{'its cpu':<10}{'':>18}{statistics.mean(busy[1:]):>14.3f}")
 
 
 def main() -> None:
-    """Measure."""
+    """Measure on a run of `serve`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=12)

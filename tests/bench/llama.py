@@ -18,28 +18,30 @@ BLOCK_BYTES = 512  # of ru_inblock
 
 
 def in_memory(
-    program: Path, twin: Path, *, prompt_tokens: list[int], tokens: int, repeats: int
+    program: Path, gguf: Path, *, prompt_tokens: list[int], tokens: int, repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for each prompt length and one for decode (0 tokens: none), with flash attention, its best case here."""
+    """Return a row for each prompt length and one for decode (unless tokens is 0), with flash attention, which is
+    faster here."""
     prompts = ",".join(map(str, prompt_tokens)) or "0"
     words = ["-p", prompts, "-n", str(tokens), "-r", str(repeats), "-fa", "on"]
-    return [_row(result) for result in _bench(program, twin, words)]
+    return [_row(result) for result in _bench(program, gguf, words)]
 
 
 def under_limit(
-    program: Path, twin: Path, *, limit_bytes: int, prompt_tokens: int, tokens: int, repeats: int
+    program: Path, gguf: Path, *, limit_bytes: int, prompt_tokens: int, tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """A prompt (its time is that until the first token), or decode where prompt_tokens is 0, with the file mapped, in a
-    control group of limit_bytes that holds its page cache too.
+    """Measure a prompt (its time is that to first token), or decode if prompt_tokens is 0, with the file mapped.
+
+    It runs in a control group of limit_bytes, which counts its page cache too.
 
     Repacking is off: the repacked copy is anonymous memory, which cannot be dropped, and the kernel would end the run.
     """
     words = ["-p", str(prompt_tokens), "-n", str(0 if prompt_tokens else tokens), "-r", str(repeats)]
     words += ["-fa", "on", "--repack", "0", "-lm", "mmap"]
-    _forget(twin)
+    _drop_page_cache(gguf)
     with _memory_group(limit_bytes) as (join, group):
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
-        (result,) = _bench(program, twin, words, join)
+        (result,) = _bench(program, gguf, words, join)
         read_bytes = (resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before) * BLOCK_BYTES
         peak_bytes = int((group / "memory.max_usage_in_bytes").read_text())
     if peak_bytes > limit_bytes:
@@ -71,8 +73,8 @@ def _row(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bench(program: Path, twin: Path, words: list[str], join: Callable[[], None] | None = None) -> list[dict[str, Any]]:
-    command = [str(program), "-m", str(twin), "-t", str(THREADS), "-o", "json", *words]
+def _bench(program: Path, gguf: Path, words: list[str], join: Callable[[], None] | None = None) -> list[dict[str, Any]]:
+    command = [str(program), "-m", str(gguf), "-t", str(THREADS), "-o", "json", *words]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -81,8 +83,8 @@ def _bench(program: Path, twin: Path, words: list[str], join: Callable[[], None]
     return results
 
 
-def _forget(path: Path) -> None:
-    """Take a file out of the page cache: pages that are there already would not count against the limit."""
+def _drop_page_cache(path: Path) -> None:
+    """Drop a file from the page cache: pages that are cached already would not count against the limit."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,7 +95,7 @@ def _forget(path: Path) -> None:
 
 @contextmanager
 def _memory_group(limit_bytes: int) -> Iterator[tuple[Callable[[], None], Path]]:
-    """A control group with a limit; what is yielded puts the calling process into it."""
+    """Create a control group with a limit. Yield a function that moves the calling process into it, and its path."""
     group = CGROUPS / f"neuronpipe-bench-{os.getpid()}"
     try:
         group.mkdir()

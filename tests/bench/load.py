@@ -1,12 +1,12 @@
-"""Many streams at once through a gateway: what the run makes for 64 of them and for 4, and what two clients get each.
+"""Many streams at once through a gateway: the throughput of 64 and of 4, and fairness between two clients.
 
     python -m tests.bench.load [PACKAGE] [--streams 4 64] [--seconds 20] [--rounds 3] [OPTIONS of serve]
 
-A stream asks for one text after the other, each with a prompt of its own, and its tokens count from when all streams
-have had one. Rounds take turns, so that a change of the machine's mood meets all numbers of streams. For fairness a
-client with 48 streams of long texts and one with 16 of short ones, each with a key of its own, ask at the same time.
-Asserts nothing; errors are counted. Nothing else may run meanwhile; the streams are read in this process, whose
-processor time stands beside that of the gateway and the coordinator.
+A stream sends one request after the other, each with its own prompt; tokens count once all streams have had one. Rounds
+take turns, so that a drift of the machine affects all numbers of streams. For fairness a client with 48 streams of long
+answers and one with 16 of short ones, each with its own key, run at the same time. It asserts nothing; errors are
+counted. Nothing else may run meanwhile. The streams are read in this process, whose processor time is printed next to
+that of the gateway and the coordinator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WATCHED = ("gateway", "coordinator")
 
 @dataclasses.dataclass
 class Client:
-    """Streams that send the same key. What is counted: tokens, texts, errors, waits for a text's first token."""
+    """Streams with the same key, and their counters: tokens, answers, errors, times to first token."""
 
     key: str
     streams: int
@@ -42,7 +42,7 @@ class Client:
 
 
 class Load:
-    """One measurement of all its clients' streams."""
+    """A measurement of the streams of all clients."""
 
     def __init__(self, server: Server, clients: Sequence[Client]) -> None:
         self._server, self._clients = server, clients
@@ -51,8 +51,8 @@ class Load:
         self._all_begun = asyncio.Event()
 
     async def run(self, seconds: float) -> tuple[float, dict[str, float]]:
-        """Ask for `seconds` from when every stream has had a token. Returns how long it was, and the processor time of
-        each process in it."""
+        """Run for `seconds` once every stream has had a token. Return the real duration and the processor time of each
+        process."""
         streams = [asyncio.create_task(self._ask(client)) for client in self._clients for _ in range(client.streams)]
         await self._all_begun.wait()
         for client in self._clients:
@@ -80,7 +80,7 @@ class Load:
                 await asyncio.sleep(0.1)
 
     async def _text(self, client: Client):  # type: ignore[no-untyped-def]
-        """One text; yields at each token."""
+        """Send one request and yield at each token."""
         number = next(self._numbers)
         body = {
             "prompt": PROMPTS[number % len(PROMPTS)] + f"# {number}\n",
@@ -111,7 +111,7 @@ class Load:
 
 
 def busy_s(server: Server) -> dict[str, float]:
-    """Processor time so far, by process."""
+    """Return the processor time so far by process."""
     processes = {role: psutil.Process(server.run.pid(role)) for role in WATCHED} | {"bench": psutil.Process()}
     return {role: sum(process.cpu_times()[:2]) for role, process in processes.items()}
 
@@ -123,20 +123,22 @@ def throughput(server: Server, counts: Sequence[int], tokens: int, seconds: floa
         client = Client("one", count, tokens)
         took_s, busy = asyncio.run(Load(server, [client]).run(seconds))
         speeds[count].append(client.tokens / took_s)
-        each = ", ".join(f"{role} {1000 * one / max(1, client.tokens):.3f}" for role, one in busy.items())
+        each = ", ".join(
+            f"{role} {1000 * role_busy_s / max(1, client.tokens):.3f}" for role, role_busy_s in busy.items()
+        )
         wait_ms = 1000 * statistics.median(client.waits_s or [0.0])
         print(
             f"round {number + 1}, {count:>3} streams: {speeds[count][-1]:>7.1f} tokens/s, {client.texts} texts, "
             f"first token after {wait_ms:.0f} ms, {len(client.errors)} errors {client.errors[:1]}; "
             f"processor ms a token: {each}"
         )
-    medians = {count: statistics.median(found) for count, found in speeds.items()}
+    medians = {count: statistics.median(rates) for count, rates in speeds.items()}
     for count in counts[1:]:
         print(f"{count} streams: {100 * medians[count] / medians[counts[0]]:.1f} % of the throughput of {counts[0]}")
 
 
 def fairness(server: Server, tokens: int, seconds: float, rounds: int) -> None:
-    """Print what two clients get that ask for different things."""
+    """Print the tokens of two clients with different numbers of streams and lengths of answers."""
     ratios = []
     for number in range(rounds):
         many, few = Client("many", 48, 4 * tokens), Client("few", 16, tokens)
@@ -148,7 +150,7 @@ def fairness(server: Server, tokens: int, seconds: float, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure throughput and fairness on a run of `serve`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="*", help="of `serve`; the demo if none")
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 64])

@@ -1,12 +1,11 @@
-"""What monitors cost: the same text with none, with one that reads, and with ten that never do, in turns, on the demo.
+"""The cost of monitors: the same request with none, with one that reads, and with ten that never do, on the demo.
 
     python -m tests.bench.monitors [--tokens 400] [--rounds 12]
 
-The one that reads is `neuronpipe watch --json`. The ten subscribe anew in each round, so that their queues fill while
-the text is made, and read nothing. A ratio is the median over the rounds of tokens/s beside those of the same round
-without monitors. Processor time and memory are the coordinator's alone; memory before the first round and after the
-last. Every text must have the same tokens. Not a test otherwise: it asserts nothing about speed. Nothing else may run
-meanwhile.
+The monitor that reads is `neuronpipe watch --json`. The ten subscribe in each round and read nothing, so that their
+queues fill while tokens are generated. A ratio is the median over the rounds of tokens/s relative to the same round
+without monitors. Processor time and memory are the coordinator's; memory before the first round and after the last. All
+tokens must be equal. It asserts nothing about speed. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -37,49 +36,51 @@ Watched = Callable[[Run], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def nobody(run: Run) -> Iterator[None]:
-    """No monitor."""
+def no_monitor(run: Run) -> Iterator[None]:
+    """Run without any monitor attached."""
     yield
 
 
 @contextlib.contextmanager
 def one_that_reads(run: Run) -> Iterator[None]:
-    """A monitor as people start it."""
-    with tempfile.TemporaryFile() as said:
-        process = run.shell.start("watch", "--json", "--run", run.path, stdout=said)
-        assert eventually(lambda: os.fstat(said.fileno()).st_size)
+    """Run with a monitor as users start it."""
+    with tempfile.TemporaryFile() as output:
+        process = run.shell.start("watch", "--json", "--run", run.path, stdout=output)
+        assert eventually(lambda: os.fstat(output.fileno()).st_size)
         yield
         process.terminate()
         process.communicate()
 
 
 @contextlib.contextmanager
-def ten_stuck(run: Run) -> Iterator[None]:
-    """Subscribers that never read."""
+def ten_that_never_read(run: Run) -> Iterator[None]:
+    """Run with subscribers that never read."""
     endpoint = RunDirectory(run.path).endpoint(EVENTS)
     with open_context() as context:
-        there = [Subscriber(context, EVENTS, endpoint) for _ in range(STUCK)]
-        assert eventually(lambda: all(one.receive(1000) is not None for one in there))  # the beat of some process
+        subscribers = [Subscriber(context, EVENTS, endpoint) for _ in range(STUCK)]
+        assert eventually(
+            lambda: all(subscriber.receive(1000) is not None for subscriber in subscribers)
+        )  # any heartbeat
         yield
 
 
-CASES: dict[str, Watched] = {"none": nobody, "one that reads": one_that_reads, "ten stuck": ten_stuck}
+CASES: dict[str, Watched] = {"none": no_monitor, "one that reads": one_that_reads, "ten stuck": ten_that_never_read}
 
 
 def tokens_per_s(run: Run, tokens: int, expected: list[int]) -> float:
-    """From the first token to the last, as a client sees them."""
+    """Return the speed from the first token to the last, as a client sees them."""
     times: list[float] = []
 
-    def seen(token: Token) -> None:
+    def note_time(token: Token) -> None:
         times.append(time.perf_counter())
 
-    if run.ask(PROMPT, tokens, seen, ignore_end=True)["token_ids"] != expected:
+    if run.ask(PROMPT, tokens, note_time, ignore_end=True)["token_ids"] != expected:
         sys.exit("a text has other tokens while it is watched")
     return (tokens - 1) / (times[-1] - times[0])
 
 
 def measure(run: Run, tokens: int, rounds: int) -> None:
-    """Print the cases side by side."""
+    """Print tokens/s and costs of each case."""
     expected = run.ask(PROMPT, tokens, ignore_end=True)["token_ids"]
     coordinator = psutil.Process(run.pid("coordinator"))
     before_bytes = coordinator.memory_info().rss
@@ -104,7 +105,7 @@ def measure(run: Run, tokens: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure on a run of the package."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=12)

@@ -1,10 +1,10 @@
-"""What a process takes that computes prompts' products by a runtime, against what the plan counts for it.
+"""The memory of a process that computes prompts' products by a runtime, measured and planned.
 
     python -m tests.bench.npu_memory PACKAGE cpu|qnn-emulated TOKENS
 
-One JSON line: bytes measured, from before numpy is imported to the most that there ever was (what other processes share
-counts by its share), and bytes planned. Products of every kind are computed, neurons in three, in all lengths of
-graphs, from weights that are all alike; so a package's neurons are not read.
+Prints a JSON line: measured bytes, from before numpy is imported to the peak (proportional set size), and planned
+bytes. Products of every kind are computed, neurons in three, in all lengths of graphs, from equal weights, so that a
+package's neurons are not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KIB = 1024
 
 
 def measure(manifest: Manifest, provider: str, tokens: int) -> dict[str, int]:
-    """The report."""
+    """Return the measured and the planned bytes."""
     neurons = product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
     before = _pss_bytes()
 
@@ -58,14 +58,14 @@ def measure(manifest: Manifest, provider: str, tokens: int) -> dict[str, int]:
                 product.outputs = ffi.cast("float *", ffi.from_buffer(outputs))
                 products(participant, product)  # type: ignore[arg-type]
         products.end()
-    # The most that was ever resident, less what others share.
+    # The peak resident size, less what other processes share.
     peak = _status_bytes("VmHWM") - (_status_bytes("VmRSS") - _pss_bytes())
     planned = runtime_bytes(manifest, f"onnx:{provider}", neurons=neurons, tokens=tokens)
     return {"measured_bytes": peak - before, "planned_bytes": planned}
 
 
 class _Participant:
-    """Has rows that are all the same, of the products that are wanted, in their order."""
+    """A fake participant that hands out equal rows for the products in order."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._type, self._kept = TYPES[manifest.quantization], []  # type: tuple[int, list[Any]]

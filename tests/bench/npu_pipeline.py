@@ -1,9 +1,9 @@
-"""What part of a prompt a neural processor waits for rows of weights, with a device that takes a phone's time.
+"""The share of a prompt's time that an emulated NPU with a phone's timing waits for rows of weights.
 
     python -m tests.bench.npu_pipeline PACKAGE DEVICE [OPTION OF up ...]
 
-One JSON line for each repetition: the counters of the prompt's steps, and the share of the time that the device, free
-and asked for a product, had no rows for it. DEVICE: one that plans/lab/simulate knows.
+Prints a JSON line for each repetition: the counters of the prompt's steps, and the share of the time in which the
+device was free and had a product to compute, but no rows. DEVICE: a device of plans/lab/simulate.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.pipeline import Run, Shell
 
 REPETITIONS = 5
 PROMPT_TOKENS = 512
-SHOWN = ("ms", "graphs_ms", "rows_wait_ms", "rows_ready", "rows_late", "flash_ms", "read_bytes", "steps")
+FIGURES = ("ms", "graphs_ms", "rows_wait_ms", "rows_ready", "rows_late", "flash_ms", "read_bytes", "steps")
 
 
 def main(package: Path, device: str, options: list[str]) -> None:
-    """Print the lines."""
+    """Run the prompts and print a line for each."""
     phone = read_device(device)
     os.environ[DEVICE] = f"{phone.npu_tflop_per_s.value},{phone.npu_start_us.value}"
     prompt = [1 + n % 400 for n in range(PROMPT_TOKENS)]
@@ -37,18 +37,18 @@ def main(package: Path, device: str, options: list[str]) -> None:
         shell = Shell(Path(folder))
         with shell.up(package, *words, cwd=Path(__file__).parents[2]) as run:
             for repetition in range(REPETITIONS):
-                prompt[0] = 1 + repetition  # nothing of it is kept from the time before
+                prompt[0] = 1 + repetition  # so that nothing of the last prompt is reused
                 cost = prefill_figures(run, prompt)
                 waits = {"wait_share": round(cost["rows_wait_ms"] / cost["ms"], 4)}
-                print(json.dumps(waits | {name: round(cost[name], 3) for name in SHOWN}), flush=True)
+                print(json.dumps(waits | {name: round(cost[name], 3) for name in FIGURES}), flush=True)
         shell.end()
 
 
 def prefill_figures(run: Run, prompt: list[int]) -> dict[str, float]:
-    """The figures of a prompt's steps."""
+    """Return the figures of a prompt's steps."""
     ask = Generate(request="test", tokens=tuple(prompt), max_tokens=1, temperature=0.0, share_prefix=False)
     with attach(run.path) as client:
-        return next(one.prefill for one in client.request(ask) if isinstance(one, Finished))
+        return next(message.prefill for message in client.request(ask) if isinstance(message, Finished))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""llama.cpp on a shape twin, and what this machine's memory and disk can do, measured side by side.
+"""llama.cpp on the GGUF counterpart of a shape, and the limits of this machine's memory and disk.
 
-    python tests/bench/peers.py --llama DIR --twin FILE [--parts memory,prefill,limited,disk] [--limit BYTES] [--json]
+    python tests/bench/peers.py --llama DIR --gguf FILE [--parts memory,prefill,limited,disk] [--limit BYTES] [--json]
 
-DIR holds a built llama.cpp (README.md says how), FILE is a GGUF file such as `neuronpipe synth --gguf` writes, of a
-mixture or not. Nothing else may run meanwhile. Not a test: it asserts nothing, but that memory limits hold.
+DIR holds a built llama.cpp (see README.md), FILE is a GGUF file such as `neuronpipe synth --gguf` writes. Nothing else
+may run meanwhile. It asserts nothing but that memory limits hold.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from neuronpipe.native import ffi, lib
 PARTS = ("memory", "prefill", "limited", "disk")
 GB = 1e9
 LIMITED_PROMPT_TOKENS = 128
-LIMIT_BYTES = 2_600_000_000  # about half of the feed-forward weights of a 7B twin do not fit
+LIMIT_BYTES = 2_600_000_000  # about half of the feed-forward weights of a 7B do not fit
 
 
 def machine() -> dict[str, Any]:
-    """What kind of machine this is, without its name."""
+    """Describe the machine without its name."""
     return {
         "processor": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -40,40 +40,42 @@ def machine() -> dict[str, Any]:
 
 
 def measure(
-    parts: list[str], program: Path, twin: Path, *, limits_bytes: list[int], tokens: int, repeats: int
+    parts: list[str], program: Path, gguf: Path, *, limits_bytes: list[int], tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """All parts asked for, in the order that keeps figures to be compared next to each other. tokens, repeats: of what
-    runs under a limit."""
-    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    """Measure the requested parts, in an order that keeps comparable figures close in time.
+
+    tokens, repeats: of the runs under a limit.
+    """
+    report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
     if "memory" in parts:
-        found["dram"] = dram.measure(rounds=5)
-        found["decode"] = llama.in_memory(program, twin, prompt_tokens=[], tokens=64, repeats=5)
+        report["dram"] = dram.measure(rounds=5)
+        report["decode"] = llama.in_memory(program, gguf, prompt_tokens=[], tokens=64, repeats=5)
     if "prefill" in parts:
-        found["prefill"] = [
-            *llama.in_memory(program, twin, prompt_tokens=[128], tokens=0, repeats=3),
-            *llama.in_memory(program, twin, prompt_tokens=[512], tokens=0, repeats=3),
+        report["prefill"] = [
+            *llama.in_memory(program, gguf, prompt_tokens=[128], tokens=0, repeats=3),
+            *llama.in_memory(program, gguf, prompt_tokens=[512], tokens=0, repeats=3),
         ]
     if "limited" in parts:
-        found["limited"] = [
+        report["limited"] = [
             llama.under_limit(
-                program, twin, limit_bytes=limit_bytes, prompt_tokens=prompt_tokens, tokens=tokens, repeats=repeats
+                program, gguf, limit_bytes=limit_bytes, prompt_tokens=prompt_tokens, tokens=tokens, repeats=repeats
             )
             for limit_bytes in limits_bytes
             for prompt_tokens in (LIMITED_PROMPT_TOKENS, 0)
         ]
     if "disk" in parts:
-        found["disk"] = disk.measure(twin, rounds=3, point_s=1)
-    return found
+        report["disk"] = disk.measure(gguf, rounds=3, point_s=1)
+    return report
 
 
-def tables(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    kind = found["machine"]
+def tables(report: dict[str, Any]) -> str:
+    """Return the figures as Markdown tables."""
+    kind = report["machine"]
     lines = [
-        f"{found['date']}: {kind['cores']} {kind['processor']} cores ({kind['instruction_sets']}), "
+        f"{report['date']}: {kind['cores']} {kind['processor']} cores ({kind['instruction_sets']}), "
         f"{kind['memory_bytes'] / 2**30:.0f} GiB, Linux {kind['kernel']}"
     ]
-    if rows := [row for part in ("decode", "prefill", "limited") for row in found.get(part, [])]:
+    if rows := [row for part in ("decode", "prefill", "limited") for row in report.get(part, [])]:
         lines += [
             "",
             "| llama.cpp | tokens/s, median (range) | seconds | repack | limit | disk bytes per token |",
@@ -86,18 +88,18 @@ def tables(found: dict[str, Any]) -> str:
         repack = "on" if row["repack"] else "off"
         rate = f"{row['tokens_per_s']:.3g} ({spread})"
         lines.append(f"| {row['test']} | {rate} | {row['seconds']:.3g} | {repack} | {limit} | {flash} |")
-    if "dram" in found:
-        lines += ["", *dram_table(found["dram"])]
-    if "disk" in found:
+    if "dram" in report:
+        lines += ["", *dram_table(report["dram"])]
+    if "disk" in report:
         lines += ["", "| KiB | depth | fio MB/s | reader MB/s | ratio |", "|---|---|---|---|---|"]
-    for row in found.get("disk", []):
+    for row in report.get("disk", []):
         rates = f"{row['fio_bytes_per_s'] / 1e6:.0f} | {row['reader_bytes_per_s'] / 1e6:.0f}"
         lines.append(f"| {row['request_bytes'] // 1024} | {row['depth']} | {rates} | {row['ratio']:.2f} |")
     return "\n".join(lines)
 
 
 def dram_table(rows: list[dict[str, Any]]) -> list[str]:
-    """One line per kind of piece, one column per mapping and number of threads: GB/s without and with prefetch."""
+    """Return a line per piece size and a column per mapping and threads: GB/s without and with prefetch."""
     cells: dict[int, dict[tuple[str, int], list[str]]] = {}
     for row in rows:
         line = cells.setdefault(row["piece_bytes"], {})
@@ -112,10 +114,12 @@ def dram_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the parts and print tables or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--llama", type=Path, required=True, help="build directory of llama.cpp")
-    parser.add_argument("--twin", type=Path, required=True, help="GGUF file; also the file that disk reads fall on")
+    parser.add_argument(
+        "--gguf", "--twin", type=Path, required=True, help="GGUF file; also the file that disk reads fall on"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
     parser.add_argument(
         "--limit",
@@ -131,15 +135,15 @@ def main() -> None:
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    found = measure(
+    report = measure(
         parts,
         options.llama / "bin" / "llama-bench",
-        options.twin,
+        options.gguf,
         limits_bytes=options.limit or [LIMIT_BYTES],
         tokens=options.tokens,
         repeats=options.repeats,
     )
-    print(json.dumps(found, indent=1) if options.json else tables(found))
+    print(json.dumps(report, indent=1) if options.json else tables(report))
 
 
 if __name__ == "__main__":

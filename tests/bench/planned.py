@@ -1,11 +1,37 @@
-"""Planned beside measured, over a grid: `neuronpipe bench` with 40, 50, 60, 75 and 100 % resident, exact and predicted,
-one and two workers, one text and four at once.
+"""Planned and measured figures over a grid: `neuronpipe bench` with 40, 50, 60, 75 and 100 % resident, exact and
+predicted, one and two workers, one and four sequences.
 
     python tests/bench/planned.py [PACKAGE] [--rows FILE.jsonl] [--subset resident=50,mode=predicted] [--tests tg128]
 
-Each cell is a `bench` of its own, and a line of the file as soon as it is measured. Started again with the same file,
-package and options it measures what is missing, so it may be interrupted at any time. --table prints what the file has
+Each cell is a `bench` of its own, appended to the file when it is measured. Started again with the same file, package
+and options it measures the missing and the refused cells, so it may be interrupted at any time. --table prints a file
 and measures nothing. Not a test: it asserts nothing. Nothing else may run meanwhile.
+
+`planned` has the keys of the measured row, computed by plans/cost/token_time.py for its mode, workers, sequences,
+prompt and the position in the middle of the decoded tokens. `error` is (planned - measured) / measured, null where zero
+was measured and not planned. A key is absent where the plan has no such figure or the device was not measured.
+
+    key                       measured                                    planned
+    tokens_per_s              median of the repetitions; of several       sequences over the time of a step; with a
+                              sequences, all tokens while all are decoded prompt, all tokens over the time of both
+    prefill_tokens_per_s      tokens of the prompt over the time to first each weight that a token of the chunk wants,
+                              token, median                               once, and flash beyond that
+    first_token_ms            of the first request, with a cold cache     from a cache with the hottest neurons
+    miss_rate                 cluster parts absent when first looked up,  the same; 0 for prompts
+                              over looked up parts
+    flash_reads_per_token,    the loader's reads during the steps, gaps   parts that miss, joined where all of a
+    flash_bytes_per_token     and prefetches included                     feed-forward come in order
+    dram_bytes_per_token      matrices once a step; gates once a step if  the same
+                              all are computed; other rows once a token;
+                              keys and values within the window
+    exposed_io_share          waiting of workers for flash over the time  flash time that computing does not hide
+                              of the tokens, mean over workers
+    peak_memory_bytes         proportional set size of the whole run      the plan's budget
+
+Predicted mode looks up the clusters that the predictor names; a cluster whose gate is absent misses once. Exact and
+thresholded mode look up all gates (of chosen experts), and up and down of clusters that fired. The few gates that were
+not looked up ahead (the first block window of a step) are taken to miss as often. `late_rate` is the share that was
+still absent when it was needed.
 """
 
 from __future__ import annotations
@@ -36,20 +62,20 @@ from neuronpipe.protocol.errors import UserError  # noqa: E402
 from tests.bench.ablations import bench  # noqa: E402
 
 Row = dict[str, Any]
-Asked = dict[str, Any]
-"""What makes a line the answer to a cell: the cell, the package and how it was measured."""
+CellKey = dict[str, Any]
+"""The identity of a cell: its place in the grid, the package and the options of the measurement."""
 
 GRID: dict[str, tuple[Any, ...]] = {
     "batch": (1, 4),
     "workers": (2, 1),
     "mode": ("predicted", "exact"),
-    "resident": (50, 100, 75, 60, 40),  # percent, in the order in which they tell most
+    "resident": (50, 100, 75, 60, 40),  # percent, the most informative first
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A column of the table. target: what error is within the target."""
+    """A column of the table. target: returns True if an error is within the target."""
 
     name: str
     title: str
@@ -62,7 +88,7 @@ QUANTITIES = (
     Quantity("tokens_per_s", "tokens/s", show_number, lambda e: abs(e) <= 0.1, "within 10 %"),
     Quantity("miss_rate", "misses", "{:.1%}".format, lambda e: abs(e) <= 0.15, "within 15 %"),
     Quantity("flash_bytes_per_token", "flash a token", show_bytes, lambda e: abs(e) <= 0.15, "within 15 %"),
-    # A limit that is kept by chance is none: no more may be measured than was planned.
+    # Memory must never exceed the plan.
     Quantity(
         "peak_memory_bytes", "peak memory", show_bytes, lambda e: 0 <= e <= 0.03, "within 3 % and never above the plan"
     ),
@@ -71,16 +97,16 @@ QUANTITIES = (
 
 # ---- cells ---------------------------------------------------------------------------------------------------
 def cells(subset: dict[str, tuple[str, ...]], *, predictor: bool) -> list[Row]:
-    """Those of the grid that the subset names, in the order of measuring. Predicted mode needs a predictor."""
-    found: list[Row] = [{}]
+    """Return the cells of a subset of the grid in the order of measuring. Predicted mode needs a predictor."""
+    cells_so_far: list[Row] = [{}]
     for name, values in GRID.items():
-        wanted = [value for value in values if name not in subset or str(value) in subset[name]]
-        found = [{**cell, name: value} for cell in found for value in wanted]
-    return [cell for cell in found if predictor or cell["mode"] != "predicted"]
+        subset_values = [value for value in values if name not in subset or str(value) in subset[name]]
+        cells_so_far = [{**cell, name: value} for cell in cells_so_far for value in subset_values]
+    return [cell for cell in cells_so_far if predictor or cell["mode"] != "predicted"]
 
 
 def parse_subset(text: str) -> dict[str, tuple[str, ...]]:
-    """`resident=50+75,mode=exact`. For argparse: raises ArgumentTypeError."""
+    """Parse a subset such as `resident=50+75,mode=exact`. Raises ArgumentTypeError."""
     subset = {}
     for word in text.split(","):
         name, _, values = (part.strip() for part in word.partition("="))
@@ -94,77 +120,75 @@ def parse_subset(text: str) -> dict[str, tuple[str, ...]]:
     return subset
 
 
-def words_of(asked: Asked) -> tuple[str, ...]:
-    """What a cell adds to `neuronpipe bench PACKAGE`."""
-    words = ["--ffn-resident", f"{asked['resident']}%", "--mode", asked["mode"]]
+def bench_words(key: CellKey) -> tuple[str, ...]:
+    """Return the options of `neuronpipe bench` for a cell."""
+    words = ["--ffn-resident", f"{key['resident']}%", "--mode", key["mode"]]
     for name in ("workers", "batch", "tests", "repetitions", "context", "workload"):
-        if asked[name] is not None:
-            words += [f"--{name}", str(asked[name])]
+        if key[name] is not None:
+            words += [f"--{name}", str(key[name])]
     return tuple(words)
 
 
 # ---- the file ------------------------------------------------------------------------------------------------
 def read_lines(file: Path) -> list[Row]:
-    """The lines of an earlier run. The last one may be cut off, where it was interrupted: it is left out. Raises
-    UserError naming another that is none."""
+    """Return the lines of a file, without a last one that was cut off. Raises UserError for any other invalid line."""
     if not file.exists():
         return []
-    found = []
+    complete_lines = []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
-            found.append({"asked": dict(line["asked"]), "row": line["row"], "refused": line["refused"]})
+            complete_lines.append({"asked": dict(line["asked"]), "row": line["row"], "refused": line["refused"]})
         except (ValueError, KeyError, TypeError):
             if number == len(lines) and not text.endswith("\n"):
-                return found
+                return complete_lines
             raise UserError(f"{file}: line {number}: not a line that this program wrote; take another --rows") from None
-    return found
+    return complete_lines
 
 
-def add_line(file: Path, asked: Asked, result: list[Row] | str) -> Row:
-    """Append one cell's outcome, whole or not at all."""
+def add_line(file: Path, key: CellKey, result: list[Row] | str) -> Row:
+    """Append a cell's row, or the reason why `bench` refused it."""
     row, refused = (None, result) if isinstance(result, str) else (result[0], None)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    kept = file.read_bytes() if file.exists() else b""
-    if kept and not kept.endswith(b"\n"):  # a line that was cut off
-        file.write_bytes(kept[: kept.rfind(b"\n") + 1])
-    line = {"asked": asked, "row": row, "refused": refused, "measured_at": now}
+    content = file.read_bytes() if file.exists() else b""
+    if content and not content.endswith(b"\n"):  # a line that was cut off
+        file.write_bytes(content[: content.rfind(b"\n") + 1])
+    line = {"asked": key, "row": row, "refused": refused, "measured_at": now}
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(line) + "\n")
     return line
 
 
-def done_cell(lines: Iterable[Row], asked: Asked) -> Row | None:
-    """The last line that answers this; a refusal is asked again, it may have been a mishap."""
-    answers = [line for line in lines if line["asked"] == asked and line["row"] is not None]
+def done_cell(lines: Iterable[Row], key: CellKey) -> Row | None:
+    """Return the last measured line of a cell. A refused cell is measured again."""
+    answers = [line for line in lines if line["asked"] == key and line["row"] is not None]
     return answers[-1] if answers else None
 
 
 # ---- the table -----------------------------------------------------------------------------------------------
 def markdown(lines: Iterable[Row]) -> str:
-    """Planned / measured and the error of every cell that is there, in the grid's natural order, and how many errors
-    are within the target."""
+    """Return the table of planned / measured and errors in the grid's order, and the numbers within the targets."""
     last = {json.dumps(line["asked"], sort_keys=True): line for line in lines}
     ordered = sorted(
         last.values(), key=lambda line: [line["asked"][name] for name in ("mode", "workers", "batch", "resident")]
     )
-    heads = ["resident", "mode", "workers", "texts", "disk, MB/s before, after"]
+    heads = ["resident", "mode", "workers", "sequences", "disk, MB/s before, after"]
     for quantity in QUANTITIES:
         heads += [f"{quantity.title}, planned / measured", "error"]
-    shown = [table_line(heads), "|---" * len(heads) + "|"]
+    table_lines = [table_line(heads), "|---" * len(heads) + "|"]
     for line in ordered:
-        asked, row = line["asked"], line["row"]
-        cell = [f"{asked['resident']} %", asked["mode"], str(asked["workers"]), str(asked["batch"])]
+        key, row = line["asked"], line["row"]
+        cell = [f"{key['resident']} %", key["mode"], str(key["workers"]), str(key["batch"])]
         cell.append(", ".join(f"{speed:.0f}" for speed in (row or {}).get("flash_mb_per_s", ())) or "-")
         for quantity in QUANTITIES:
             cell += ["refused", "-"] if row is None else _figures(quantity, row)
-        shown.append(table_line(cell))
+        table_lines.append(table_line(cell))
     rows = [line["row"] for line in ordered if line["row"] is not None]
-    shown += ["", *(_summary(quantity, rows) for quantity in QUANTITIES)]
+    table_lines += ["", *(_summary(quantity, rows) for quantity in QUANTITIES)]
     refused = [line for line in ordered if line["row"] is None]
-    shown += [f"- refused: {' '.join(words_of(line['asked']))}: {line['refused']}" for line in refused]
-    return "\n".join(shown) + "\n"
+    table_lines += [f"- refused: {' '.join(bench_words(line['asked']))}: {line['refused']}" for line in refused]
+    return "\n".join(table_lines) + "\n"
 
 
 def _figures(quantity: Quantity, row: Row) -> list[str]:
@@ -191,7 +215,7 @@ def table_line(cells: Iterable[str]) -> str:
 
 # ---- the disk -----------------------------------------------------------------------------------------------
 def measured_flash_mb_per_s(package: Path) -> float:
-    """Measure flash again, for the plans that follow; the speed of random reads of 8 KiB, 32 under way."""
+    """Measure flash again, for the plans that follow. Return the speed of random reads of 8 KiB at depth 32."""
     words = [str(ROOT / "launch" / "neuronpipe"), "profile", "device", str(package), "--flash", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -205,17 +229,19 @@ def measured_flash_mb_per_s(package: Path) -> float:
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------
-def measure(package: Path, file: Path, wanted: list[Asked], *, refresh: bool = False) -> None:
-    """What of these cells the file does not have yet. refresh: flash is measured before each cell that reads it, and
-    after, so that its row says how much the disk changed meanwhile."""
+def measure(package: Path, file: Path, keys: list[CellKey], *, refresh: bool = False) -> None:
+    """Measure the cells that the file does not have.
+
+    refresh: measure flash before and after each cell that reads it, so that its row shows how the disk changed.
+    """
     lines = read_lines(file)
     before: float | None = None
-    for number, asked in enumerate(wanted, 1):
-        if done_cell(lines, asked) is not None:
+    for number, key in enumerate(keys, 1):
+        if done_cell(lines, key) is not None:
             continue
-        words = words_of(asked)
-        print(f"{number} of {len(wanted)}: {' '.join(words)} ...", file=sys.stderr, flush=True)
-        reads = refresh and asked["resident"] < 100
+        words = bench_words(key)
+        print(f"{number} of {len(keys)}: {' '.join(words)} ...", file=sys.stderr, flush=True)
+        reads = refresh and key["resident"] < 100
         if reads and before is None:
             before = measured_flash_mb_per_s(package)
         result = bench(package, words)
@@ -223,7 +249,7 @@ def measure(package: Path, file: Path, wanted: list[Asked], *, refresh: bool = F
             after = measured_flash_mb_per_s(package)
             result[0]["flash_mb_per_s"] = [before, after]
             before = after
-        line = add_line(file, asked, result)
+        line = add_line(file, key, result)
         if line["refused"] is not None:
             print(f"refused: {line['refused']}", file=sys.stderr)
 
@@ -244,21 +270,21 @@ def main() -> None:
         "--refresh-flash", action="store_true", help="measure flash before each cell; the profile must be there"
     )
     parser.add_argument("--table", action="store_true", help="print what the file has and measure nothing")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the `bench` under way as well
     try:
-        manifest = Package.open(given.package).manifest
-        file = given.rows or Path(f"planned-{given.package.resolve().name}.jsonl")
-        shared = {name: getattr(given, name) for name in ("tests", "repetitions", "context", "workload")}
-        found = cells(given.subset, predictor=manifest.predictor is not None)
-        wanted = [{**cell, **shared, "package": manifest.id} for cell in found]
+        manifest = Package.open(arguments.package).manifest
+        file = arguments.rows or Path(f"planned-{arguments.package.resolve().name}.jsonl")
+        shared = {name: getattr(arguments, name) for name in ("tests", "repetitions", "context", "workload")}
+        grid = cells(arguments.subset, predictor=manifest.predictor is not None)
+        keys = [{**cell, **shared, "package": manifest.id} for cell in grid]
         try:
-            if not given.table:
-                measure(given.package, file, wanted, refresh=given.refresh_flash)
+            if not arguments.table:
+                measure(arguments.package, file, keys, refresh=arguments.refresh_flash)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
         lines = read_lines(file)
-        print(markdown(line for line in lines if given.table or line["asked"] in wanted), end="")
+        print(markdown(line for line in lines if arguments.table or line["asked"] in keys), end="")
     except UserError as error:
         sys.exit(f"planned.py: {error}")
 

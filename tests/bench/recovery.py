@@ -1,9 +1,9 @@
-"""How soon after a kill the text goes on: a process of a role is killed in the middle of a generation, again and again.
+"""The time to the next token after a process of a role is killed during generation, repeated.
 
     python tests/bench/recovery.py [--kills N] [--roles decode,loader,cache,prefill,coordinator] [PACKAGE] [--json]
 
-Counted from the kill to the next token that a client sees. The tokens are compared with those of an undisturbed text.
-Not a test: it asserts nothing about time.
+The time is from the kill to the next token that a client receives. Tokens must equal those of an undisturbed run. It
+asserts nothing about time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ APART_S = 7.0  # a run ends when a process dies more than 5 times within 30 s
 
 
 def measure(run: Run, role: str, kills: int, expected: list[int]) -> list[float]:
-    """Milliseconds from each kill to the next token."""
+    """Return the milliseconds from each kill to the next token."""
     draw = random.Random(role)
     took = []
     with Generations(asking(run, PROMPT, TOKENS), expected) as generations:

@@ -51,8 +51,8 @@ def index(results: Path = RESULTS) -> str:
     linked_files = {row["file"] for row in rows} | {INDEX.name}
     unlinked = sorted(path for path in results.glob("*.md") if path.name not in linked_files)
     titles = [f"- [{path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}]({path.name})" for path in unlinked]
-    other = "\nOther results:\n\n" + "\n".join(titles) + "\n" if titles else ""
-    return HEAD + "\n".join(lines) + "\n" + other
+    unlinked_text = "\nOther results:\n\n" + "\n".join(titles) + "\n" if titles else ""
+    return HEAD + "\n".join(lines) + "\n" + unlinked_text
 
 
 def main() -> int:

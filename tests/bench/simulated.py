@@ -1,11 +1,11 @@
-"""The simulator beside real runs on this machine: `neuronpipe bench` of a package, and the same texts simulated under
+"""The simulator and real runs on this machine: `neuronpipe bench` of a package, and the same sequences simulated under
 the same plan, with the services' own cache and the planner's costs.
 
     python tests/bench/simulated.py PACKAGE [--resident 50+75+100] [--mode predicted+exact] [--tests tg64]
 
-Prints a line of JSON for each cell as soon as it is there, then a Markdown table. The texts are those that `bench`
-takes, recorded by the reference engine (a second for a token of a 7B). Times count only on a quiet machine with a
-device profile (`neuronpipe profile device PACKAGE`); misses do not depend on either. Not a test: it asserts nothing.
+Prints a JSON line for each cell when it is done, then a Markdown table. The sequences are those of `bench`, recorded by
+the reference engine (a second for a token of a 7B). Times count only on a quiet machine with a device profile
+(`neuronpipe profile device PACKAGE`); misses depend on neither. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402
 
-SHOWN = {
+FIGURES = {
     "tokens_per_s": show_number,
     "miss_rate": "{:.2%}".format,
     "flash_bytes_per_token": show_bytes,
@@ -49,62 +49,67 @@ SHOWN = {
     "dram_bytes_per_token": show_bytes,
     "exposed_io_share": "{:.0%}".format,
 }
-"""Columns: names of a row of `bench`, and how they are shown."""
+"""The columns: keys of a row of `bench`, and their formatting."""
 
 
 def simulated_row(result: Result) -> dict[str, float]:
-    """The figures that a row of `bench` has as well."""
-    row = {name: float(getattr(result, name)) for name in SHOWN if hasattr(result, name)}
+    """Return the figures that a row of `bench` has as well."""
+    row = {name: float(getattr(result, name)) for name in FIGURES if hasattr(result, name)}
     return row | {"exposed_io_share": result.exposed_io}
 
 
 def sequences_of(
     package: Package, mode: Mode, case: Case, repetitions: int, preset: str | None
 ) -> list[SequenceDemand]:
-    """The warm-up's text and those of the repetitions, as `bench` asks for them: a prompt in one step, then tokens. Of
-    a synthetic package the answer is known, it goes on as the prompt did."""
+    """Record the sequences of the warm-up and of the repetitions of `bench`: a prompt in one step, then tokens.
+
+    A synthetic package's answer is known: it continues the prompt.
+    """
     prompts, length = Prompts(package, preset), case.prompt_tokens + case.decode_tokens
-    texts = []
+    sequences = []
     for number in range(repetitions + 1):
         tokens = prompts.take(number, length, length)
         _, steps = record(package, mode, tokens, f"text {number}").by_cluster()
         prompt = [_together(layers) for layers in zip(*steps[: case.prompt_tokens], strict=True)]
-        texts.append(SequenceDemand(steps[case.prompt_tokens :], prompt))
+        sequences.append(SequenceDemand(steps[case.prompt_tokens :], prompt))
         print(f"recorded {number + 1} of {repetitions + 1} texts, mode {mode}", file=sys.stderr, flush=True)
-    return texts
+    return sequences
 
 
-def _together(wanted: tuple[Ids, ...]) -> Ids:
-    return np.unique(np.concatenate(wanted))
+def _together(ids: tuple[Ids, ...]) -> Ids:
+    return np.unique(np.concatenate(ids))
 
 
-def simulate_cell(package: Package, words: list[str], case: Case, texts: list[SequenceDemand]) -> dict[str, float]:
-    """What `bench` with these words would measure."""
+def simulate_cell(package: Package, words: list[str], case: Case, sequences: list[SequenceDemand]) -> dict[str, float]:
+    """Simulate what `bench` would measure with these options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("package", type=Path)
     add_plan_arguments(parser)
     device = probe(package.path)
-    made = planned(parser.parse_args([str(package.path), *words]))
-    assert made.search is not None
+    plan_result = planned(parser.parse_args([str(package.path), *words]))
+    assert plan_result.search is not None
     run = PlannedRun(
-        device=this_machine(device), manifest=package.manifest, plan=made.plan, facts=made.search[1].chosen.device
+        device=this_machine(device),
+        manifest=package.manifest,
+        plan=plan_result.plan,
+        facts=plan_result.search[1].chosen.device,
     )
     middle = case.prompt_tokens + case.decode_tokens / 2
-    return simulated_row(simulate_plan(run, texts, 1, context_tokens=middle, prompt_tokens=case.prompt_tokens)[0])
+    return simulated_row(simulate_plan(run, sequences, 1, context_tokens=middle, prompt_tokens=case.prompt_tokens)[0])
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: simulated / measured and the error."""
+    """Yield Markdown lines: simulated / measured and the error."""
     heads = ["package", "resident", "mode"]
-    for name in SHOWN:
+    for name in FIGURES:
         heads += [f"{name.removesuffix('_per_token').replace('_', ' ')}, simulated / measured", "error"]
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for row in rows:
         cells = [row["package"], f"{row['resident']} %", row["mode"]]
-        for name, show in SHOWN.items():
-            mine, theirs = row["simulated"][name], row["measured"][name]
-            cells += [f"{show(mine)} / {show(theirs)}", show_error(relative_error(mine, theirs))]
+        for name, show in FIGURES.items():
+            simulated, measured = row["simulated"][name], row["measured"][name]
+            cells += [f"{show(simulated)} / {show(measured)}", show_error(relative_error(simulated, measured))]
         yield f"| {' | '.join(cells)} |"
     for name in ("tokens_per_s", "miss_rate"):
         errors = [relative_error(row["simulated"][name], row["measured"][name]) for row in rows]
@@ -124,24 +129,27 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="(default: %(default)s)")
     parser.add_argument("--workload", metavar="PRESET", help="of a synthetic package (default: its default)")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = []
     try:
-        package, case = Package.open(given.package), given.tests[0]
-        for mode in given.mode.split("+"):
-            texts = sequences_of(package, mode, case, given.repetitions, given.workload)
-            for resident in given.resident.split("+"):
-                words = ["--ffn-resident", f"{resident}%", "--mode", mode, "--context", str(given.context)]
-                asked = [*words, "--tests", case.name, "--repetitions", str(given.repetitions)]
-                measured = bench(given.package, (*asked, *(("--workload", given.workload) if given.workload else ())))
+        package, case = Package.open(arguments.package), arguments.tests[0]
+        for mode in arguments.mode.split("+"):
+            sequences = sequences_of(package, mode, case, arguments.repetitions, arguments.workload)
+            for resident in arguments.resident.split("+"):
+                words = ["--ffn-resident", f"{resident}%", "--mode", mode, "--context", str(arguments.context)]
+                bench_words = [*words, "--tests", case.name, "--repetitions", str(arguments.repetitions)]
+                measured = bench(
+                    arguments.package,
+                    (*bench_words, *(("--workload", arguments.workload) if arguments.workload else ())),
+                )
                 if isinstance(measured, str):
                     raise UserError(measured)
                 row = {
-                    "package": given.package.name,
+                    "package": arguments.package.name,
                     "resident": resident,
                     "mode": mode,
-                    "measured": {name: measured[0][name] for name in SHOWN},
-                    "simulated": simulate_cell(package, words, case, texts),
+                    "measured": {name: measured[0][name] for name in FIGURES},
+                    "simulated": simulate_cell(package, words, case, sequences),
                 }
                 rows.append(row)
                 print(json.dumps(row), flush=True)

@@ -98,7 +98,7 @@ def test_other_counts_of_blocks_than_are_held_are_refused(tmp_path: Path) -> Non
 
 
 def test_the_demo_loses_nothing_on_text_it_has_not_seen() -> None:
-    """tests/bench/held_quality.py measures with more tokens, which is when the change is below 0.001 nats."""
+    """tests/bench/offload_quality.py measures with more tokens, which is when the change is below 0.001 nats."""
     package = Package.open(DEMO)
     tokens = FileTokenizer(package.tokenizer()).encode(next(documents(held_out=True)))[:256]
     exact = Participants(package, count=1, max_tokens=1).run(tokens, 1)

@@ -1,10 +1,11 @@
-"""What decode steps lose whose blocks a runtime's graphs compute (backend onnx of an accelerator), on the demo.
+"""The loss of decode steps whose offloaded blocks a runtime's graphs compute (backend onnx), on the demo.
 
-    python -m tests.bench.held_quality cpu|qnn-emulated q8|q4 TEXTS TOKENS 1,2,3,4
+    python -m tests.bench.offload_quality cpu|qnn-emulated q8|q4 TEXTS TOKENS 1,2,3,4
 
-One JSON line for each number of tokens in a step: change of loss in nats a token against the engine's own kernels in
-mode exact, share of positions with the same likeliest token, products computed again, processor time of a step. The
-held-out texts of plans.demo.corpus, all blocks held: so in mode predicted the bits are the same.
+Prints a JSON line for each number of tokens in a step: the change of loss in nats per token against the engine's own
+kernels in exact mode, the share of positions with the same likeliest token, the number of recomputed products, and the
+processor time of a step. It runs on the held-out texts of plans.demo.corpus with all blocks offloaded, so that
+predicted mode has the same bits.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from tests.conformance.participants import Participants
 
 
 def losses(logits: NDArray[np.float32], tokens: list[int]) -> NDArray[np.float64]:
-    """Nats of each token but the first."""
+    """Return the nats of each token but the first."""
     rows = logits[:-1].astype(np.float64)
     spread = np.log(np.exp(rows - rows.max(axis=1, keepdims=True)).sum(axis=1)) + rows.max(axis=1)
-    found: NDArray[np.float64] = spread - rows[np.arange(len(rows)), tokens[1:]]
-    return found
+    nats: NDArray[np.float64] = spread - rows[np.arange(len(rows)), tokens[1:]]
+    return nats
 
 
 def in_q4(package: Package, target: Path) -> Package:
-    """The same weights, rounded again. Without a predictor."""
-    given, weights = package.manifest, PackageWeights(package)
-    model = given.model
+    """Write the package's weights again in q4, without a predictor."""
+    source, weights = package.manifest, PackageWeights(package)
+    model = source.model
     layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "source", read_whole=model.read_whole)
     manifest = Manifest(
-        name="demo-q4", source=given.source, model=model, quantization="q4", end_tokens=given.end_tokens,
+        name="demo-q4", source=source.source, model=model, quantization="q4", end_tokens=source.end_tokens,
         layout=layout, files={}, quantization_error={}, fired_by_layer=None,
     )  # fmt: skip
     with PackageWriter(target, manifest, overwrite=False) as writer:
@@ -64,40 +65,47 @@ def in_q4(package: Package, target: Path) -> Package:
         return writer.publish()
 
 
-def main(provider: str, quantization: str, texts: int, length: int, chunks: list[int]) -> None:
-    """Print the report."""
+def main(provider: str, quantization: str, count: int, length: int, chunks: list[int]) -> None:
+    """Measure the demo, in its own quantization or in q4, and print the report."""
     with tempfile.TemporaryDirectory() as folder:
         package = Package.open(DEMO)
         package = in_q4(package, Path(folder) / "q4") if quantization == "q4" else package
-        _measure(package, provider_of(provider), texts, length, chunks)
+        _measure(package, provider_of(provider), count, length, chunks)
 
 
-def _measure(package: Package, chosen: Provider, texts: int, length: int, chunks: list[int]) -> None:
+def _measure(package: Package, chosen: Provider, count: int, length: int, chunks: list[int]) -> None:
     layout, tokenizer = package.manifest.layout, FileTokenizer(package.tokenizer())
-    encoded = (tokenizer.encode(text)[:length] for text in documents(held_out=True))
-    wanted = list(itertools.islice((text for text in encoded if len(text) == length), texts))
-    holder = HeldProducts(package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.held_tokens)
+    encoded = (tokenizer.encode(sequence)[:length] for sequence in documents(held_out=True))
+    sequences = list(itertools.islice((sequence for sequence in encoded if len(sequence) == length), count))
+    offloaded = HeldProducts(
+        package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.held_tokens
+    )
     for weights in held_weights(package, layout.blocks):
-        holder.load(weights)
+        offloaded.load(weights)
     alone = Participants(package, count=1, max_tokens=1)
-    exact = [alone.run(text, 1) for text in wanted]
-    loss = np.concatenate([losses(rows, text) for rows, text in zip(exact, wanted, strict=True)])
+    exact = [alone.run(sequence, 1) for sequence in sequences]
+    loss = np.concatenate([losses(rows, sequence) for rows, sequence in zip(exact, sequences, strict=True)])
     for chunk in chunks:
-        both = Participants(package, count=2, max_tokens=chunk, holder=holder)
-        holder.clear_counters()
+        participants = Participants(package, count=2, max_tokens=chunk, holder=offloaded)
+        offloaded.clear_counters()
         began = time.process_time()
-        found = [both.run(text, chunk, lambda _: [(layout.blocks,) * 2, (0, layout.blocks)]) for text in wanted]
-        took_ms = 1e3 * (time.process_time() - began) / (len(wanted) * -(-length // chunk))
-        change = np.concatenate([losses(rows, text) for rows, text in zip(found, wanted, strict=True)]) - loss
-        same = np.mean([a.argmax(1) == b.argmax(1) for a, b in zip(found, exact, strict=True)])
+        outputs = [
+            participants.run(sequence, chunk, lambda _: [(layout.blocks,) * 2, (0, layout.blocks)])
+            for sequence in sequences
+        ]
+        took_ms = 1e3 * (time.process_time() - began) / (len(sequences) * -(-length // chunk))
+        change = (
+            np.concatenate([losses(rows, sequence) for rows, sequence in zip(outputs, sequences, strict=True)]) - loss
+        )
+        is_same = np.mean([a.argmax(1) == b.argmax(1) for a, b in zip(outputs, exact, strict=True)])
         report = {
             "tokens_of_step": chunk,
             "loss": round(float(loss.mean()), 4),
             "change": round(float(change.mean()), 5),
             "error": round(float(change.std() / np.sqrt(len(change))), 5),
-            "same_likeliest": round(float(same), 4),
-            "recomputed": holder.counters()["recomputed_tokens"],
-            "products": len(wanted) * length * package.manifest.model.layers,
+            "same_likeliest": round(float(is_same), 4),
+            "recomputed": offloaded.counters()["recomputed_tokens"],
+            "products": len(sequences) * length * package.manifest.model.layers,
             "step_cpu_ms": round(took_ms, 1),
         }
         print(json.dumps(report), flush=True)
