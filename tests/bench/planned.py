@@ -17,8 +17,8 @@ was measured and not planned. A key is absent where the plan has no such figure 
     prefill_tokens_per_s      tokens of the prompt over the time to first each weight that a token of the chunk wants,
                               token, median                               once, and flash beyond that
     first_token_ms            of the first request, with a cold cache     from a cache with the hottest neurons
-    miss_rate                 cluster parts absent when first looked up,  the same; 0 for prompts
-                              over looked up parts
+    miss_rate                 cluster parts absent when first looked up,  the same; absent for prompts, as are flash and
+                              over looked up parts                        memory
     flash_reads_per_token,    the loader's reads during the steps, gaps   parts that miss, joined where all of a
     flash_bytes_per_token     and prefetches included                     feed-forward come in order
     dram_bytes_per_token      matrices once a step; gates once a step if  the same

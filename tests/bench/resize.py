@@ -3,11 +3,11 @@
     neuronpipe up PACKAGE --mode predicted --sequences 4 --ffn-resident 50% --warm
     python tests/bench/resize.py [--run DIR] [--visits 6] [--visitors 3]
 
-One client generates without end; visitors come together and go together. The cache follows once the number of sequences
-has been stable for a while (services/cache/residency.py). Gaps between the first client's tokens are of four kinds:
-with or without visitors, and within the second in which the cache may follow or at another time. A resize shows as a longest
-gap or a p99 that the same number of sequences does not have otherwise. A plan that pins the same for every number of
-sequences is refused. It asserts nothing about speed. Nothing else may run meanwhile.
+One client generates without end; visitors come together and go together. The cache follows once the number of
+sequences has been stable for a while (services/cache/residency.py). Gaps between the first client's tokens are of
+four kinds: with or without visitors, and within the second in which the cache may follow or at another time. A resize
+shows as a longest gap or a p99 that the same number of sequences does not have otherwise. A plan that pins the same
+for every number of sequences is refused. It asserts nothing about speed. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
