@@ -1,4 +1,4 @@
-"""Where the clients live: an environment of Python for each group that fits together, and one of Node, below build/.
+"""Environments of the clients: one of Python for each compatible group, and one of Node, below build/.
 
     python -m tests.clients.environments [GROUP...]     # make those that CI uses, or these
 
@@ -35,7 +35,7 @@ class Missing(Exception):
 
 def python(group: str) -> Path:
     """The interpreter of a group, made if need be. Raises Missing."""
-    with _made(group, HERE / f"{group}.txt") as folder:
+    with _created_folder(group, HERE / f"{group}.txt") as folder:
         if folder is not None:
             _run(sys.executable, "-m", "venv", folder)
             pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps")
@@ -48,7 +48,7 @@ def node() -> tuple[str, Path]:
     program = shutil.which("node")
     if program is None or shutil.which("npm") is None:
         raise Missing("there is no node with npm")
-    with _made(NODE, HERE / "node/package-lock.json") as folder:
+    with _created_folder(NODE, HERE / "node/package-lock.json") as folder:
         if folder is not None:
             for file in (HERE / "node").glob("package*.json"):
                 shutil.copy(file, folder)
@@ -59,20 +59,20 @@ def node() -> tuple[str, Path]:
 
 
 @contextlib.contextmanager
-def _made(group: str, described_by: Path) -> Iterator[Path | None]:
-    """An empty folder to fill, which is kept when that succeeds; None where there is one from the same list already."""
+def _created_folder(group: str, described_by: Path) -> Iterator[Path | None]:
+    """Yield an empty folder to fill, or None if one from the same list exists. It is complete when filling succeeds."""
     PLACE.mkdir(parents=True, exist_ok=True)
-    wanted = hashlib.sha256(described_by.read_bytes() + sys.version.encode()).hexdigest()
+    digest = hashlib.sha256(described_by.read_bytes() + sys.version.encode()).hexdigest()
     folder = PLACE / group
     with (PLACE / f"{group}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / STAMP).is_file() and (folder / STAMP).read_text() == wanted:
+        if (folder / STAMP).is_file() and (folder / STAMP).read_text() == digest:
             yield None
             return
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
-        (folder / STAMP).write_text(wanted)
+        (folder / STAMP).write_text(digest)
 
 
 def _run(*words: str | Path, cwd: Path | None = None) -> None:
@@ -92,8 +92,8 @@ def _run(*words: str | Path, cwd: Path | None = None) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        said = (errors + out).strip().splitlines() or ["nothing was said"]
-        raise Missing(f"{Path(words[0]).name} failed: {said[-1][:200]}")
+        output_lines = (errors + out).strip().splitlines() or ["nothing was said"]
+        raise Missing(f"{Path(words[0]).name} failed: {output_lines[-1][:200]}")
 
 
 def _environment() -> dict[str, str]:

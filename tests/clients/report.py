@@ -1,4 +1,4 @@
-"""What every client's file shares: the functions it is offered, and how it says what worked.
+"""Shared by all clients' files: the functions that a model is offered, and the report of what worked.
 
 These files run with the Python of the clients, not with ours, and so import nothing else of this project.
 """

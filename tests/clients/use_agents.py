@@ -37,12 +37,12 @@ def agent(kind: Any, **options: Any) -> Agent[None]:
 
 
 def tries(name: str, kind: Any) -> dict[str, Any]:
-    seen: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     @function_tool
     def fibonacci(n: int, how: Literal["loop", "call"]) -> str:
         """The n-th number."""
-        seen.append({"n": 1, "how": how})
+        calls.append({"n": 1, "how": how})
         return "34"
 
     def calling() -> Agent[None]:
@@ -63,7 +63,7 @@ def tries(name: str, kind: Any) -> dict[str, Any]:
 
     def call_tools() -> None:
         Runner.run_sync(calling(), CODE)
-        valid(**seen.pop())
+        valid(**calls.pop())
 
     def stream_tools() -> None:
         async def whole() -> None:
@@ -71,11 +71,11 @@ def tries(name: str, kind: Any) -> dict[str, Any]:
             _ = [event async for event in result.stream_events()]
 
         asyncio.run(whole())
-        valid(**seen.pop())
+        valid(**calls.pop())
 
     def structured() -> None:
-        found = Runner.run_sync(agent(kind, output_type=AgentOutputSchema(Size)), CODE).final_output
-        valid(found.n, found.how)
+        size = Runner.run_sync(agent(kind, output_type=AgentOutputSchema(Size)), CODE).final_output
+        valid(size.n, size.how)
 
     all_tries = {
         "": chat,

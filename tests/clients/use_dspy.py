@@ -33,13 +33,13 @@ def chat() -> None:
 
 
 def responses() -> None:
-    other: Any = lm.copy(model_type="responses")
-    assert other(CODE)
+    responses_lm: Any = lm.copy(model_type="responses")
+    assert responses_lm(CODE)
 
 
 def structured() -> None:
-    found = dspy.Predict(Sized)(code=CODE).size
-    valid(found.n, found.how)
+    size = dspy.Predict(Sized)(code=CODE).size
+    valid(size.n, size.how)
 
 
 def structured_by_the_server() -> None:

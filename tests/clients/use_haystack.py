@@ -20,7 +20,7 @@ class Size(BaseModel):
 
 
 tool = Tool("fibonacci", "The n-th number.", PARAMETERS, lambda n, how: "34")
-asked = [ChatMessage.from_user(CODE)]
+messages = [ChatMessage.from_user(CODE)]
 
 
 def ask(messages: list[Any], generation: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -36,12 +36,12 @@ def ask(messages: list[Any], generation: dict[str, Any] | None = None, **options
 
 
 def chat() -> None:
-    assert ask(asked).text
+    assert ask(messages).text
 
 
 def stream() -> None:
     pieces: list[StreamingChunk] = []
-    assert ask(asked, streaming_callback=pieces.append).text
+    assert ask(messages, streaming_callback=pieces.append).text
     assert len(pieces) > 2
 
 
@@ -52,20 +52,20 @@ def conversation(answer: Any) -> None:
     for call in answer.tool_calls:
         valid(**call.arguments)
         results.append(ChatMessage.from_tool("34", call))
-    assert ask([*asked, answer, *results], tools=[tool])
+    assert ask([*messages, answer, *results], tools=[tool])
 
 
 def call_tools() -> None:
-    conversation(ask(asked, {"tool_choice": "required"}, tools=[tool]))
+    conversation(ask(messages, {"tool_choice": "required"}, tools=[tool]))
 
 
 def stream_tools() -> None:
-    conversation(ask(asked, {"tool_choice": "required"}, tools=[tool], streaming_callback=lambda piece: None))
+    conversation(ask(messages, {"tool_choice": "required"}, tools=[tool], streaming_callback=lambda piece: None))
 
 
 def structured() -> None:
-    found = Size.model_validate_json(ask(asked, {"response_format": Size}).text)
-    valid(found.n, found.how)
+    size = Size.model_validate_json(ask(messages, {"response_format": Size}).text)
+    valid(size.n, size.how)
 
 
 report(chat=chat, stream=stream, tools=call_tools, tools_streamed=stream_tools, structured=structured)

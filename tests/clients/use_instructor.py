@@ -9,7 +9,7 @@ import openai
 from pydantic import BaseModel, Field
 from report import CODE, MAX_TOKENS, MODEL, URL, report, valid
 
-asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": CODE}], "max_tokens": MAX_TOKENS}
+request: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": CODE}], "max_tokens": MAX_TOKENS}
 
 
 class Size(BaseModel):
@@ -24,19 +24,19 @@ def client(**options: Any) -> Any:
 
 
 def structured() -> None:
-    found = client().chat.completions.create(**asked, response_model=Size)
-    valid(found.n, found.how)
+    size = client().chat.completions.create(**request, response_model=Size)
+    valid(size.n, size.how)
 
 
 def structured_streamed() -> None:
-    found = list(client().chat.completions.create_partial(**asked, response_model=Size))[-1]
-    valid(found.n, found.how)
+    size = list(client().chat.completions.create_partial(**request, response_model=Size))[-1]
+    valid(size.n, size.how)
 
 
 def structured_by_the_server() -> None:
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
-        found = client(mode=mode).chat.completions.create(**asked, response_model=Size)
-        valid(found.n, found.how)
+        size = client(mode=mode).chat.completions.create(**request, response_model=Size)
+        valid(size.n, size.how)
 
 
 report(

@@ -35,7 +35,7 @@ def chat() -> None:
 def stream() -> None:
     pieces = list(model.stream(CODE, stream_usage=True))
     assert len(pieces) > 2
-    assert sum(one.usage_metadata["output_tokens"] for one in pieces if one.usage_metadata)
+    assert sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata)
 
 
 def conversation(answer: Any) -> None:
@@ -62,13 +62,13 @@ def stream_tools() -> None:
 
 
 def structured() -> None:
-    found = model.with_structured_output(Size).invoke(CODE)
-    valid(found.n, found.how)
+    size = model.with_structured_output(Size).invoke(CODE)
+    valid(size.n, size.how)
 
 
 def structured_by_a_function() -> None:
-    found = model.with_structured_output(Size, method="function_calling").invoke(CODE)
-    valid(found.n, found.how)
+    size = model.with_structured_output(Size, method="function_calling").invoke(CODE)
+    valid(size.n, size.how)
 
 
 def responses() -> None:

@@ -9,7 +9,7 @@ import litellm
 from pydantic import BaseModel, Field
 from report import CODE, MAX_TOKENS, MODEL, PARAMETERS, URL, WORDS, report, valid
 
-asked: dict[str, Any] = {
+request: dict[str, Any] = {
     "model": f"openai/{MODEL}",
     "api_base": URL,
     "api_key": "none",
@@ -29,47 +29,47 @@ class Size(BaseModel):
 
 
 def chat() -> None:
-    assert litellm.completion(**asked).choices[0].message.content
+    assert litellm.completion(**request).choices[0].message.content
 
 
 def stream() -> None:
-    pieces = list(litellm.completion(**asked, stream=True, stream_options={"include_usage": True}))
+    pieces = list(litellm.completion(**request, stream=True, stream_options={"include_usage": True}))
     assert litellm.stream_chunk_builder(pieces).choices[0].message.content
 
 
 def conversation(answer: Any) -> None:
     """Checks the calls, and sends their results back."""
-    messages = [*asked["messages"], answer]
+    messages = [*request["messages"], answer]
     assert answer.tool_calls
     for call in answer.tool_calls:
         valid(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "34"})
-    last = litellm.completion(**asked | {"messages": messages}, tools=tools)
+    last = litellm.completion(**request | {"messages": messages}, tools=tools)
     assert last.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def call_tools() -> None:
-    conversation(litellm.completion(**asked, tools=tools, tool_choice="required").choices[0].message)
+    conversation(litellm.completion(**request, tools=tools, tool_choice="required").choices[0].message)
 
 
 def stream_tools() -> None:
-    pieces = list(litellm.completion(**asked, tools=tools, tool_choice="required", stream=True))
+    pieces = list(litellm.completion(**request, tools=tools, tool_choice="required", stream=True))
     conversation(litellm.stream_chunk_builder(pieces).choices[0].message)
 
 
 def structured() -> None:
-    found = json.loads(litellm.completion(**asked, response_format=Size).choices[0].message.content)
-    valid(**found)
+    size = json.loads(litellm.completion(**request, response_format=Size).choices[0].message.content)
+    valid(**size)
 
 
 def responses() -> None:
-    wanted = {name: asked[name] for name in ("model", "api_base", "api_key")}
-    assert litellm.responses(**wanted, input=CODE, max_output_tokens=MAX_TOKENS).output
+    options = {name: request[name] for name in ("model", "api_base", "api_key")}
+    assert litellm.responses(**options, input=CODE, max_output_tokens=MAX_TOKENS).output
 
 
 def completions() -> None:
-    wanted = {name: asked[name] for name in ("api_base", "api_key", "max_tokens")}
-    assert litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=CODE, **wanted).choices[0].text
+    options = {name: request[name] for name in ("api_base", "api_key", "max_tokens")}
+    assert litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=CODE, **options).choices[0].text
 
 
 report(

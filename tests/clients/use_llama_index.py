@@ -36,15 +36,15 @@ def fibonacci(n: int, how: str) -> str:
 
 
 tool = FunctionTool.from_defaults(fibonacci, fn_schema=Size)
-asked = [ChatMessage(role="user", content=CODE)]
+messages = [ChatMessage(role="user", content=CODE)]
 
 
 def chat() -> None:
-    assert model().chat(asked).message.content
+    assert model().chat(messages).message.content
 
 
 def stream() -> None:
-    assert len(list(model().stream_chat(asked))) > 2
+    assert len(list(model().stream_chat(messages))) > 2
 
 
 def conversation(answer: Any) -> None:
@@ -54,25 +54,25 @@ def conversation(answer: Any) -> None:
     for call in calls:
         valid(**call.tool_kwargs)
         results.append(ChatMessage(role="tool", content="34", additional_kwargs={"tool_call_id": call.tool_id}))
-    assert model().chat([*asked, answer.message, *results]).message
+    assert model().chat([*messages, answer.message, *results]).message
 
 
 def call_tools() -> None:
-    conversation(model().chat_with_tools([tool], chat_history=asked, tool_required=True))
+    conversation(model().chat_with_tools([tool], chat_history=messages, tool_required=True))
 
 
 def stream_tools() -> None:
-    conversation(list(model().stream_chat_with_tools([tool], chat_history=asked, tool_required=True))[-1])
+    conversation(list(model().stream_chat_with_tools([tool], chat_history=messages, tool_required=True))[-1])
 
 
 def structured() -> None:
-    found: Any = model().as_structured_llm(Size).chat(asked).raw
-    valid(found.n, found.how)
+    size: Any = model().as_structured_llm(Size).chat(messages).raw
+    valid(size.n, size.how)
 
 
 def structured_by_the_server() -> None:
-    found: Any = model(should_use_structured_outputs=True).as_structured_llm(Size).chat(asked).raw
-    valid(found.n, found.how)
+    size: Any = model(should_use_structured_outputs=True).as_structured_llm(Size).chat(messages).raw
+    valid(size.n, size.how)
 
 
 def completions() -> None:

@@ -38,7 +38,7 @@ MORE = {
 
 
 def samples(name: str) -> list[dict[str, Any]]:
-    """What lm-eval notes of each text."""
+    """Return the samples that lm-eval logs for a task."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -51,7 +51,7 @@ def samples(name: str) -> list[dict[str, Any]]:
         (folder / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END})
         )
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model="local-completions",
             model_args={
                 "model": MODEL,
@@ -66,12 +66,12 @@ def samples(name: str) -> list[dict[str, Any]]:
             bootstrap_iters=0,
             log_samples=True,
         )
-    return sorted(found["samples"][name], key=lambda one: one["doc_id"])
+    return sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
 
 
 @functools.cache
 def negative_logs(text: str) -> list[float]:
-    """What `perplexity` says of each token after the first."""
+    """Return the negative logarithms that `perplexity` prints for each token after the first."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(text)
         file.flush()
@@ -80,30 +80,30 @@ def negative_logs(text: str) -> list[float]:
     return list(json.loads(done.stdout)["nll_by_token"])
 
 
-def same(found: float, ours: float) -> None:
-    assert found == ours, f"lm-eval has {found!r}, perplexity {ours!r}"
+def same(value: float, expected: float) -> None:
+    assert value == expected, f"lm-eval has {value!r}, perplexity {expected!r}"
 
 
 def multiple_choice() -> None:
     """The choice's tokens are those that the text has more with it than without: each begins with a blank."""
-    for one in samples("multiple_choice"):
-        for choice, (response, *_) in zip(CHOICES, one["resps"], strict=True):
-            whole, text = negative_logs(one["doc"]["text"] + choice), negative_logs(one["doc"]["text"])
+    for sample in samples("multiple_choice"):
+        for choice, (response, *_) in zip(CHOICES, sample["resps"], strict=True):
+            whole, text = negative_logs(sample["doc"]["text"] + choice), negative_logs(sample["doc"]["text"])
             same(float(response[0]), sum(-rated for rated in whole[len(text) :]))
 
 
 def loglikelihood_rolling() -> None:
-    for one in samples("loglikelihood_rolling"):
-        ((response,),) = one["resps"]
-        found = response[0] if isinstance(response, (list, tuple)) else response
-        same(float(found), sum(-rated for rated in negative_logs(END + one["doc"]["text"])))
+    for sample in samples("loglikelihood_rolling"):
+        ((response,),) = sample["resps"]
+        value = response[0] if isinstance(response, (list, tuple)) else response
+        same(float(value), sum(-rated for rated in negative_logs(END + sample["doc"]["text"])))
 
 
 def generate_until() -> None:
-    responses = ["".join(response) for one in samples("generate_until") for response in one["resps"]]
+    responses = ["".join(response) for sample in samples("generate_until") for response in sample["resps"]]
     assert len(responses) == len(TEXTS)
     assert any(responses), responses
-    assert not any("\n\n" in one for one in responses), responses
+    assert not any("\n\n" in response for response in responses), responses
 
 
 report(multiple_choice=multiple_choice, loglikelihood_rolling=loglikelihood_rolling, generate_until=generate_until)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from report import CODE, MAX_TOKENS, MODEL, PARAMETERS, URL, report, valid
 
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
-asked: dict[str, Any] = {
+request: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": MAX_TOKENS,
     "temperature": 0,
@@ -27,40 +27,40 @@ class Size(BaseModel):
 
 
 def chat() -> None:
-    answer = client.chat.completions.create(**asked)
+    answer = client.chat.completions.create(**request)
     assert answer.choices[0].message.content
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= MAX_TOKENS
 
 
 def stream() -> None:
-    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices)
+    pieces = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert pieces[-1].usage
 
 
 def call_tools() -> None:
-    answer = client.chat.completions.create(**asked, tools=tools, tool_choice="required").choices[0].message
+    answer = client.chat.completions.create(**request, tools=tools, tool_choice="required").choices[0].message
     assert answer.tool_calls
-    messages = [*asked["messages"], answer]
+    messages = [*request["messages"], answer]
     for call in answer.tool_calls:
         valid(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "34"})
-    last = client.chat.completions.create(**asked | {"messages": messages}, tools=tools)
+    last = client.chat.completions.create(**request | {"messages": messages}, tools=tools)
     assert last.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
 def stream_tools() -> None:
-    with client.chat.completions.stream(**asked, tools=tools, tool_choice="required") as events:
+    with client.chat.completions.stream(**request, tools=tools, tool_choice="required") as events:
         answer = events.get_final_completion().choices[0].message
     assert answer.tool_calls
     valid(**json.loads(answer.tool_calls[0].function.arguments))
 
 
 def structured() -> None:
-    found = client.chat.completions.parse(**asked, response_format=Size).choices[0].message.parsed
-    assert found
-    valid(found.n, found.how)
+    parsed = client.chat.completions.parse(**request, response_format=Size).choices[0].message.parsed
+    assert parsed
+    valid(parsed.n, parsed.how)
 
 
 def responses() -> None:
@@ -70,15 +70,15 @@ def responses() -> None:
 
 
 def response_structured() -> None:
-    found = client.responses.parse(model=MODEL, input=CODE, text_format=Size).output_parsed
-    assert found
-    valid(found.n, found.how)
+    parsed = client.responses.parse(model=MODEL, input=CODE, text_format=Size).output_parsed
+    assert parsed
+    valid(parsed.n, parsed.how)
 
 
 def completions() -> None:
-    found = client.completions.create(model=MODEL, prompt=[CODE, CODE], max_tokens=8, logprobs=2, echo=True)
-    assert len(found.choices) == 2
-    assert found.choices[0].logprobs
+    parsed = client.completions.create(model=MODEL, prompt=[CODE, CODE], max_tokens=8, logprobs=2, echo=True)
+    assert len(parsed.choices) == 2
+    assert parsed.choices[0].logprobs
 
 
 report(

@@ -39,55 +39,55 @@ def stream() -> None:
     assert len(asyncio.run(pieces())) > 2
 
 
-def with_function(seen: list[int]) -> Agent[None, Size]:
+def with_function(calls: list[int]) -> Agent[None, Size]:
     """Calls the function once at most, and answers: a model like the demo draws at random which comes first."""
     one = agent(Size)
 
     async def unless_called(context: RunContext[None], definition: ToolDefinition) -> ToolDefinition | None:
-        return None if seen else definition
+        return None if calls else definition
 
     @one.tool_plain(name="fibonacci", prepare=unless_called)
     def fibonacci(n: Annotated[int, Field(ge=1, le=9)]) -> int:
         """The n-th number."""
-        seen.append(n)
+        calls.append(n)
         return 34
 
     return one
 
 
 def call_tools() -> None:
-    seen: list[int] = []
+    calls: list[int] = []
     for seed in range(MOST_TRIES):
-        found = with_function(seen).run_sync(CODE, model_settings={"seed": seed, "temperature": 1}).output
-        valid(found.n, found.how)
-        if seen:
+        size = with_function(calls).run_sync(CODE, model_settings={"seed": seed, "temperature": 1}).output
+        valid(size.n, size.how)
+        if calls:
             return
     raise AssertionError("the function was never called")
 
 
 def stream_tools() -> None:
-    async def last(seed: int, seen: list[int]) -> Size:
+    async def last(seed: int, calls: list[int]) -> Size:
         settings: ModelSettings = {"seed": seed, "temperature": 1}
-        async with with_function(seen).run_stream(CODE, model_settings=settings) as result:
+        async with with_function(calls).run_stream(CODE, model_settings=settings) as result:
             return [one async for one in result.stream_output(debounce_by=None)][-1]
 
-    seen: list[int] = []
+    calls: list[int] = []
     for seed in range(MOST_TRIES):
-        found = asyncio.run(last(seed, seen))
-        valid(found.n, found.how)
-        if seen:
+        size = asyncio.run(last(seed, calls))
+        valid(size.n, size.how)
+        if calls:
             return
     raise AssertionError("the function was never called")
 
 
 def structured() -> None:
-    found = agent(Size).run_sync(CODE).output
-    valid(found.n, found.how)
+    size = agent(Size).run_sync(CODE).output
+    valid(size.n, size.how)
 
 
 def structured_by_the_server() -> None:
-    found = agent(NativeOutput(Size)).run_sync(CODE).output
-    valid(found.n, found.how)
+    size = agent(NativeOutput(Size)).run_sync(CODE).output
+    valid(size.n, size.how)
 
 
 def responses() -> None:
@@ -95,8 +95,8 @@ def responses() -> None:
 
 
 def responses_structured() -> None:
-    found = agent(Size, OpenAIResponsesModel(MODEL, provider=provider)).run_sync(CODE).output
-    valid(found.n, found.how)
+    size = agent(Size, OpenAIResponsesModel(MODEL, provider=provider)).run_sync(CODE).output
+    valid(size.n, size.how)
 
 
 report(

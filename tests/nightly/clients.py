@@ -57,8 +57,8 @@ _NO_SCHEMA = (
 EXPECTED = {("dspy", "structured"): _NO_SCHEMA, ("dspy", "structured_by_the_server"): _NO_SCHEMA}
 
 
-class Found(NamedTuple):
-    """One thing that a client was asked to do, and the error in one line, if any."""
+class Outcome(NamedTuple):
+    """The outcome of one call of a client: its error in one line, or None."""
 
     client: str
     what: str
@@ -66,11 +66,11 @@ class Found(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As the table has it."""
-        said = "ok" if self.error is None else self.error
+        """Return the line of the table."""
+        result = "ok" if self.error is None else self.error
         why = EXPECTED.get((self.client, self.what))
         expected = f"  [expected: {why}]" if why and self.error else ""
-        return f"{self.client:22} {self.what:28} {said}{expected}"
+        return f"{self.client:22} {self.what:28} {result}{expected}"
 
     @property
     def wrong(self) -> bool:
@@ -110,54 +110,54 @@ def node(name: str) -> tuple[str | Path, Path]:
     return "node", folder / f"use_{name}.mjs"
 
 
-def tried(client: str, made: Callable[[], tuple[str | Path, Path]], url: str) -> Iterator[Found]:
-    """What a client's file reports; one line more where it ends before its end."""
+def tried(client: str, environment: Callable[[], tuple[str | Path, Path]], url: str) -> Iterator[Outcome]:
+    """Yield the outcomes that a client's file reports, and a failure if it ends early."""
     try:
-        program, file = made()
+        program, file = environment()
         done = run(program, file, url, MODEL, DEMO)
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-        yield Found(client, "installation", " ".join(str(error).split())[:300])
+        yield Outcome(client, "installation", " ".join(str(error).split())[:300])
         return
     reports: list[dict[str, Any]] = [
         json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')
     ]
     for report in reports:
-        yield Found(client, report["what"], report["error"])
+        yield Outcome(client, report["what"], report["error"])
     if done.returncode or not reports:
-        yield Found(client, "program", (done.stderr.strip() or "nothing was said").splitlines()[-1][:300])
+        yield Outcome(client, "program", (done.stderr.strip() or "nothing was said").splitlines()[-1][:300])
 
 
-def against(shell: Shell, names: list[str]) -> list[Found]:
-    """All clients, one after the other."""
-    found: list[Found] = []
+def against(shell: Shell, names: list[str]) -> list[Outcome]:
+    """Run all clients one after the other."""
+    outcomes: list[Outcome] = []
     with served(shell, "--sequences", "2", notices=True) as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         for name in PYTHON:
             if name in names or (not names and name not in ONLY_WHEN_NAMED):
-                found += told(tried(name, lambda name=name: python(name), url))  # type: ignore[misc]
+                outcomes += printed(tried(name, lambda name=name: python(name), url))  # type: ignore[misc]
         for name in NODE:
             if not names or f"node-{name}" in names:
-                found += told(tried(f"node-{name}", lambda name=name: node(name), url))  # type: ignore[misc]
-    return found
+                outcomes += printed(tried(f"node-{name}", lambda name=name: node(name), url))  # type: ignore[misc]
+    return outcomes
 
 
-def told(found: Iterator[Found]) -> Iterator[Found]:
-    """The same, each printed as it comes."""
-    for one in found:
-        print(one.line, flush=True)
-        yield one
+def printed(outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+    """Print each outcome as it comes and yield it."""
+    for outcome in outcomes:
+        print(outcome.line, flush=True)
+        yield outcome
 
 
 def main() -> int:
-    """Try what was asked for."""
+    """Run the named clients, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*PYTHON, *(f"node-{name}" for name in NODE)]
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*known, []], help=f"of {', '.join(known)}")
+    names = [*PYTHON, *(f"node-{name}" for name in NODE)]
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*names, []], help=f"of {', '.join(names)}")
     with scratch_shell() as shell:
-        found = against(shell, parser.parse_args().names)
-    wrong = sum(one.wrong for one in found)
-    print(f"{len(found) - wrong} of {len(found)} as expected")
-    return 1 if wrong or not found else 0
+        outcomes = against(shell, parser.parse_args().names)
+    wrong = sum(outcome.wrong for outcome in outcomes)
+    print(f"{len(outcomes) - wrong} of {len(outcomes)} as expected")
+    return 1 if wrong or not outcomes else 0
 
 
 if __name__ == "__main__":

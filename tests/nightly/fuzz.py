@@ -194,9 +194,9 @@ def blind(target: Target, seeds: list[bytes], seconds: float, seed: int) -> int:
         try:
             once(target, data)
         except BaseException:
-            kept = Path(f"crash-{hashlib.sha1(data).hexdigest()[:12]}")
-            kept.write_bytes(data)
-            print(f"the input is in {kept}", flush=True)
+            crash_file = Path(f"crash-{hashlib.sha1(data).hexdigest()[:12]}")
+            crash_file.write_bytes(data)
+            print(f"the input is in {crash_file}", flush=True)
             raise
         count += 1
     return count

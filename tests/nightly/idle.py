@@ -1,4 +1,4 @@
-"""What a run costs that nobody uses: wake-ups a second and the share of a core, of all its processes together.
+"""The cost of an idle run: wake-ups a second and the share of a core, of all its processes together.
 
     python tests/nightly/idle.py [--seconds N]
 

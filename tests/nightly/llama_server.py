@@ -53,7 +53,7 @@ def package(template: str) -> Path:
     return folder
 
 
-class Ours:
+class NeuronpipeServer:
     """A run of ours behind a port that nobody else knows."""
 
     def __init__(self, options: Options) -> None:
@@ -104,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
     """One request of a test."""
 
     protocol_version = "HTTP/1.1"
-    ours: Ours
+    ours: NeuronpipeServer
     words: Words
 
     def do_GET(self) -> None:
@@ -247,7 +247,7 @@ def main() -> None:
     """Serve until SIGTERM."""
     options = Options.read(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    ours = Ours(options)
+    ours = NeuronpipeServer(options)
     try:
         Handler.ours, Handler.words = ours, Words(options)
         server = ThreadingHTTPServer((options.host, options.port), Handler)

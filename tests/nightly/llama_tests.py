@@ -69,7 +69,7 @@ def run(*words: str | Path, **options: object) -> None:
     subprocess.run([*map(str, words)], check=True, **options)  # type: ignore[call-overload]
 
 
-def theirs() -> Path:
+def llama_cpp_tests() -> Path:
     """The folder of their tests, downloaded if need be."""
     folder = PLACE / "llama.cpp"
     if not folder.exists():
@@ -124,52 +124,53 @@ def results(tests: Path, interpreter: Path, names: Iterable[str]) -> dict[str, b
         stdout=subprocess.PIPE,
         text=True,
     )
-    found: dict[str, bool] = {}
+    outcomes: dict[str, bool] = {}
     assert process.stdout is not None
     for line in process.stdout:
-        said = re.match(r"unit/(\S+::.*?) (PASSED|FAILED|ERROR)\b", line)
-        if said:
-            found[said[1]] = said[2] == "PASSED" and found.get(said[1], True)
-            print(f"{said[2]:7} {said[1]}", flush=True)
+        match = re.match(r"unit/(\S+::.*?) (PASSED|FAILED|ERROR)\b", line)
+        if match:
+            outcomes[match[1]] = match[2] == "PASSED" and outcomes.get(match[1], True)
+            print(f"{match[2]:7} {match[1]}", flush=True)
     process.wait()
-    return found
+    return outcomes
 
 
 def explained() -> dict[str, str]:
-    """The failures that are known, and why."""
+    """Return the known failures and their reasons."""
     rows = (re.match(r"\| `(.+)` \| (.*) \|$", line) for line in RESULTS.read_text().splitlines())
     return {row[1].replace(BAR, "|"): row[2] for row in rows if row}
 
 
-def written(found: dict[str, bool], reasons: dict[str, str]) -> str:
+def written(outcomes: dict[str, bool], reasons: dict[str, str]) -> str:
     """Return the text of the file of results: the counts and the failures."""
-    failed = [name for name, passed in found.items() if not passed]
+    failed = [name for name, passed in outcomes.items() if not passed]
     rows = [f"| `{name.replace('|', BAR)}` | {reasons.get(name, UNEXPLAINED)} |" for name in failed]
     head = RESULTS.read_text().partition("\n| passed |")[0]
-    counts = f"\n| passed | apply |\n|---|---|\n| {len(found) - len(failed)} | {len(found)} |\n"
+    counts = f"\n| passed | apply |\n|---|---|\n| {len(outcomes) - len(failed)} | {len(outcomes)} |\n"
     return "\n".join([head + counts, "| fails | why |", "|---|---|", *rows, ""])
 
 
 def main() -> int:
-    """Run them, and compare."""
+    """Run the tests and compare their outcomes with the list of failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="renew the list of failures")
     parser.add_argument("tests", nargs="*", help="such as unit/test_basic.py; all without")
     arguments = parser.parse_args()
     if arguments.write and arguments.tests:
         parser.error("--write needs all tests")
-    found = results(theirs(), python(), arguments.tests)
+    outcomes = results(llama_cpp_tests(), python(), arguments.tests)
     reasons = explained()
     if arguments.write:
-        RESULTS.write_text(written(found, reasons))
-    unexpected = [name for name, passed in found.items() if not passed and name not in reasons]
-    mended = [name for name, passed in found.items() if passed and name in reasons]
+        RESULTS.write_text(written(outcomes, reasons))
+    unexpected = [name for name, passed in outcomes.items() if not passed and name not in reasons]
+    mended = [name for name, passed in outcomes.items() if passed and name in reasons]
     print(
-        f"{sum(found.values())} of {len(found)} passed, {len(mended)} of them had failed; {len(unexpected)} fail anew"
+        f"{sum(outcomes.values())} of {len(outcomes)} passed, {len(mended)} of them had failed; "
+        f"{len(unexpected)} fail anew"
     )
     for name in unexpected:
         print(f"unexpected: {name}")
-    return 1 if unexpected or not found else 0
+    return 1 if unexpected or not outcomes else 0
 
 
 if __name__ == "__main__":

@@ -55,18 +55,18 @@ CALLS = Calls(
 
 
 def is_person(text: str) -> bool:
-    """Whether a text is JSON of the schema."""
+    """Return True if a text is JSON of the schema."""
     person = json.loads(text)
     return person["name"] in PERSON["properties"]["name"]["enum"] and 0 <= person["age"] <= 150  # type: ignore[index]
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
+    """Return True if a text is a JSON object."""
     return isinstance(json.loads(text), dict)
 
 
 def is_call(text: str) -> bool:
-    """Whether a text is one call."""
+    """Return True if a text is exactly one call."""
     call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
     return call["name"] in ("weather", "weather_now")
 
@@ -100,8 +100,8 @@ def fetched(folder: Path) -> Iterator[Path]:
 def ends_of(tokenizer: FileTokenizer) -> list[int]:
     """A special token to end answers with."""
     names = {tokenizer.piece(token): token for token in tokenizer.special_tokens}
-    wanted = (b"</s>", b"<eos>", b"<|im_end|>", b"<|eot_id|>", b"<|return|>", "<｜end▁of▁sentence｜>".encode())
-    return [names[name] for name in wanted if name in names][:1] or tokenizer.special_tokens[-1:]
+    end_tokens = (b"</s>", b"<eos>", b"<|im_end|>", b"<|eot_id|>", b"<|return|>", "<｜end▁of▁sentence｜>".encode())
+    return [names[name] for name in end_tokens if name in names][:1] or tokenizer.special_tokens[-1:]
 
 
 def drawn(
@@ -145,8 +145,8 @@ def tried(path: Path) -> list[str]:
     answers.wait([first], 60)
     status = Path(f"/proc/{answers.pid}/smaps_rollup").read_text()
     private = re.search(r"Private_Dirty: +(\d+)", status)
-    taken = private[1] if private else "?"
-    print(f"{path}: {vocabulary} tokens, first mask after {time.monotonic() - began:.2f} s, {taken} kB")
+    private_name = private[1] if private else "?"
+    print(f"{path}: {vocabulary} tokens, first mask after {time.monotonic() - began:.2f} s, {private_name} kB")
     for kind, (options, fits) in KINDS.items():
         counts = []
         for seed in range(4):

@@ -73,12 +73,12 @@ def texts_are_llama_cpps_at_every_limit(shell: Shell, package: Path) -> None:
 def perplexity_is_the_same(shell: Shell, package: Path, folder: Path) -> None:
     """By both paths, which add up in another order."""
     (text := folder / "text").write_bytes(Path(__file__).with_name("README.md").read_bytes()[:4000])
-    found = {
+    perplexities = {
         path: shell.json("perplexity", package, "--text", text, "--path", path, "--json")["perplexity"]
         for path in ("decode", "prefill")
     }
-    print(f"perplexity {found}", flush=True)
-    assert max(found.values()) <= MOST_CHANGE * min(found.values()), found
+    print(f"perplexity {perplexities}", flush=True)
+    assert max(perplexities.values()) <= MOST_CHANGE * min(perplexities.values()), perplexities
 
 
 def it_is_served(server: Server) -> None:
@@ -87,11 +87,11 @@ def it_is_served(server: Server) -> None:
         assert server.post("/apply-template", messages=chat["messages"]).json()["prompt"] == chat["text"]
     begun = server.post("/v1/completions", prompt="The capital of France is", max_tokens=2, temperature=0).json()
     assert begun["choices"][0]["text"] == " Paris.", begun
-    asked = [{"role": "user", "content": "What is the weather in Paris?"}]
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         reply = server.post(
             "/v1/chat/completions",
-            messages=asked,
+            messages=messages,
             tools=[TOOL],
             tool_choice=choice,
             parallel_tool_calls=False,
@@ -102,8 +102,10 @@ def it_is_served(server: Server) -> None:
         assert call["function"]["name"] == "get_weather", call
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}, call
     form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
-    told = [{"role": "user", "content": "Anna is 31 years old. Name and age?"}]
-    reply = server.post("/v1/chat/completions", messages=told, response_format=form, temperature=0, max_tokens=60)
+    form_messages = [{"role": "user", "content": "Anna is 31 years old. Name and age?"}]
+    reply = server.post(
+        "/v1/chat/completions", messages=form_messages, response_format=form, temperature=0, max_tokens=60
+    )
     said = json.loads(reply.json()["choices"][0]["message"]["content"])
     assert said == {"name": "Anna", "age": 31}, said
 

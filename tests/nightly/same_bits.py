@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parents[2]
-DEMO = HERE / "plans" / "demo" / "package"
+CHECKOUT = Path(__file__).parents[2]
+DEMO = CHECKOUT / "plans" / "demo" / "package"
 TEXT = "def total(prices, tax=0.2):\n    return sum(price * (1 + tax) for price in prices)\n" * 4
 LOGITS_TOKENS, TEXT_TOKENS = 96, 64
 
@@ -34,7 +34,7 @@ def neuronpipe(checkout: Path, *words: str | Path) -> str:
 
 def text_for(package: Path) -> str:
     """A text that the package's tokenizer knows: a trajectory's tokens where it is synthetic."""
-    presets = json.loads(neuronpipe(HERE, "inspect", package, "--json"))["workload"]
+    presets = json.loads(neuronpipe(CHECKOUT, "inspect", package, "--json"))["workload"]
     if presets is None:
         return TEXT
     name = next(iter(presets["presets"]))
@@ -43,14 +43,14 @@ def text_for(package: Path) -> str:
 
 def settings(package: Path) -> list[tuple[str, ...]]:
     """Options of the plans to compare: each mode with memory for everything, and for half of the neurons."""
-    found_in = json.loads(neuronpipe(HERE, "inspect", package, "--json"))
+    found_in = json.loads(neuronpipe(CHECKOUT, "inspect", package, "--json"))
     needs = {"exact": "id", "predicted": "predictor", "thresholded": "silent"}
-    found = []
+    option_sets = []
     for mode in (mode for mode, field in needs.items() if found_in[field] is not None):
-        memory = json.loads(neuronpipe(HERE, "plan", package, "--mode", mode, "--json"))["memory"]
+        memory = json.loads(neuronpipe(CHECKOUT, "plan", package, "--mode", mode, "--json"))["memory"]
         half = memory["least_bytes"] + memory["ffn_bytes"] // 2
-        found += [("--mode", mode), ("--mode", mode, "--memory", str(half))]
-    return found
+        option_sets += [("--mode", mode), ("--mode", mode, "--memory", str(half))]
+    return option_sets
 
 
 def logits(checkout: Path, package: Path, text: Path, path: str, options: tuple[str, ...]) -> str:
@@ -81,7 +81,7 @@ def compare(before: Path, package: Path) -> int:
                 tokens(checkout, package, text, options)
                 if path == "tokens"
                 else logits(checkout, package, file, path, options)
-                for checkout in (before, HERE)
+                for checkout in (before, CHECKOUT)
             )
             wrong += then != now
             print(f"{'same' if then == now else 'DIFFERS'}  {package.name} {' '.join(options)} {path}", flush=True)
@@ -89,7 +89,7 @@ def compare(before: Path, package: Path) -> int:
 
 
 def main() -> None:
-    """Compare all packages."""
+    """Compare tokens and logits of all packages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("packages", type=Path, nargs="*", default=[DEMO])
