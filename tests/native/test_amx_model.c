@@ -103,7 +103,7 @@ static void test_long_rows(int type) {
     }
 }
 
-/* The figures of tests/bench/README.md: one product for 16 rows, 16 tokens and a group; loads shared by rows and by tokens. */
+/* One product for 16 rows, 16 tokens and a group; loads are shared by rows and by tokens (tests/bench/results, AMX). */
 static void test_instructions(void) {
     product p = make_product(NP_Q4, 512);
     const long products = model.products, loads = model.loads, stores = model.stores;
