@@ -340,22 +340,24 @@ class CoordinatorService:
         self._carry_out(event)
 
     def _carry_out(self, event: Event) -> None:
-        pending: list[Event] = [event]
+        pending, messages = [event], list[Tell]()
         while pending:
             for action in self._scheduler.handle(pending.pop(0), time.monotonic()):
-                answer = self._do(action)
-                if answer is not None:
+                if isinstance(action, Tell):
+                    messages.append(action)  # sent when the next step is under way
+                elif (answer := self._do(action)) is not None:
                     pending.append(answer)
             if not pending and self._scheduler.awaited:
                 self._answers.wait(self._scheduler.awaited)
                 pending.append(AnswersKnown())
+        self._answers.submit()
+        for message in messages:
+            self._tell(message.client.decode(), message.message)
+            self._meter.told(message.message)
         self._meter.end_of_telling()
 
     def _do(self, action: Action) -> Event | None:
         match action:
-            case Tell(client, message):
-                self._tell(client.decode(), message)
-                self._meter.told(message)
             case SendStep():
                 return self._send_step(action)
             case SampleTokens():

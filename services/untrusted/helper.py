@@ -131,7 +131,8 @@ class Helper:
         outcomes: list[Outcome] = []
         if self._process is None:
             return outcomes
-        self._send()
+        if self._unsent:
+            self._send()
         gone = self._read(outcomes)
         if gone:
             self._lost(outcomes)
@@ -215,6 +216,8 @@ class Helper:
             while data := self._link.recv(CHUNK_BYTES):
                 for kind, payload in self._reader.push(data):
                     self._answered(kind, payload, outcomes)
+                if len(data) < CHUNK_BYTES:  # nothing more has come yet
+                    return False
         except BlockingIOError:
             return False
         except (ConnectionResetError, ValueError, IndexError):

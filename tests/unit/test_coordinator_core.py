@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -865,31 +866,198 @@ def test_a_request_waits_for_its_grammar_while_others_go_on() -> None:
     assert scheduler.requests.compiling == []
 
 
-def test_a_text_of_which_it_is_not_known_what_may_follow_misses_steps_and_its_token_is_not_told() -> None:
-    constraints = SlowConstraints()
-    scheduler = make_scheduler(constraints=constraints)
-    receive(scheduler, Generate(request="s", prompt="ab", grammar="json", max_tokens=9), 0.0)
-    (answer,) = constraints.answers
-    answer.pending = False
-    (prefill,) = sent(scheduler.handle(AnswersKnown(), 0.0))
-    finish(scheduler, prefill)
-    actions = scheduler.handle(TokensSampled((ord("x"),)), 1.0)
-    assert actions == [], "nothing is told, no step is sent: it may be known in a moment"
-    assert scheduler.awaited == [answer]
-    (other,) = sent(
-        receive(scheduler, Generate(request="o", prompt="cd", max_tokens=9), 1.0)
-        + scheduler.handle(AnswersKnown(), 1.0)
-    )
-    assert isinstance(other, Prefill)
-    finish(scheduler, other)
-    (step,) = sent(scheduler.handle(TokensSampled((ord("y"),)), 2.0))
+class Constrained:
+    """A scheduler with one constrained sequence "s" whose first token, x, is sampled and computed by a step."""
+
+    def __init__(self, **ask: Any) -> None:
+        self.constraints = SlowConstraints()
+        self.scheduler = make_scheduler(constraints=self.constraints)
+        options = {"prompt": "ab", "grammar": "json", "max_tokens": 9} | ask
+        receive(self.scheduler, Generate(request="s", **options), 0.0)
+        (self.answer,) = self.constraints.answers
+        self.answer.pending = False
+        (prefill,) = sent(self.scheduler.handle(AnswersKnown(), 0.0))
+        finish(self.scheduler, prefill)
+        self.actions = self.scheduler.handle(TokensSampled((ord("x"),)), 1.0)
+        self.steps = sent(self.actions)
+
+    def known(self, *, complete: bool = False, failure: Failure | None = None) -> list[Action]:
+        """The answer to the last token arrives."""
+        self.answer.pending, self.answer.complete, self.answer.failure = False, complete, failure
+        return self.scheduler.handle(AnswersKnown(), 2.0)
+
+
+def test_a_constrained_sequence_is_in_the_step_that_follows_its_token() -> None:
+    run = Constrained()
+    (step,) = run.steps
     assert isinstance(step, Step)
-    assert step.tokens == (ord("y"),), "the other text goes on alone"
-    answer.pending = False
-    (token,) = told(scheduler.handle(AnswersKnown(), 2.0))
+    assert (step.positions, step.tokens) == ((2,), (ord("x"),))
+    assert told(run.actions) == [], "whether the text goes on is not known yet"
+    (token,) = told(run.known())
     assert isinstance(token, Token)
-    assert (token.request, token.token, answer.tokens) == ("s", ord("x"), [ord("x")])
-    finish(scheduler, step)
-    (step,) = sent(scheduler.handle(TokensSampled((ord("z"),)), 3.0))
+    assert (token.token, run.answer.tokens) == (ord("x"), [ord("x")])
+    (sample,) = finish(run.scheduler, step)
+    assert isinstance(sample, SampleTokens)
+    assert [(row.row, row.counter, row.allowed) for row in sample.rows] == [(0, 3, SlowAnswer.allowed)]
+    (step,) = sent(run.scheduler.handle(TokensSampled((ord("y"),)), 3.0))
     assert isinstance(step, Step)
-    assert set(step.tokens) == {ord("x"), ord("z")}
+    assert (step.positions, step.tokens) == ((3,), (ord("y"),))
+
+
+def test_a_step_waits_for_the_masks_of_its_sequences_before_its_logits_are_sampled() -> None:
+    run = Constrained()
+    (step,) = run.steps
+    assert finish(run.scheduler, step) == []
+    assert run.scheduler.awaited == [run.answer]
+    sample, token = run.known()
+    assert isinstance(sample, SampleTokens)
+    assert isinstance(token, Tell)
+    assert run.scheduler.awaited == []
+
+
+def test_a_step_that_is_done_counts_though_a_process_dies_while_it_waits_for_masks() -> None:
+    run = Constrained()
+    (step,) = run.steps
+    finish(run.scheduler, step)
+    assert run.scheduler.handle(EpochChanged(1, (("decode", 0),)), 1.5) == []
+    sample, _ = run.known()
+    assert isinstance(sample, SampleTokens)
+
+
+def test_a_late_mask_discards_the_row_and_a_later_step_computes_the_same_position() -> None:
+    run = Constrained()
+    (step,) = run.steps
+    finish(run.scheduler, step)
+    (sample,) = run.scheduler.handle(AnswersKnown(), 1.5)
+    assert sample == SampleTokens(())
+    assert run.scheduler.handle(TokensSampled(()), 1.5) == [], "it is in no step until the mask is known"
+    actions = run.known()
+    (again,), (token,) = sent(actions), told(actions)
+    assert isinstance(token, Token)
+    assert isinstance(step, Step)
+    assert isinstance(again, Step)
+    assert (again.positions, again.tokens) == (step.positions, step.tokens)
+    (sample,) = finish(run.scheduler, again)
+    assert isinstance(sample, SampleTokens)
+    assert [(row.row, row.counter) for row in sample.rows] == [(0, 3)]
+
+
+def test_the_rows_of_other_sequences_keep_their_numbers_when_one_is_discarded() -> None:
+    run = Constrained()
+    (step,) = run.steps
+    receive(run.scheduler, Generate(request="o", prompt="cd", max_tokens=9), 1.0)
+    finish(run.scheduler, step)
+    run.known()
+    (prefill,) = sent(run.scheduler.handle(TokensSampled((ord("y"),)), 2.0))
+    finish(run.scheduler, prefill)
+    (step,) = sent(run.scheduler.handle(TokensSampled((ord("o"),)), 2.0))
+    assert isinstance(step, Step)
+    assert step.tokens == (ord("y"), ord("o"))
+    finish(run.scheduler, step)
+    (sample,) = run.scheduler.handle(AnswersKnown(), 2.0)
+    assert isinstance(sample, SampleTokens)
+    assert [row.row for row in sample.rows] == [1]
+    actions = run.scheduler.handle(TokensSampled((ord("p"),)), 3.0)
+    (step,), (token,) = sent(actions), told(actions)
+    assert isinstance(step, Step)
+    assert isinstance(token, Token)
+    assert (token.request, token.token) == ("o", ord("p"))
+    assert step.tokens == (ord("p"),), "the other one goes on alone"
+
+
+@pytest.mark.parametrize(
+    ("known", "last"),
+    [
+        ({"complete": True}, "end"),
+        ({"failure": Failure("bad_request", "grammar: too large")}, "grammar: too large"),
+    ],
+)
+def test_a_sequence_that_ends_within_a_step_has_its_slot_until_the_step_is_over(
+    known: dict[str, Any], last: str
+) -> None:
+    run = Constrained()
+    (step,) = run.steps
+    messages = told(run.known(**known))
+    assert not any(isinstance(message, Finished | Refused) for message in messages)
+    assert len(run.scheduler.requests.active) == 1
+    assert finish(run.scheduler, step) == [SampleTokens(())]
+    (message,) = told(run.scheduler.handle(TokensSampled(()), 3.0))
+    assert isinstance(message, Finished | Refused)
+    assert (message.reason if isinstance(message, Finished) else message.message) == last
+    assert run.scheduler.requests.active == []
+
+
+def test_a_sequence_that_ended_within_a_step_is_told_so_though_that_step_is_never_completed() -> None:
+    run = Constrained()
+    run.known(complete=True)
+    actions = run.scheduler.handle(EpochChanged(1, (("decode", 0), ("decode", 1)), killed=True), 2.5)
+    assert told(actions) == []
+    (message,) = told(run.scheduler.handle(ProcessReady(("decode", 0), "cpu:other"), 3.0))
+    assert isinstance(message, Finished)
+    assert message.reason == "end"
+
+
+def test_a_stop_string_within_a_step_ends_the_sequence_with_that_step() -> None:
+    run = Constrained(stop=("x",))
+    (step,) = run.steps
+    (token,) = told(run.known())
+    assert isinstance(token, Token)
+    finish(run.scheduler, step)
+    (finished,) = told(run.scheduler.handle(TokensSampled(()), 3.0))
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.text, finished.tokens) == ("stop", "", 1)
+
+
+def test_a_constrained_sequence_that_is_cancelled_within_a_step_ends_with_it() -> None:
+    run = Constrained()
+    (step,) = run.steps
+    assert receive(run.scheduler, Cancel(request="s"), 1.5) == []
+    finish(run.scheduler, step)
+    run.scheduler.handle(AnswersKnown(), 2.0)
+    (finished,) = told(run.scheduler.handle(TokensSampled(()), 2.0))
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.tokens) == ("cancelled", 0)
+    assert run.answer.closed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_texts_are_the_same_however_late_their_masks_are(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def texts(share_late: float) -> dict[str, list[int]]:
+        """The tokens of each request; a row's token follows from the token and the position that the step computed."""
+        constraints = SlowConstraints()
+        scheduler = make_scheduler(constraints=constraints, sequences=3)
+        tokens: dict[str, list[int]] = {}
+        pending: list[Action] = []
+        for name, grammar in (("a", "json"), ("b", None), ("c", "json")):
+            pending += receive(
+                scheduler, Generate(request=name, prompt="ab" + name, grammar=grammar, max_tokens=9), 0.0
+            )
+        step: Step | Prefill | None = None
+        while pending or scheduler.requests.active or scheduler.requests.waiting:
+            if not pending:
+                for answer in constraints.answers:
+                    answer.pending &= chance.random() < share_late
+                pending = scheduler.handle(AnswersKnown(), 1.0)
+                continue
+            action = pending.pop(0)
+            if isinstance(action, SendStep):
+                step = action.message
+                for answer in constraints.answers:  # some masks come while the step is computed
+                    answer.pending &= chance.random() < 0.5
+                pending += scheduler.handle(AnswersKnown(), 1.0)
+                pending += finish(scheduler, step)
+            elif isinstance(action, SampleTokens):
+                assert step is not None
+                inputs = step.tokens if isinstance(step, Step) else step.tokens[-1:]
+                last = [len(step.tokens) - 1 + step.position] if isinstance(step, Prefill) else step.positions
+                sampled = tuple(1 + (inputs[row.row] * 31 + last[row.row] * 17) % 100 for row in action.rows)
+                pending += scheduler.handle(TokensSampled(sampled), 1.0)
+            elif isinstance(action, Tell) and isinstance(action.message, Token):
+                tokens.setdefault(action.message.request, []).append(action.message.token)
+        return tokens
+
+    in_time = texts(0.0)
+    assert {name: len(tokens) for name, tokens in in_time.items()} == {"a": 9, "b": 9, "c": 9}
+    assert texts(0.7) == in_time

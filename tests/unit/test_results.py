@@ -107,9 +107,10 @@ def test_a_token_is_told_when_it_is_known_what_it_leads_to_and_the_last_one_ends
     text = text_of([1, 2], answer)
     assert sample_row(0, text, END).allowed == b"\x0f"
     for token in (5, 6, 7):
-        assert not text.awaiting
         assert told.sampled([text], TokensSampled((token,), {}), 1.0) == []
-        assert text.awaiting
+        text.computed_tokens = len(text.tokens)
+        assert text.next_token == token, "the next step may compute it before it is told"
+        assert not text.is_blocked
         assert told.known([text]) == []
         answer.pending = False
         outcomes = [message for _, message in told.known([text])]
@@ -117,6 +118,12 @@ def test_a_token_is_told_when_it_is_known_what_it_leads_to_and_the_last_one_ends
         assert (outcomes[0].token, outcomes[0].index) == (token, token - 5)
     assert isinstance(outcomes[1], Finished)
     assert (outcomes[1].reason, outcomes[1].text) == ("end", "fgh")
+
+
+def test_no_step_computes_a_token_that_ends_the_text_whatever_its_grammar_says() -> None:
+    text = text_of([1, 2, 3, 4, 5, 6, 7, 8], Countdown())
+    assert results().sampled([text], TokensSampled((5,), {}), 1.0) == []
+    assert text.is_blocked
 
 
 @pytest.mark.parametrize(("token", "reason"), [(9, "end"), (77, "end")])

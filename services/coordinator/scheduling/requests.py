@@ -94,7 +94,7 @@ class Requests:
     def used_tokens(self, now: float) -> list[int]:
         """Of every KV slot, the tokens it holds or soon will, those of texts that ended long ago forgotten."""
         self._free.forget_unused(now)
-        used = {sequence.slot: len(sequence.tokens) for sequence in self.active} | self._free.tokens()
+        used = {sequence.slot: sequence.memory_tokens for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
 
     def going_on(self) -> list[Sequence] | None:
@@ -291,9 +291,12 @@ class Requests:
         for sequence in self.active:
             if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
                 sequence.cancelled = True
-        return [self.tell(one, self._cancelled(one), now) for one in [*self.active] if one.cancelled]
+        ended = [one for one in self.active if one.cancelled or one.last_message is not None]
+        return [self.tell(one, self._last_message(one), now) for one in ended]
 
-    def _cancelled(self, sequence: Sequence) -> Message:
+    def _last_message(self, sequence: Sequence) -> Message:
+        if sequence.last_message is not None:
+            return sequence.last_message
         if isinstance(sequence, Generation):
             return sequence.finished("cancelled", self._limits)
         return sequence.refused("cancelled", "cancelled")
@@ -302,7 +305,7 @@ class Requests:
         """The run ends: who has a slot, who waits, and who asks from now on is told so."""
         self._ending = True
         queued, self.queued, self.compiling = [*self.queued, *self.compiling], [], []
-        told = [self.tell(one, one.refused("draining", ENDING), now) for one in [*self.active]]
+        told = [self.tell(one, one.last_message or one.refused("draining", ENDING), now) for one in [*self.active]]
         return told + [one.refused("draining", ENDING) for one in queued]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.admission import Limits
 from neuronpipe.services.coordinator.scheduling.events import (
@@ -46,8 +47,8 @@ from neuronpipe.services.coordinator.scheduling.events import (
 )
 from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.processes import CACHE, PREFILL, Workers
-from neuronpipe.services.coordinator.scheduling.requests import Requests
-from neuronpipe.services.coordinator.scheduling.sequences import pending_answers
+from neuronpipe.services.coordinator.scheduling.requests import LAST_WORDS, Requests
+from neuronpipe.services.coordinator.scheduling.sequences import answers_to_sampled
 from neuronpipe.services.coordinator.scheduling.step_results import Outcome, Results
 from neuronpipe.services.coordinator.scheduling.steps import OutstandingStep, StepBuilder
 from neuronpipe.services.coordinator.text.constrained_answers import Answer, Constraints
@@ -77,7 +78,7 @@ class Scheduler:
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
         self._step: OutstandingStep | None = None
-        self.awaited: list[Answer] = []  # of tokens just sampled, that the next step waits for until AnswersKnown
+        self.awaited: list[Answer] = []  # pending answers that the logits of the step wait for until AnswersKnown
 
     @property
     def busy(self) -> bool:
@@ -117,7 +118,7 @@ class Scheduler:
             return None
         if self.workers.decoders() != step.action.processes or not self._has_memory(step.action.message, 1):
             return None
-        rows = self._results.wanted(step.action.message, step.sequences)
+        rows = self._results.wanted(step.action.message, step.rows)
         assert isinstance(rows, SampleTokens)
         positions = tuple(len(text.tokens) for text in texts)
         return Ahead(rows.rows, self.steps + 1, positions, tuple(self._limits.end_tokens))
@@ -141,13 +142,13 @@ class Scheduler:
             case TokensSampled():
                 step = self._end_step(now)
                 step.account(event.cost)
-                outcomes = self._results.sampled(step.sequences, event, now)
-                self.awaited = pending_answers(step.sequences)
-                return self._tell(outcomes, now)
+                outcomes = self._results.sampled(step.rows.values(), event, now)
+                ended = [(one, one.last_message) for one in step.sequences if one.last_message is not None]
+                return self._tell([*outcomes, *ended], now)
             case AnswersKnown():
                 self.awaited = []
                 known = self._tell(self._results.known(self.requests.active), now)
-                return [*self.requests.accept_compiled(), *known]
+                return [*self._read_step(), *self.requests.accept_compiled(), *known]
             case TokensScored():
                 (sequence,) = self._end_step(now).sequences
                 return self._tell(self._results.scored(sequence, event, now), now)
@@ -158,14 +159,22 @@ class Scheduler:
             case ThrottleChanged(share, until):
                 self.throttle.set(share, until)
             case Ending():
-                self._step = None
+                self._step, self.awaited = None, []
                 return [*self.requests.end_all(now)]
             case Tick():
                 pass
         return []
 
     def _tell(self, outcomes: list[Outcome], now: float) -> list[Action]:
-        return [self.requests.tell(sequence, message, now) for sequence, message in outcomes]
+        """Tell clients. A sequence of the outstanding step ends when that step has ended, since participants may still
+        write to its KV slot."""
+        actions: list[Action] = []
+        for sequence, message in outcomes:
+            if isinstance(message, LAST_WORDS) and self._step is not None and sequence in self._step.sequences:
+                sequence.last_message = message
+            else:
+                actions.append(self.requests.tell(sequence, message, now))
+        return actions
 
     # ---- the outstanding step --------------------------------------------------------------------------------
     def _epoch_changed(self, event: EpochChanged) -> None:
@@ -188,17 +197,26 @@ class Scheduler:
             return [Abandon()]  # it gave up by itself: the others would wait for it at the barrier
         if not step.computed:
             return []
+        self.awaited = answers_to_sampled(step.sequences)
+        return [] if self.awaited else self._read_step(event.ratings)
+
+    def _read_step(self, ratings: tuple[Rating, ...] = ()) -> list[Action]:
+        """Have the logits of the step read if every participant is done."""
+        step = self._step
+        if step is None or not step.is_unread:
+            return []
         step.read()
-        return [self._results.wanted(step.action.message, step.sequences, event.ratings)]
+        return [self._results.wanted(step.action.message, step.rows, ratings)]
 
     def _step_failed(self, event: StepFailed, now: float) -> list[Action]:
         """The step cannot be computed: its requests are refused, everybody else goes on."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
-        told = self._tell([(one, one.refused("failed", event.message)) for one in step.sequences], now)
+        sequences = step.sequences
         step.failed(event.process)
-        return [Abandon(), *told]
+        refused = [(one, one.last_message or one.refused("failed", event.message)) for one in sequences]
+        return [Abandon(), *self._tell(refused, now)]
 
     def _end_step(self, now: float) -> OutstandingStep:
         """The logits have been read."""
@@ -243,7 +261,8 @@ class Scheduler:
         self._step = None
         refused: list[Action] = []
         if len(step.sequences) == 1:
-            refused = self._tell([(one, one.refused("ended_a_process", ENDED)) for one in step.sequences], now)
+            messages = [(one, one.last_message or one.refused("ended_a_process", ENDED)) for one in step.sequences]
+            refused = self._tell(messages, now)
         for sequence in step.sequences:
             sequence.isolated = True
         return [*self._proceed(now), *refused]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, FinishReason, RefusalCode, Refused, ScoreFinished
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Score
 from neuronpipe.services.coordinator.scheduling.admission import Limits
@@ -48,6 +49,7 @@ class Sequence:
     computed_tokens: int = 0
     provenance: Provenance = dataclasses.field(default_factory=Provenance)
     cancelled: bool = False
+    last_message: Message | None = None  # ends it as soon as it is in no outstanding step
     isolated: bool = False  # its next step has no other sequence: one of those that shared the last one ends processes
 
     def advance(self, position: int, tokens: int, numerics: str) -> None:
@@ -67,9 +69,19 @@ class Sequence:
         return False
 
     @property
-    def awaiting(self) -> bool:
-        """Whether it takes part in no step before it is known what its last token leads to."""
+    def is_blocked(self) -> bool:
+        """True if no step may include the sequence until its grammar's answer to the last token has arrived."""
         return False
+
+    @property
+    def next_token(self) -> int:
+        """The token that its next step of decode computes."""
+        return self.tokens[self.computed_tokens]
+
+    @property
+    def memory_tokens(self) -> int:
+        """How many tokens need keys and values once its next step of decode is done."""
+        return len(self.tokens)
 
     @property
     def likely(self) -> int:
@@ -99,7 +111,8 @@ class Generation(Sequence):
 
     ask: Generate
     answer: Answer | None  # how far it has come in what `ask` wants it to be
-    sampled: Sampled | None = None  # and not told: what it leads to is not known yet
+    sampled: Sampled | None = None  # the last token while the grammar's answer to it is pending; not in `tokens`
+    missed_step: bool = False  # the answer came too late for the step that computed `sampled`
     stream: TextStream
     prompt_tokens: int
     max_total_tokens: int  # prompt included: what the context and the request allow
@@ -114,9 +127,22 @@ class Generation(Sequence):
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def awaiting(self) -> bool:
+    def is_blocked(self) -> bool:
+        """As in `Sequence`. A step computes the sampled token while the answer is pending, unless the sequence ends
+        with that token whatever the answer is, or the last such step was in vain."""
+        return self.sampled is not None and (self.missed_step or len(self.tokens) + 1 >= self.max_total_tokens)
+
+    @property
+    def next_token(self) -> int:
         """As in `Sequence`."""
-        return self.sampled is not None
+        if self.sampled is not None and self.computed_tokens == len(self.tokens):
+            return self.sampled.token
+        return super().next_token
+
+    @property
+    def memory_tokens(self) -> int:
+        """As in `Sequence`."""
+        return len(self.tokens) + (self.sampled is not None)
 
     @property
     def own_tokens(self) -> int:
@@ -206,10 +232,10 @@ class Scoring(Sequence):
         return ScoreFinished(request=self.request, tokens=targets, nll_mean=mean, seconds=seconds)
 
 
-def pending_answers(sequences: Iterable[Sequence]) -> list[Answer]:
-    """Of those that take part in no step before it is known what their last token leads to."""
-    texts = [one for one in sequences if isinstance(one, Generation) and one.awaiting]
-    return [text.answer for text in texts if text.answer is not None and text.answer.pending]
+def answers_to_sampled(sequences: Iterable[Sequence]) -> list[Answer]:
+    """Return the answers to tokens that these sequences have sampled, pending or not processed yet."""
+    sampled = [sequence for sequence in sequences if isinstance(sequence, Generation) and sequence.sampled is not None]
+    return [sequence.answer for sequence in sampled if sequence.answer is not None]
 
 
 def gap_quantiles_ms(times: list[float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import FinishReason, Likely, Rated, RefusalCode, Scored, Token
@@ -45,21 +45,21 @@ class Results:
         self._tokenizer = tokenizer
 
     def wanted(
-        self, message: Step | Prefill, sequences: list[Sequence], ratings: tuple[Rating, ...] = ()
+        self, message: Step | Prefill, rows: Mapping[int, Sequence], ratings: tuple[Rating, ...] = ()
     ) -> SampleTokens | ScoreTokens:
-        """What to read from the logits of a step that is done; its sequences have advanced. ratings: what its prefill
-        worker has read of them."""
-        first = sequences[0]
+        """What to read from the logits of a step that is done; its sequences have advanced. rows: the sequences by
+        their rows of logits. ratings: what its prefill worker has read of them."""
+        first = rows.get(0)
         if isinstance(first, Scoring):
             computed, count = first.computed_tokens, len(message.tokens)
             without_logits = isinstance(message, Prefill) and bool(message.targets) and not ratings
             targets = () if without_logits else tuple(first.tokens[computed - count + 1 : computed + 1])
             return ScoreTokens(targets, first.likely, ratings)
         without_logits = isinstance(message, Prefill) and message.logits == "none"
-        texts = [] if without_logits else [one for one in sequences if isinstance(one, Generation)]
-        return SampleTokens(tuple(sample_row(row, text, self._limits.end_tokens) for row, text in enumerate(texts)))
+        texts = [] if without_logits else [(row, one) for row, one in rows.items() if isinstance(one, Generation)]
+        return SampleTokens(tuple(sample_row(row, text, self._limits.end_tokens) for row, text in texts))
 
-    def sampled(self, sequences: list[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
+    def sampled(self, sequences: Iterable[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
         """A token for each sequence; for none after a chunk of a prompt that is not its last."""
         outcomes: list[Outcome] = []
         for number, (text, token) in enumerate(zip(sequences, event.tokens, strict=False)):
@@ -70,11 +70,12 @@ class Results:
                     assert text.answer is not None
                     text.answer.take(token)
                     text.sampled = sampled
+                    outcomes += self.known([text])
                 else:
                     outcomes += self._told(text, sampled, complete=False)
             except SamplingFailed as failure:
                 outcomes.append((text, text.refused(failure.code, str(failure))))
-        return outcomes + self.known(sequences)
+        return outcomes
 
     def known(self, sequences: Iterable[Sequence]) -> list[Outcome]:
         """The tokens of which it is known now what they lead to."""
@@ -85,7 +86,7 @@ class Results:
             assert text.answer is not None
             if text.answer.pending:
                 continue
-            sampled, text.sampled = text.sampled, None
+            sampled, text.sampled, text.missed_step = text.sampled, None, False
             if (failure := text.answer.failure) is not None:
                 outcomes.append((text, text.refused(failure.code, failure.message)))
             else:

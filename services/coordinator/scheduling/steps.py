@@ -30,7 +30,9 @@ class OutstandingStep:
         self.action = action
         self.numerics = numerics
         self.sequences = sequences
-        self._reading = False  # every participant is done, and the service looks at the logits
+        self.rows = dict(enumerate(sequences))  # by row of logits, the sequences whose next token is sampled from it
+        self._done = False  # every participant is done before any epoch change
+        self._read = False
         self._void = False
         self._busy: set[ProcessKey] = set(action.processes)
         self._cost: Cost = {}  # this time it was sent
@@ -40,7 +42,7 @@ class OutstandingStep:
     @property
     def abandoned(self) -> bool:
         """Whether it does not count, and every participant has left it: it may be sent again."""
-        return self._void and not self._busy and not self._reading
+        return self._void and not self._busy and not self._done
 
     @property
     def computed(self) -> bool:
@@ -50,7 +52,12 @@ class OutstandingStep:
     @property
     def undisturbed(self) -> bool:
         """Whether it is a decode step that counts so far."""
-        return isinstance(self.action.message, Step) and not self._void and not self._reading
+        return isinstance(self.action.message, Step) and not self._void and not self._done
+
+    @property
+    def is_unread(self) -> bool:
+        """True if every participant is done and the logits have not been read."""
+        return self._done and not self._read
 
     def again(self, epoch: int, builder: StepBuilder, participants: Participants) -> OutstandingStep:
         """The same step under the present epoch, computed by these."""
@@ -75,28 +82,39 @@ class OutstandingStep:
         if lost and self._busy and not self._void:
             self.death_weight += STEP_KILL_WEIGHT if killed else CRASH_WEIGHT
         self._busy -= set(lost)
-        self._void = not self._reading
+        self._void = not self._done
 
     def left(self, event: StepLeft) -> None:
         """A participant is through with it."""
         self._busy.discard(event.process)
         self._void |= not event.done
+        self._done = self.computed
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
     def failed(self, process: ProcessKey) -> None:
         """A participant cannot compute it; its clients have been told."""
-        self.sequences = []
+        self.sequences, self.rows = [], {}
         self._busy.discard(process)
 
     def read(self) -> None:
-        """Every participant is done: the sequences have more keys and values now, and the logits are to be read."""
-        self._reading = True
+        """Count the keys and values that the step has computed; afterwards `rows` are the rows to sample from.
+
+        A sequence whose answer is still pending cannot be sampled. It does not advance: a later step computes the same
+        position again, with the same result.
+        """
+        self._read = True
         message = self.action.message
         if isinstance(message, Prefill):
             self.sequences[0].advance(message.position, len(message.tokens), self.numerics)
-        else:
-            for sequence, position in zip(self.sequences, message.positions, strict=True):
-                sequence.advance(position, 1, self.numerics)
+            return
+        for row, (sequence, position) in enumerate(zip(self.sequences, message.positions, strict=True)):
+            if isinstance(sequence, Generation) and sequence.sampled is not None:
+                sequence.missed_step = True
+                del self.rows[row]
+                continue
+            sequence.advance(position, 1, self.numerics)
+            if sequence.last_message is not None:
+                del self.rows[row]
 
     def account(self, measured: Cost) -> None:
         """Add what it took to the account of every text in it. measured: by the service."""
@@ -128,7 +146,7 @@ class StepBuilder:
         """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [one for one in sequences if one.prefilling]
-        decodes = [one for one in sequences if not one.prefilling and not one.awaiting] if decoders else []
+        decodes = [one for one in sequences if not one.prefilling and not one.is_blocked] if decoders else []
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
             return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
@@ -189,6 +207,6 @@ class StepBuilder:
             **self.shares(participants, texts=len(batch)),
             sequences=tuple(one.slot for one in batch),
             positions=tuple(one.computed_tokens for one in batch),
-            tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
+            tokens=tuple(one.next_token for one in batch),
         )
         return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -30,8 +29,9 @@ from neuronpipe.services.coordinator.text.grammar_process import (
     COMPLETE,
     REFUSED,
     UNKNOWN,
-    Request,
     Source,
+    packed_beginning,
+    packed_continuation,
     preparing,
 )
 from neuronpipe.services.coordinator.text.tokenizer import Tokenizer
@@ -134,6 +134,7 @@ class FollowedAnswers:
         self.settled = False  # whether any answer is not pending any more since the last `receive`
         self._served = 0  # requests that the process has answered
         self._asked: dict[int, FollowedAnswer] = {}  # by job
+        self._to_continue: list[FollowedAnswer] = []  # not submitted yet: see `submit`
         self._to_open: deque[FollowedAnswer] = deque()
         self.descriptor = self._helper.descriptor
 
@@ -146,6 +147,8 @@ class FollowedAnswers:
     @property
     def due_s(self) -> float:
         """Infinity while nothing is asked."""
+        if self.settled:
+            return 0.0
         due_s = self._helper.due_s
         return math.inf if due_s is None else due_s
 
@@ -167,25 +170,38 @@ class FollowedAnswers:
         return answer
 
     def ask_next(self, answer: FollowedAnswer) -> None:
-        """Ask what may follow the answer's last token."""
-        request = Request(answer.number, None, answer.tokens[-1:], len(answer.tokens) - 1)
-        self._submit(answer, request, WITHIN_S)
+        """Request what may follow the answer's last token, with the next `submit`."""
+        self._to_continue.append(answer)
+
+    def submit(self) -> None:
+        """Send the helper process the tokens that answers have taken.
+
+        Apart from `take`, so that the workers of the next step wake before the helper process does: a wake-up costs as
+        much as the mask.
+        """
+        for answer in self._to_continue:
+            request = packed_continuation(answer.number, len(answer.tokens) - 1, answer.tokens[-1])
+            self._submit(answer, request, WITHIN_S)
+        self._to_continue.clear()
 
     def receive(self) -> bool:
-        """Take what is known since. Returns whether any answer is not pending any more."""
-        self.settled = False
+        """Process what the helper process has sent. Returns True if any answer is not pending any more."""
+        self.submit()
         for outcome in self._helper.receive():
             self._take(outcome)
         self._open_next()
-        return self.settled
+        settled, self.settled = self.settled, False
+        return settled
 
     def wait(self, answers: Iterable[Answer], timeout_s: float = PATIENCE_S) -> None:
         """Wait until none of these is pending, at most so long."""
+        self.submit()
         deadline, answers = time.monotonic() + timeout_s, list(answers)
         while any(answer.pending for answer in answers) and (left_s := deadline - time.monotonic()) > 0:
             for outcome in self._helper.wait(left_s):
                 self._take(outcome)
             self._open_next()
+        self.settled = False  # the caller looks at every answer now
 
     def close(self) -> None:
         """End the helper process."""
@@ -193,7 +209,7 @@ class FollowedAnswers:
 
     def _open_next(self) -> None:
         """One compilation at a time, so that a token waits for one at most."""
-        while self._to_open and not self._asked:
+        while self._to_open and not self._asked and not self._to_continue:
             answer = self._to_open.popleft()
             if answer.closed:
                 continue
@@ -203,11 +219,11 @@ class FollowedAnswers:
                 answer.settle(Failure("starting", message))
             else:
                 timeout_s = WITHIN_S + len(answer.tokens) / REPLAYED_TOKENS_PER_S
-                self._submit(answer, Request(answer.number, answer.source, answer.tokens, 0), timeout_s)
+                self._submit(answer, packed_beginning(answer.number, answer.source, answer.tokens), timeout_s)
 
-    def _submit(self, answer: FollowedAnswer, request: Request, timeout_s: float) -> None:
+    def _submit(self, answer: FollowedAnswer, request: bytes, timeout_s: float) -> None:
         try:
-            self._asked[self._helper.submit(pickle.dumps(request), timeout_s)] = answer
+            self._asked[self._helper.submit(request, timeout_s)] = answer
         except UntrustedError as error:
             answer.settle(Failure("failed", f"grammar: {error}"))
 

@@ -1,10 +1,10 @@
 """The helper process that compiles grammars and follows answers through them: requests and answers as bytes.
 
-    request     a pickled `Request`, from the service that forked this
+    request     `packed_beginning` or `packed_continuation`, from the service that forked this process
     answer      a byte, TAKEN, COMPLETE, REFUSED or UNKNOWN; then what may follow, or the reason
 
-A request has a source, or its tokens continue the answer of that number, which had `position` tokens. An answer that
-is not known here, or had another number of tokens, is UNKNOWN: the service then sends its source and all its tokens.
+A continuation of an answer that this process does not follow, or that has another number of tokens, is UNKNOWN: the
+service then sends the answer's source and all its tokens.
 What was compiled is shared, and forgotten when memory runs short.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import struct
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from neuronpipe.services.untrusted.process import Prepare, Work
 
 TAKEN, COMPLETE, REFUSED, UNKNOWN = range(4)
 MAX_FOLLOWED = 64
+_BEGINNING = b"b"
+_CONTINUATION = struct.Struct("<cQQI")
 PAGE_BYTES = 4096
 
 
@@ -41,13 +44,14 @@ class Source(NamedTuple):
         return grammars.start(self.grammar, self.syntax)
 
 
-class Request(NamedTuple):
-    """See the module."""
+def packed_beginning(number: int, source: Source, tokens: list[int]) -> bytes:
+    """Pack the request to follow a new answer through its first tokens."""
+    return _BEGINNING + pickle.dumps((number, source, tokens))
 
-    number: int
-    source: Source | None
-    tokens: list[int]
-    position: int
+
+def packed_continuation(number: int, position: int, token: int) -> bytes:
+    """Pack the request to continue an answer that has `position` tokens with another one."""
+    return _CONTINUATION.pack(b"c", number, position, token)
 
 
 def preparing(grammars: Grammars, spare_bytes: int) -> Prepare:
@@ -70,12 +74,13 @@ class _Work:
         self._limit_bytes = _private_bytes() + spare_bytes
 
     def answer(self, packed: bytes) -> bytes:
-        request: Request = pickle.loads(packed)
-        number, source, tokens, position = request
+        number = 0
         try:
-            if source is not None:
+            if packed.startswith(_BEGINNING):
+                number, source, tokens = pickle.loads(packed[len(_BEGINNING) :])
                 return self._open(number, source, tokens)
-            return self._go_on(number, tokens, position)
+            _, number, position, token = _CONTINUATION.unpack(packed)
+            return self._go_on(number, [token], position)
         except GrammarError as error:
             self._followed.pop(number, None)
             return bytes([REFUSED]) + str(error).encode(errors="replace")
