@@ -1,1 +1,1 @@
-"""The coordinator service."""
+"""The coordinator: schedules requests and steps, and samples tokens."""

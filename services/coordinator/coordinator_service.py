@@ -1,7 +1,7 @@
-"""The coordinator: clients and services on one socket, the scheduler's decisions between them.
+"""The coordinator service: sockets and clock around the scheduler.
 
-It reads messages, hands events to the scheduler, and carries out its actions: send, sample, score. The epoch word shows
-that a process was lost; the board shows which.
+It receives messages of clients and services on one socket, passes events to the scheduler, and carries out its actions.
+The epoch word shows that a process was lost; the board shows which.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from neuronpipe.services.coordinator.scheduling.events import (
 from neuronpipe.services.coordinator.scheduling.kv_reservation import Reservation
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 from neuronpipe.services.coordinator.sleep import BOARD_CHANGED, STATUS_LINGER_S, Wakefulness
-from neuronpipe.services.coordinator.step_pipeline import Relay
+from neuronpipe.services.coordinator.step_pipeline import StepPipeline
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
-from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswers
+from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswers
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 from neuronpipe.services.runtime import trace
 from neuronpipe.services.runtime.job import Job
@@ -68,7 +68,7 @@ from neuronpipe.services.runtime.run_memory import Epoch, RunMemory
 from neuronpipe.services.runtime.trace import Trace
 
 GREET_AGAIN_S = 1.0
-BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
+BUSY_MS = 20  # how soon a lost process is noticed without a message
 ENDING_MS = 5
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CoordinatorService:
         model, limits = job.package.manifest.model, Limits.of(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars_bytes = job.plan.memory.grammars_bytes
-        self._answers = FollowedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens, grammars_bytes)
+        self._answers = ConstrainedAnswers.of(job.package.manifest, tokenizer, limits.end_tokens, grammars_bytes)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
         killed = self._processes.on_board("coordinator", 0).signal == signal.SIGKILL
@@ -97,27 +97,27 @@ class CoordinatorService:
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
         self._tokens = 0
-        self._draining = self._ending = False  # told to stop; and this is the run's end
+        self._draining = self._ending = False  # the process is to stop; the run ends
         self._wakefulness, self._watched = Wakefulness(), False
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-        signal.signal(BOARD_CHANGED, lambda *_: None)  # the wake-up is all
+        signal.signal(BOARD_CHANGED, lambda *_: None)  # only to wake
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
         self._step_events = StepEvents(self._events)
         neurons = model.layers * model.experts * model.neurons
-        self._relay = Relay(self._memory, model, self._sampler)
-        self._later: list[Event] = []  # what was noticed while something else was carried out
+        self._pipeline = StepPipeline(self._memory, model, self._sampler)
+        self._deferred: list[Event] = []  # noticed while actions were carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events, job.plan)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
         self._delays = processes.DelayWatch(self._processes, job.directory.path, self._report.notes)
 
     def serve(self) -> None:
-        """Serve until drained."""
+        """Serve clients and services until the process is drained."""
         poller = Poller()
-        for source in (self._control, self._wake, self._relay.wake, self._events, self._answers.descriptor):
+        for source in (self._control, self._wake, self._pipeline.wake, self._events, self._answers.descriptor):
             poller.add(source)
         while not self._draining:
             self._job.pulse.waits()
@@ -128,19 +128,20 @@ class CoordinatorService:
                 self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
             if self._events in readable:
                 self._watched = self._events.watched
-            if (woken := self._relay.wake in readable) or not self._relay.armed:
+            if (woken := self._pipeline.wake in readable) or not self._pipeline.is_armed:
                 if woken:
-                    self._relay.clear_wake()
-                self._take_answers()
+                    self._pipeline.clear_wake()
+                self._collect_answers()
             self._notice_epoch()
-            self._notice_leaving()
+            if (leaving := self._processes.new_leaving()) is not None:
+                self._handle(Leaving(leaving))
             if (self._answers.descriptor in readable or self._answers.due_s == 0) and self._answers.receive():
                 self._handle(AnswersKnown())
             while self._control in readable and (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
-            while self._later:
-                self._handle(self._later.pop(0))
+            while self._deferred:
+                self._handle(self._deferred.pop(0))
             if self._scheduler.wants_tick(time.monotonic()):
                 self._handle(Tick())
             self._arm()
@@ -148,15 +149,15 @@ class CoordinatorService:
             self._look_around(time.monotonic())
         for source in (self._events, self._answers.descriptor):
             poller.remove(source)
-        if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
+        if self._processes.is_leaving("coordinator", 0):  # otherwise only this process ends
             poller.remove(self._wake)
             self._end(poller)
         self._answers.close()
-        self._relay.close()
+        self._pipeline.close()
         self._context.close()
 
     def _end(self, poller: Poller) -> None:
-        """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
+        """End the run: tell clients and services, also those that connect meanwhile, until no service is left."""
         self._ending = True
         self._handle(Ending())
         self._epoch.advance()  # the step under way is abandoned
@@ -164,7 +165,7 @@ class CoordinatorService:
             self._send(process.peer, Drain())
         left = True
         while left:
-            # First: then all their words are there.
+            # Look first: then all messages of processes that have ended are there.
             left = any(self._processes.on_board(*process.name).pid for process in self._processes)
             self._job.pulse.waits()
             poller.wait(ENDING_MS)
@@ -172,7 +173,7 @@ class CoordinatorService:
                 self._take(*received)
 
     def _patience_ms(self) -> int:
-        """For how long nothing but a message can give it something to do."""
+        """Return how long the service may sleep if no message comes, in milliseconds."""
         if self._scheduler.busy:
             return BUSY_MS
         now = time.monotonic()
@@ -181,8 +182,8 @@ class CoordinatorService:
         return int(min(limit_ms, 1 + 1000 * self._answers.due_s, 1 + pause_ms if pause_ms > 0 else limit_ms))
 
     def _look_around(self, now: float) -> None:
-        """While the run is used: ask for beats, have the supervisor measure memory, find who keeps the run waiting."""
-        requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.gone())
+        """While the run is in use, ask for beats, have memory measured, and look for overdue processes."""
+        requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.retired())
         if requests.active or requests.waiting or self._watched or not all_ready:
             self._wakefulness.used(now)
         if self._wakefulness.asks_for_beats(now):
@@ -215,7 +216,7 @@ class CoordinatorService:
     def _take_over(self, peer: str, message: Message) -> None:
         process = self._processes.heard(peer)
         match message:
-            case Hello() if self._ending:  # it was starting when the others were told
+            case Hello() if self._ending:  # it was starting when the others were drained
                 self._send(peer, Drain())
             case Hello():
                 self._greet(process, message)
@@ -230,11 +231,11 @@ class CoordinatorService:
                 ratings = message.ratings if isinstance(message, outcome.Prefilled) else ()
                 self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters, ratings))
             case outcome.StepAbandoned():
-                self._relay.answered(process.name)
+                self._pipeline.answered_by_message(process.name)
                 self._processes.credits.give_back(peer)
                 self._handle(StepLeft(process.name, message.step, message.epoch, False))
             case outcome.StepFailed():
-                self._relay.answered(process.name)
+                self._pipeline.answered_by_message(process.name)
                 self._processes.credits.give_back(peer)
                 self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
             case outcome.Reserved(number=number):
@@ -248,18 +249,18 @@ class CoordinatorService:
                 log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
 
     def _greet(self, process: processes.WorkerProcess, hello: Hello) -> None:
-        """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
+        """Take on a process that sends Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
         moved = self._job.plan.memory.are_scales_moved
         if (why := processes.why_rejected(process, hello, are_scales_moved=moved)) is not None:
             self._send(process.peer, Reject(reason=why))
             return
-        if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
+        if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end has not been noticed yet
             self._settle()
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
-        self._relay.lost(process.name)  # and what it left in its lane is
+        self._pipeline.lost(process.name)  # with what it left in its channel
         if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
             log.info("%s speaks %.20r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
@@ -272,7 +273,7 @@ class CoordinatorService:
 
     def _beat(self, process: processes.WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
-            process.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
+            process.greeted_at = time.monotonic()  # it knows an earlier coordinator; Welcome makes it send Hello
             self._welcome(process.peer)
         process.step = max(process.step, beat.step)
         process.counters = beat.counters
@@ -282,16 +283,15 @@ class CoordinatorService:
         self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
 
     def _leave(self, process: processes.WorkerProcess) -> ProcessKey:
-        """It is gone."""
+        """Reset what is known of a lost process; return its key."""
         self._processes.leave(process)
-        self._relay.lost(process.name)
+        self._pipeline.lost(process.name)
         self._events.send(Life(role=process.role, index=process.index, state="starting", detail="restarted"))
         return process.name
 
     def _notice_epoch(self) -> None:
-        """When the epoch has changed a process was lost; the board shows which. The epoch is read first: a loss between
-        the two reads changes it again."""
-        epoch = self._epoch.load()
+        """Notice lost processes: a new epoch means a loss, and the board shows which process."""
+        epoch = self._epoch.load()  # before the board: a loss between the two reads changes it again
         if epoch != self._scheduler.epoch:
             self._settle()
             self._handle(self._epoch_event(epoch))
@@ -301,16 +301,13 @@ class CoordinatorService:
         killed = all(self._processes.on_board(*process.name).signal == signal.SIGKILL for process in lost)
         return EpochChanged(epoch, tuple(self._leave(process) for process in lost), killed)
 
-    def _notice_leaving(self) -> None:
-        """The supervisor says on the board which processes have successors."""
-        if (leaving := self._processes.new_leaving()) is not None:
-            self._handle(Leaving(leaving))
+    # ---- the step pipeline ------------------------------------------------------------------------------------
+    def _collect_answers(self) -> bool:
+        """Process the answers from the step channels, which disarms the pipeline. Returns True if there were any.
 
-    # ---- steps without messages ------------------------------------------------------------------------------
-    def _take_answers(self) -> bool:
-        """Hand over what came by lanes since, which disarms the relay; whether there was anything. A step that the
-        relay has passed on is the one that the scheduler decides on then: nothing came between."""
-        answers = self._relay.take()
+        If the pipeline has sent a step, the scheduler decides on the same one now: no event came between.
+        """
+        answers = self._pipeline.collect()
         for answer in answers:
             role, index = answer.process
             process = self._processes.heard(f"{role}-{index}")
@@ -318,43 +315,42 @@ class CoordinatorService:
             process.step = answer.step
             self._meter.answered(answer.counters)
             self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, answer.counters))
-        if self._relay.take_unwanted():
+        if self._pipeline.take_unexpected():
             log.error("a step was passed on that was not decided on")
             self._carry_out(self._epoch_event(self._epoch.advance()))
         return bool(answers)
 
     def _settle(self) -> None:
-        """Have nothing left that came by lanes, and the relay do no more for now."""
-        while self._take_answers():
+        """Process everything that came through the step channels, and leave the pipeline disarmed."""
+        while self._collect_answers():
             pass
 
     def _arm(self) -> None:
-        """Prepare what follows the step under way."""
-        if self._relay.waits and not self._relay.armed:
-            self._relay.arm(self._scheduler.ahead(time.monotonic()))
+        """Prepare the step after the outstanding one."""
+        if self._pipeline.is_waiting and not self._pipeline.is_armed:
+            self._pipeline.arm(self._scheduler.ahead(time.monotonic()))
 
     # ---- actions ---------------------------------------------------------------------------------------------
     def _handle(self, event: Event) -> None:
-        """Something has happened. What the relay has done meanwhile comes before it."""
+        """Process an event, after the results of the pipeline."""
         self._settle()
         self._carry_out(event)
 
     def _carry_out(self, event: Event) -> None:
-        pending, messages = [event], list[Tell]()
+        pending, messages = [event], list[tuple[str, Message]]()
         while pending:
             for action in self._scheduler.handle(pending.pop(0), time.monotonic()):
                 if isinstance(action, Tell):
-                    messages.append(action)  # sent when the next step is under way
+                    messages.append((action.client.decode(), action.message))  # sent after the next step
                 elif (answer := self._do(action)) is not None:
                     pending.append(answer)
             if not pending and self._scheduler.awaited:
                 self._answers.wait(self._scheduler.awaited)
                 pending.append(AnswersKnown())
         self._answers.submit()
-        for message in messages:
-            self._tell(message.client.decode(), message.message)
-            self._meter.told(message.message)
-        self._meter.end_of_telling()
+        for client, message in messages:
+            self._tell(client, message)
+        self._meter.messages_sent()
 
     def _do(self, action: Action) -> Event | None:
         match action:
@@ -381,7 +377,7 @@ class CoordinatorService:
     def _send_step(self, action: SendStep) -> Event | None:
         began_ns = trace.now()
         self._meter.sending(action.message)
-        if (done := self._relay.passed(action)) is not None:
+        if (done := self._pipeline.sent_already(action)) is not None:
             for role, index in action.processes:
                 self._processes.credits.take(f"{role}-{index}")
             self._meter.sent(done.sampled_ns, len(action.processes), done.passed_ns)
@@ -390,25 +386,25 @@ class CoordinatorService:
         self._epoch.reset_barrier()
         if isinstance(action.message, Step):
             self._texts[0] = len(action.message.sequences)
-        given = self._give(action)
-        assigned = [given or self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
+        was_sent = self._send_by_channels(action)
+        assigned = [was_sent or self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
         self._meter.sent(began_ns, len(action.processes))
         if not all(assigned):
-            return self._epoch_event(self._epoch.advance())  # the others must not wait for it
+            return self._epoch_event(self._epoch.advance())  # the other participants must not wait
         self._arm()
         return None
 
-    def _give(self, action: SendStep) -> bool:
-        """By lanes, if all its participants listen there."""
+    def _send_by_channels(self, action: SendStep) -> bool:
+        """Send a step through the step channels, if all participants listen. Returns True if it was sent."""
         peers = [f"{role}-{index}" for role, index in action.processes]
-        if not all(self._processes.credits.free(peer) for peer in peers) or not self._relay.give(action):
+        if not all(self._processes.credits.free(peer) for peer in peers) or not self._pipeline.send(action):
             return False
         for peer in peers:
             self._processes.credits.take(peer)
         return True
 
     def _sample(self, action: SampleTokens) -> TokensSampled:
-        done = self._relay.done
+        done = self._pipeline.done
         self._tokens += len(action.rows)
         if done is not None and done.tokens is not None:
             cost = self._meter.step_done(done.done_ns)
@@ -421,7 +417,7 @@ class CoordinatorService:
         return TokensSampled(tokens, cost, logprobs)
 
     def _assign(self, peer: str, message: Message) -> bool:
-        """Send work to a service that has a credit for it; one that has none is gone, or owes an answer."""
+        """Send work to a service if it has a credit. Without one it is gone or owes an answer."""
         if not self._processes.credits.take(peer):
             log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
             return False
@@ -429,7 +425,8 @@ class CoordinatorService:
         return True
 
     def _tell(self, client: str, message: Message) -> None:
-        """Send to a client; one that is gone or does not read loses its request."""
+        """Send a message to a client. A client that is gone or does not read loses its request."""
+        self._meter.message_sent(message)
         if isinstance(message, Finished):
             message = self._meter.request_finished(client, message)
         elif isinstance(message, Refused):
@@ -441,11 +438,11 @@ class CoordinatorService:
         except (Lost, Full):
             request = getattr(message, "request", None)
             if request is not None and not isinstance(message, Finished | Refused):
-                self._later.append(RequestReceived(client.encode(), Cancel(request=request)))
+                self._deferred.append(RequestReceived(client.encode(), Cancel(request=request)))
 
     def _send(self, peer: str, message: Message) -> None:
-        """Send to a service. The supervisor deals with one that has gone: it advances the epoch."""
-        self._relay.release(peer)
+        """Send a message to a service. If it is gone, the supervisor notices and advances the epoch."""
+        self._pipeline.release(peer)
         try:
             self._control.send(peer, message)
         except (Lost, Full) as error:

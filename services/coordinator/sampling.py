@@ -1,4 +1,4 @@
-"""From rows of logits to tokens, and to the likelihood of tokens that are given."""
+"""Sampling of tokens from rows of logits, and log-probabilities of given tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NATIVE = [option.name for option in SAMPLING_OPTIONS if option.name != "ignore_
 
 
 class Sampler:
-    """Reads the exchange segment's logits [rows, vocabulary], of a step that is done."""
+    """A reader of the exchange segment's logits [rows, vocabulary] of a finished step."""
 
     def __init__(self, logits: memoryview, vocabulary: int) -> None:
         self.logits = ffi.from_buffer("float[]", logits)
@@ -24,7 +24,7 @@ class Sampler:
         self._how = ffi.new("np_sampling *")
 
     def sample_all(self, rows: Sequence[SampleRow]) -> tuple[tuple[int, ...], dict[int, Logprobs]]:
-        """A token for each row, and the log probabilities of those that ask for them; as in `TokensSampled`."""
+        """Return a token for each row, and the requested log-probabilities: as in `TokensSampled`."""
         tokens = tuple(map(self.sample, rows))
         logprobs = {
             number: self.logprobs(row, token)
@@ -34,8 +34,8 @@ class Sampler:
         return tokens, logprobs
 
     def sample(self, row: SampleRow) -> int:
-        """A token, always the same for the same row; NOT_A_NUMBER or ALL_BANNED of `TokensSampled`."""
-        keep = _fill(self._how[0], row)  # `_how` points to it until the call is over
+        """Return a token, always the same for the same row; or NOT_A_NUMBER or ALL_BANNED of `TokensSampled`."""
+        keep = _fill(self._how[0], row)  # `_how` points into these arrays
         token = int(lib.np_sample(self._row(row.row), self._vocabulary, self._how, _uniform(row), self.scratch))
         del keep
         if token >= 0:
@@ -43,17 +43,18 @@ class Sampler:
         return TokensSampled.ALL_BANNED if token == lib.NP_E_BANNED else TokensSampled.NOT_A_NUMBER
 
     def prepare(self, rows: Sequence[SampleRow]) -> tuple[Any, Any, list[Any]]:
-        """np_sampling[] and the uniform numbers of rows that another samples, and what those point to."""
+        """Return np_sampling[] and the uniform numbers of rows that native code samples, and the arrays that these
+        point to."""
         how = ffi.new("np_sampling[]", len(rows))
-        keep = [one for number, row in enumerate(rows) for one in _fill(how[number], row)]
+        keep = [array for number, row in enumerate(rows) for array in _fill(how[number], row)]
         return how, ffi.new("double[]", list(map(_uniform, rows))), keep
 
     def logprobs(self, row: SampleRow, token: int) -> Logprobs:
-        """How likely the model finds the token, and which it finds likeliest, whatever the options of sampling."""
+        """Return the log-probabilities of the token and of the most likely ones in the model's own distribution."""
         return self._rate(row.row, token, row.ask.logprobs or 0)
 
     def rate_all(self, targets: Sequence[int], likely: int) -> tuple[Logprobs, ...]:
-        """Each target by the row of its number, and which tokens the model finds likeliest there."""
+        """Rate each target by the row with its index, and name the most likely tokens of the row."""
         return tuple(self._rate(row, target, likely) for row, target in enumerate(targets))
 
     def _rate(self, row: int, token: int, likely: int) -> Logprobs:
@@ -70,12 +71,14 @@ class Sampler:
 
 
 def as_logprobs(ratings: Sequence[Rating]) -> tuple[Logprobs, ...]:
-    """What a prefill worker has read."""
-    return tuple(Logprobs(one.logprob, tuple(zip(one.likely, one.logprobs, strict=False))) for one in ratings)
+    """Convert a prefill worker's ratings."""
+    return tuple(
+        Logprobs(rating.logprob, tuple(zip(rating.likely, rating.logprobs, strict=False))) for rating in ratings
+    )
 
 
 def _fill(how: Any, row: SampleRow) -> list[Any]:
-    """Put a row's options into an np_sampling; returns the arrays that it points to."""
+    """Copy the options of a row into an np_sampling; return the arrays that it points to."""
     ask = row.ask
     for name in _NATIVE:
         setattr(how, name, getattr(ask, name))

@@ -1,10 +1,11 @@
-"""How long the coordinator may sleep, and when it asks services for beats. Without sockets and clock.
+"""The times for which the coordinator may sleep and at which it asks for beats. Without sockets and clock.
 
-the run is used     requests are under way, a monitor is attached, or not all processes are ready: it looks around
-                    every BEAT_S, asks for beats, and tells the supervisor that memory is to be measured
-it was used lately  the same for LINGER_S: what was lent is reclaimed, pins follow the number of sequences
-it is not used      it sleeps until a message or a signal comes, or IDLE_S is over: keys and values of ended
-                    sequences are forgotten after a while
+use of the run      behaviour
+in use              requests, a monitor, or processes that are not ready: the coordinator looks around every
+                    BEAT_S, asks for beats, and has the supervisor measure memory
+used lately         the same for LINGER_S: borrowed memory is reclaimed, pins follow the number of sequences
+not used            it sleeps until a message or a signal comes, at most IDLE_S: unused content of KV slots is
+                    forgotten after a while
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ BOARD_CHANGED = signal.SIGURG
 """From the supervisor to the coordinator; in the other direction it means that the run is used. A program that does not
 handle it is not disturbed."""
 BEAT_S = 0.25
-LINGER_S = 6.0  # longer than cache.core.SHRINK_AFTER_S and reservation.RELEASE_AFTER_S
+LINGER_S = 6.0  # longer than SHRINK_AFTER_S of the cache and RELEASE_AFTER_S of `kv_reservation`
 STATUS_LINGER_S = 1.0
 TELL_SUPERVISOR_S = 1.0
 IDLE_S = 60.0
 
 
 class Wakefulness:
-    """Times are in seconds of one clock."""
+    """The schedule of wake-ups. All times are in seconds of one clock."""
 
     def __init__(self) -> None:
         self._used_until_s = self._beats_due_s = self._tell_due_s = -math.inf
 
     def used(self, now_s: float, linger_s: float = LINGER_S) -> None:
-        """The run is used now."""
+        """Note that the run is in use."""
         self._used_until_s = max(self._used_until_s, now_s + linger_s)
 
     def patience_s(self, now_s: float) -> float:
-        """How long nothing but a message or a signal can give it something to do."""
+        """Return how long the coordinator may sleep if no message or signal comes."""
         return BEAT_S if now_s < self._used_until_s else IDLE_S
 
     def asks_for_beats(self, now_s: float) -> bool:
-        """True when beats are due, which counts as asking for them."""
+        """Return True if beats are due, and count them as requested."""
         if now_s >= self._used_until_s or now_s < self._beats_due_s:
             return False
         self._beats_due_s = now_s + BEAT_S
         return True
 
     def tells_supervisor(self, now_s: float) -> bool:
-        """True when the supervisor is to hear again that the run is used, which counts as telling it."""
+        """Return True if the supervisor must hear again that the run is in use, and count it as told."""
         if now_s >= self._used_until_s or now_s < self._tell_due_s:
             return False
         self._tell_due_s = now_s + TELL_SUPERVISOR_S

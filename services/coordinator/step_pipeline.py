@@ -1,9 +1,9 @@
-"""The coordinator's end of the decode workers' lanes: steps that are given and answered without messages.
+"""The step pipeline: steps sent to decode workers and answered through shared memory, without messages.
 
-What comes after a step of texts that go on is known while it is computed, but for the tokens: `arm` tells a native
-thread (native/steps/relay.c), which samples them when everybody has answered, and passes the next step on at once. The
-coordinator hears of it by `take`, while that one is computed: it decides as it always does, and finds its decision
-carried out.
+If all sequences of a step continue, the next step is known while it is computed, apart from the tokens. `arm` gives it
+to a native thread (native/steps/relay.c), which samples the tokens when every participant has answered and sends the
+next step at once. The coordinator processes the result by `collect` while the next step runs. Its decision must equal
+the step that the native thread has sent; otherwise that step is abandoned.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from neuronpipe.services.steps.step_shares import work_of
 
 
 @frozen(slots=True)
-class Answer:
-    """A participant's, of a step that is done; as in `StepDone`. counters: in sum over those that answered together, in
-    the last one's."""
+class StepAnswer:
+    """A participant's answer to a finished step, as in `StepDone`. counters: the sum over participants that answered
+    together, in the last one's."""
 
     process: ProcessKey
     step: int
@@ -37,9 +37,13 @@ class Answer:
 
 
 @frozen(slots=True)
-class Done:
-    """A step that everybody has answered. tokens: those sampled of it already; None: nobody was told how. Times in
-    nanoseconds: when the last had answered, when tokens were sampled, when the next step was passed on, if it was."""
+class FinishedStep:
+    """A step that all participants have answered.
+
+    tokens: if the native thread has sampled them; else None
+    done_ns, sampled_ns, passed_ns: when the last participant had answered, when tokens were sampled, and when the next
+    step was sent, in nanoseconds
+    """
 
     tokens: tuple[int, ...] | None
     done_ns: int
@@ -47,11 +51,11 @@ class Done:
     passed_ns: int
 
 
-class Relay:
-    """See the module. One thread uses it.
+class StepPipeline:
+    """The coordinator's end of the step channels. One thread uses it.
 
-    wake: a descriptor that can be read when a step is done
-    done: how the last step ended, if it came by lanes, until the next is sent
+    wake: a descriptor that is readable when a step is finished
+    done: how the last step ended, if it was sent through the channels, until the next one is sent
     """
 
     def __init__(self, memory: RunMemory, model: ModelSpec, sampler: Sampler) -> None:
@@ -73,44 +77,45 @@ class Relay:
                 "wake": self._wake_end,
             },
         )
-        for lane in range(self._lanes.count):  # of workers that listen to a coordinator that is gone
+        for lane in range(self._lanes.count):  # workers may still listen to a coordinator that has died
             lib.np_lane_clear(self._lanes.native, lane)
         self._native = lib.np_relay_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
-        self._taken = ffi.new("np_relay_taken *")
-        self._given: SendStep | None = None  # the step under way here
-        self._owed: dict[ProcessKey, int] = {}  # who has not answered it, with their lanes
-        self._ahead: Ahead | None = None  # what the thread was told
-        self._keep: list[Any] = []
-        self._passed: SendStep | None = None  # given by the thread, and not yet by the scheduler
-        self.done: Done | None = None
+        self._native_outcome = ffi.new("np_relay_taken *")
+        self._outstanding: SendStep | None = None  # the outstanding step, if it was sent this way
+        self._owed: dict[ProcessKey, int] = {}  # participants that have not answered, with their channels
+        self._armed_step: Ahead | None = None  # what the native thread will send next
+        self._native_arrays: list[Any] = []
+        self._unprocessed: SendStep | None = None  # sent by the native thread, not decided by the scheduler yet
+        self.done: FinishedStep | None = None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the native thread of the pipeline."""
         lib.np_relay_destroy(self._native)
         self._native = ffi.NULL
 
     # ---- giving ----------------------------------------------------------------------------------------------
-    def give(self, action: SendStep) -> bool:
-        """Give a step to its participants, where all of them listen. False: nothing was given, and nobody listens."""
+    def send(self, action: SendStep) -> bool:
+        """Send a step if all its participants listen to their channels. Returns False if nothing was sent; then
+        nobody listens."""
         message = action.message
         if self._native == ffi.NULL or not isinstance(message, Step):
             return False
         if not all(role == "decode" and index < self._lanes.count for role, index in action.processes):
             return False
         lanes = {process: process[1] for process in action.processes}
-        steps, keep = _native_steps(message, action.processes)
+        steps, arrays = _native_steps(message, action.processes)
         mask = sum(1 << lane for lane in lanes.values())
         if lib.np_relay_give(self._native, mask, steps) != 1:
             return False
-        del keep  # it was copied
-        self._given, self._owed = action, lanes
+        del arrays  # the native code has copied them
+        self._outstanding, self._owed = action, lanes
         return True
 
     def arm(self, ahead: Ahead | None) -> None:
-        """What to do when the step under way is done; None: nothing but to tell of it."""
-        if ahead is None or self._given is None or self._ahead is not None:
+        """Prepare the step after the outstanding one; None: the thread only reports the end of the outstanding step."""
+        if ahead is None or self._outstanding is None or self._armed_step is not None:
             return
-        how, uniforms, self._keep = self._sampler.prepare(ahead.rows)
+        how, uniforms, self._native_arrays = self._sampler.prepare(ahead.rows)
         positions, ends = ffi.new("int32_t[]", ahead.positions), ffi.new("int32_t[]", ahead.ends)
         following = ffi.new(
             "np_relay_next *",
@@ -124,99 +129,104 @@ class Relay:
                 "end_count": len(ahead.ends),
             },
         )
-        self._keep += [how, uniforms, positions, ends]
-        self._ahead = ahead
+        self._native_arrays += [how, uniforms, positions, ends]
+        self._armed_step = ahead
         lib.np_relay_arm(self._native, following)
 
-    def passed(self, action: SendStep) -> Done | None:
-        """When a step is to be sent: how the one before ended, if this one was passed on already. Then it is the one
-        under way; else it has to be sent."""
-        done, passed = self.done, self._passed
-        self.done = self._passed = None
+    def sent_already(self, action: SendStep) -> FinishedStep | None:
+        """Return how the previous step ended if the native thread has sent this one already; else None.
+
+        In the first case this step becomes the outstanding one.
+        """
+        done, passed = self.done, self._unprocessed
+        self.done = self._unprocessed = None
         if passed is None:
             return None
         if passed != action:
-            self._passed = passed
+            self._unprocessed = passed
             return None
-        self._given = action
+        self._outstanding = action
         self._owed = {process: process[1] for process in action.processes}
         return done
 
-    def take_unwanted(self) -> bool:
-        """Whether a step was passed on that was not decided on. Asked once: nothing is known of that step then."""
-        unwanted, self._passed = self._passed is not None, None
-        return unwanted
+    def take_unexpected(self) -> bool:
+        """Return True, once, if the native thread has sent a step that the scheduler did not decide on."""
+        is_unexpected, self._unprocessed = self._unprocessed is not None, None
+        return is_unexpected
 
     # ---- answers ---------------------------------------------------------------------------------------------
     @property
-    def waits(self) -> bool:
-        """Whether answers are to come."""
+    def is_waiting(self) -> bool:
+        """True if answers are outstanding."""
         return bool(self._owed)
 
     @property
-    def armed(self) -> bool:
-        """Whether the thread was told what to do."""
-        return self._ahead is not None
+    def is_armed(self) -> bool:
+        """True if the native thread has the next step."""
+        return self._armed_step is not None
 
-    def take(self) -> list[Answer]:
-        """Who has answered since; and disarm. After the last answer `done` says how the step ended."""
-        if self._given is None:
+    def collect(self) -> list[StepAnswer]:
+        """Return the new answers, and disarm the thread. After the last answer `done` tells how the step ended."""
+        if self._outstanding is None:
             return []
-        taken, step = self._taken, self._given.message
-        lib.np_relay_take(self._native, taken)
-        ahead, self._ahead, self._keep = self._ahead, None, []
-        lanes = int(taken.lanes)
-        there = {process: lane for process, lane in self._owed.items() if lanes >> lane & 1}
+        outcome, step = self._native_outcome, self._outstanding.message
+        lib.np_relay_take(self._native, outcome)
+        ahead, self._armed_step, self._native_arrays = self._armed_step, None, []
+        lanes = int(outcome.lanes)
+        answered = {process: lane for process, lane in self._owed.items() if lanes >> lane & 1}
         answers = []
-        if there:
-            self._owed = {process: lane for process, lane in self._owed.items() if process not in there}
-            counters = [dict[str, float]()] * (len(there) - 1) + [
-                summed_counters([taken.counters + n for n in there.values()])
+        if answered:
+            self._owed = {process: lane for process, lane in self._owed.items() if process not in answered}
+            counters = [dict[str, float]()] * (len(answered) - 1) + [
+                summed_counters([outcome.counters + n for n in answered.values()])
             ]
-            answers = [Answer(one, step.step, step.epoch, sums) for one, sums in zip(there, counters, strict=True)]
-        if taken.all:
-            self._end(taken, ahead)
+            answers = [
+                StepAnswer(process, step.step, step.epoch, sums)
+                for process, sums in zip(answered, counters, strict=True)
+            ]
+        if outcome.all:
+            self._end(outcome, ahead)
         return answers
 
-    def _end(self, taken: Any, ahead: Ahead | None) -> None:
-        assert self._given is not None
-        message, processes = self._given.message, self._given.processes
-        tokens = tuple(taken.tokens[0 : len(message.tokens)]) if taken.sampled else None
-        self.done = Done(tokens, int(taken.done_ns), int(taken.sampled_ns), int(taken.passed_ns))
-        if taken.passed:
+    def _end(self, outcome: Any, ahead: Ahead | None) -> None:
+        assert self._outstanding is not None
+        message, processes = self._outstanding.message, self._outstanding.processes
+        tokens = tuple(outcome.tokens[0 : len(message.tokens)]) if outcome.sampled else None
+        self.done = FinishedStep(tokens, int(outcome.done_ns), int(outcome.sampled_ns), int(outcome.passed_ns))
+        if outcome.passed:
             assert ahead is not None
             assert tokens is not None
             assert isinstance(message, Step)
             following = dataclasses.replace(message, step=ahead.number, positions=ahead.positions, tokens=tokens)
-            self._passed = SendStep(processes, following)
-        self._given, self._owed = None, {}
+            self._unprocessed = SendStep(processes, following)
+        self._outstanding, self._owed = None, {}
 
     def clear_wake(self) -> None:
-        """The descriptor was seen to be readable."""
+        """Clear the descriptor after it was readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 64)
 
     # ---- processes -------------------------------------------------------------------------------------------
     def lost(self, process: ProcessKey) -> None:
-        """It is gone, or a new one: nothing is expected of it."""
+        """Expect nothing more of a process that has ended."""
         self._owed.pop(process, None)
         if process[0] == "decode" and process[1] < self._lanes.count:
             lib.np_lane_clear(self._lanes.native, process[1])
 
-    def answered(self, process: ProcessKey) -> None:
-        """By a message."""
+    def answered_by_message(self, process: ProcessKey) -> None:
+        """Note that a participant has answered by a message."""
         self._owed.pop(process, None)
 
     def release(self, peer: str) -> None:
-        """A message follows: who listens looks for it now."""
+        """Make a worker look for a message, which is about to be sent."""
         role, _, index = peer.partition("-")
         if role == "decode" and int(index) < self._lanes.count:
             lib.np_lane_release(self._lanes.native, int(index))
 
 
 def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, list[Any]]:
-    """np_step[], in the order of lanes, and what it points to."""
-    keep = [ffi.new("int32_t[]", list(numbers)) for numbers in (message.sequences, message.positions, message.tokens)]
+    """Return np_step[] in the order of channels, and the arrays that it points to."""
+    arrays = [ffi.new("int32_t[]", list(numbers)) for numbers in (message.sequences, message.positions, message.tokens)]
     works = [work_of(message, f"{role}.{index}") for role, index in sorted(processes)]
     steps = [
         {
@@ -229,11 +239,11 @@ def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, 
             "sharers": work.share.sharers,
             "sharer": work.share.sharer,
             "count": len(work.tokens),
-            "sequences": keep[0],
-            "positions": keep[1],
-            "tokens": keep[2],
+            "sequences": arrays[0],
+            "positions": arrays[1],
+            "tokens": arrays[2],
             "logits_count": work.logits_count,
         }
         for work in works
     ]
-    return ffi.new("np_step[]", steps), keep
+    return ffi.new("np_step[]", steps), arrays

@@ -1,8 +1,8 @@
-"""What steps and requests took, for clients, monitors and the trace; and how the run is, for a client that asks.
+"""Telemetry: the cost of steps and requests, events for monitors, and the status of the run.
 
-`Meter` measures what only the service sees: time, flash, memory. `StepEvents` reports steps to monitors, several in one
-event: a small model makes a thousand steps a second, and an event for each, sent to every monitor, would take a good
-part of their time. `status` says how busy the run and its processes are.
+`Meter` measures what only the service sees: time, flash, memory. `StepEvents` reports several steps in one event: a
+small model makes a thousand steps a second, and an event for each would take a good part of the monitors' time.
+`Report` answers `AskStatus`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from neuronpipe.services.runtime.trace import Trace
 EVERY_MS = 25
 log = logging.getLogger(__name__)
 PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
-"""By the word that the cache writes."""
+"""States of pins by the word that the cache writes."""
 
 
 class Meter:
-    """Reads the board before and after. neurons: how many the model has, over all layers and experts; plan: of
-    the run."""
+    """Measurements of steps and requests, from the clock and the board. neurons: of the model, over all layers and
+    experts; plan: of the run."""
 
     def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
-        self._slots_shown = memory.view("residency", "slots")
+        self._slots = memory.view("residency", "slots")
         self._board_misses = memory.view("board", "misses")
         self._board_misses[: len(BOARD_MISSES)] = array("Q", bytes(8 * len(BOARD_MISSES)))
         self._misses, self._whole = MissesOfRun(), reads_whole(plan.compute, plan.flash)
@@ -60,49 +60,49 @@ class Meter:
         self._sent: Step | Prefill | None = None
         self._sent_ns = 0
         self._sent_flash = (0, 0)
-        self._counters: Cost = {}  # of the participants of the step under way
-        self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # last step, when sent, its cost, its counters
+        self._counters: Cost = {}  # of the participants of the outstanding step
+        self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # the last step, its start, cost and counters
         self._sampled = 0
         self._gap_ms = 0.0
-        self._sampled_ns = 0  # when the tokens of the last step were sampled; later, when the step after it was sent
-        self._told = 0
+        self._sampled_ns = 0  # end of sampling; once the next step is sent, that time
+        self._messages = 0
 
     def flash_now(self) -> tuple[int, int]:
-        """(bytes, reads) of the loader so far."""
+        """Return the bytes and reads of the loader so far."""
         return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
 
     def warm_up_now(self) -> WarmUp | None:
-        """What the loader has been asked to warm up, and how far it is; None before."""
+        """Return the progress of the warm-up; None if none was requested."""
         return WarmUp.on_board(self._board_flash)
 
     def misses_now(self) -> Misses:
-        """The misses of the last decode steps; none before there were enough."""
+        """Return the misses of recent decode steps; empty before there were enough."""
         return self._misses.recent
 
     def pin_state_now(self) -> int:
-        """Whether the cache holds what the plan pins: the word that it writes."""
-        return int(self._slots_shown[PIN_STATE])
+        """Return the state of the pins, a word that the cache writes."""
+        return int(self._slots[PIN_STATE])
 
     def memory_now(self) -> dict[str, int]:
-        """Bytes of the whole run, by what they are used for."""
+        """Return the bytes of the whole run, by use."""
         return {name: int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
 
     # ---- a step ----------------------------------------------------------------------------------------------
     def sending(self, message: Step | Prefill) -> None:
-        """A step is about to be sent, or to be sent again."""
+        """Note that a step is about to be sent, or sent again."""
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
     def sent(self, began_ns: int, processes: int, end_ns: int | None = None) -> None:
-        """end_ns: where it was not just now, as in what follows."""
+        """Note that a step was sent. end_ns: the time if it is not now, as in the other methods."""
         self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step, end_ns=end_ns)
         if self._sampled_ns:
-            self._sampled_ns = self._sent_ns  # clients are told of the step before from now on
+            self._sampled_ns = self._sent_ns  # messages to clients follow the next step
 
     def answered(self, counters: Cost) -> None:
         add_cost(self._counters, {**counters, "answers": 1.0})
 
     def step_done(self, end_ns: int | None = None) -> Cost:
-        """Every participant is. What the step took since it was sent: milliseconds, and the loader's work."""
+        """Note that every participant is done. Returns milliseconds, bytes and reads since the step was sent."""
         assert self._sent is not None
         tokens = len(self._sent.tokens)
         done_ns = self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=tokens, step=self._step, end_ns=end_ns)
@@ -121,32 +121,33 @@ class Meter:
         return cost
 
     def _note_misses(self) -> None:
-        """Log once in a run that it misses far more than its plan expects."""
+        """Log once per run if it misses far more than its plan expects."""
         if not self._noted_misses and is_far_above(self._misses.recent.rate, self._planned_miss_rate):
             self._noted_misses = True
             rates = self._misses.recent.rate, self._planned_miss_rate
             log.warning(
-                "%.0f%% of what steps want is not in memory, the plan expects %.0f%%", *(100 * r for r in rates)
+                "%.0f%% of the clusters that steps need are not in memory; the plan expects %.0f%%",
+                *(100 * r for r in rates),
             )
 
     def sampled(self, began_ns: int, tokens: int, end_ns: int | None = None) -> None:
         self._sampled = tokens
         self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step, end_ns=end_ns)
 
-    def told(self, message: Message) -> None:
-        self._told += 1
+    def message_sent(self, message: Message) -> None:
+        self._messages += 1
         if isinstance(message, Token) and message.index:
             self._gap_ms = max(self._gap_ms, message.ms)
 
-    def end_of_telling(self) -> None:
-        """Whatever a step's tokens led to is done: text and messages to clients."""
+    def messages_sent(self) -> None:
+        """Note that all messages that follow from a step have been sent."""
         if self._done is not None:
             step, sent_ns, cost, counters = self._done
             if self._sampled_ns:
-                self._spans.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._told, step=step.step)
+                self._spans.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._messages, step=step.step)
             self._events.add(DoneStep(step, sent_ns, cost, counters, self._sampled, self._gap_ms))
         self._done = None
-        self._sampled_ns = self._told = self._sampled = 0
+        self._sampled_ns = self._messages = self._sampled = 0
         self._gap_ms = 0.0
 
     @property
@@ -155,15 +156,15 @@ class Meter:
 
     # ---- a request -------------------------------------------------------------------------------------------
     def request_came(self, client: str, request: str) -> None:
-        """What is read from flash from now on is read while this request is served."""
+        """Note the flash counters at a request's arrival."""
         self._flash_at_start.setdefault(f"{client}/{request}", self.flash_now())
 
     def request_refused(self, client: str, request: str) -> None:
-        """Forget what it took: it has no answer that would say so."""
+        """Forget the counters of a refused request."""
         self._flash_at_start.pop(f"{client}/{request}", None)
 
     def request_finished(self, client: str, finished: Finished) -> Finished:
-        """Add what the scheduler cannot know: memory and flash."""
+        """Return the final message with memory and flash figures."""
         bytes_now, reads_now = self.flash_now()
         bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
         total: Cost = {}
@@ -184,13 +185,13 @@ class Meter:
 # ---- events for monitors -------------------------------------------------------------------------------------
 @frozen(slots=True)
 class DoneStep:
-    """A step whose tokens were told.
+    """A finished step.
 
     sent_ns: when it was sent
-    took: as `Meter.step_done` measured it
-    counters: sums over the participants that answered, and under "answers" how many these were
-    tokens: that were sampled
-    gap_ms: the longest time since the token before of any of them; 0 where all were the first of their texts
+    took: the result of `Meter.step_done`
+    counters: sums over the participants that answered; "answers" is their number
+    tokens: number of sampled tokens
+    gap_ms: the longest time between tokens of a sequence in it; 0 if all tokens were first ones
     """
 
     message: Step | Prefill
@@ -202,7 +203,7 @@ class DoneStep:
 
 
 class StepEvents:
-    """Steps of which monitors were not told yet."""
+    """The steps that have not been reported to monitors yet."""
 
     def __init__(self, events: Publisher) -> None:
         self._events = events
@@ -210,46 +211,48 @@ class StepEvents:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are any."""
+        """True if there are steps to report."""
         return bool(self._steps)
 
     def add(self, step: DoneStep) -> None:
         self._steps.append(step)
 
     def publish(self, now_ns: int) -> None:
-        """Tell of them, once the first was sent EVERY_MS ago."""
+        """Report the steps if the first was sent EVERY_MS ago."""
         if not self._steps or now_ns - self._steps[0].sent_ns < EVERY_MS * 1_000_000:
             return
         if self._events.watched:
             for prefill in (True, False):
-                if steps := [one for one in self._steps if isinstance(one.message, Prefill) is prefill]:
+                if steps := [step for step in self._steps if isinstance(step.message, Prefill) is prefill]:
                     self._events.send(step_event(steps))
         self._steps = []
 
 
 def step_event(steps: Sequence[DoneStep]) -> StepEvent:
-    """The event of some steps of one kind, in their order."""
+    """Return the event for steps of one kind, in their order."""
 
     def count(*names: str) -> int:
-        return int(sum(one.counters.get(name, 0.0) for one in steps for name in names))
+        return int(sum(step.counters.get(name, 0.0) for step in steps for name in names))
 
     def mean_ms(name: str) -> float:
-        return round(sum(one.counters.get(name, 0.0) / max(1.0, one.counters.get("answers", 0.0)) for one in steps), 3)
+        return round(
+            sum(step.counters.get(name, 0.0) / max(1.0, step.counters.get("answers", 0.0)) for step in steps), 3
+        )
 
-    gaps_ms = tuple(round(one.gap_ms, 3) for one in steps if one.gap_ms)
+    gaps_ms = tuple(round(step.gap_ms, 3) for step in steps if step.gap_ms)
     return StepEvent(
         step=steps[-1].message.step,
-        batch=sum(len(one.message.tokens) for one in steps),
+        batch=sum(len(step.message.tokens) for step in steps),
         prefill=isinstance(steps[-1].message, Prefill),
-        ms=round(sum(one.took["ms"] for one in steps), 3),
+        ms=round(sum(step.took["ms"] for step in steps), 3),
         misses=count("trigger_missed", "value_missed"),
-        read_bytes=int(sum(one.took["read_bytes"] for one in steps)),
-        tokens=sum(one.tokens for one in steps),
+        read_bytes=int(sum(step.took["read_bytes"] for step in steps)),
+        tokens=sum(step.tokens for step in steps),
         tbt_ms=round(sum(gaps_ms), 3),
-        reads=int(sum(one.took["reads"] for one in steps)),
+        reads=int(sum(step.took["reads"] for step in steps)),
         looked_up=count("trigger_clusters", "value_clusters"),
         rows=count("gate_rows", "up_rows", "down_rows"),
-        positions=sum(_positions(one.message) for one in steps),
+        positions=sum(_positions(step.message) for step in steps),
         flash_ms=mean_ms("flash_ms"),
         barrier_ms=mean_ms("barrier_ms"),
         steps=len(steps),
@@ -258,7 +261,8 @@ def step_event(steps: Sequence[DoneStep]) -> StepEvent:
 
 
 def _positions(sent: Step | Prefill) -> int:
-    """Positions whose keys and values the step read. A prefill reads those before it once for all its tokens."""
+    """Return how many positions of the KV cache the step read. Prefill reads the earlier ones once for all its
+    tokens."""
     if isinstance(sent, Prefill):
         return sent.position + len(sent.tokens)
     return sum(position + 1 for position in sent.positions)
@@ -266,23 +270,23 @@ def _positions(sent: Step | Prefill) -> int:
 
 # ---- status --------------------------------------------------------------------------------------------------
 class Report:
-    """Answers AskStatus from what others keep."""
+    """The answer to `AskStatus`, from the state of scheduler, processes and meter."""
 
     def __init__(self, job: Job, scheduler: Scheduler, processes: WorkerProcesses, meter: Meter) -> None:
         self._job, self._scheduler, self._processes, self._meter = job, scheduler, processes, meter
         self._started_at = time.monotonic()
-        self.notes: dict[ProcessKey, str] = {}  # of processes that keep the run waiting
+        self.notes: dict[ProcessKey, str] = {}  # on processes that keep the run waiting
         self._specs = {(spec.role, spec.index): spec for spec in job.plan.compute.processes}
 
     def status(self, tokens: int, *, ending: bool) -> Status:
-        """tokens: sampled so far. ending: the run comes to its end."""
+        """Return the status. tokens: sampled so far; ending: True if the run ends."""
         now = time.monotonic()
         memory = self._meter.memory_now()
         compute = self._job.plan.compute
         scheduler, requests = self._scheduler, self._scheduler.requests
         return Status(
             run=self._job.run,
-            ready=scheduler.workers.all_ready(self._processes.gone()) and not ending,
+            ready=scheduler.workers.all_ready(self._processes.retired()) and not ending,
             plan=self._job.plan.id,
             mode=compute.mode,
             processes=self._statuses(now, ending),
@@ -305,7 +309,7 @@ class Report:
         )
 
     def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
-        """In the order of the plan."""
+        """Return the statuses of the processes in the order of the plan."""
         gateways = [spec for spec in self._job.plan.compute.processes if spec.role == GATEWAY]
         statuses = [
             self._coordinator(ending),
@@ -328,52 +332,52 @@ class Report:
     def _service(self, process: WorkerProcess, now: float) -> ProcessStatus:
         outstanding = self._processes.credits.outstanding(process.peer)
         line = self._processes.on_board(*process.name)
-        gone = bool(line.gone) and not process.pid
+        is_retired = bool(line.gone) and not process.pid
         spec = self._specs[process.name]
         return ProcessStatus(
             role=process.role,
             index=process.index,
             pid=process.pid,
-            state="gone" if gone else process.verdict(now, outstanding),
+            state="gone" if is_retired else process.verdict(now, outstanding),
             core=process.core,
             step=process.step,
             outstanding=outstanding,
             restarts=line.restarts,
-            numerics="" if gone else process.numerics,
+            numerics="" if is_retired else process.numerics,
             backend="" if spec.backend == DEFAULT_BACKEND else spec.backend,
-            work=self._work(process, gone),
+            work=self._work(process, is_retired),
             note=self.notes.get(process.name, ""),
         )
 
-    def _work(self, process: WorkerProcess, gone: bool) -> str:
-        """Which blocks of neurons and whole matrices it computes, where an accelerator has some."""
+    def _work(self, process: WorkerProcess, is_retired: bool) -> str:
+        """Return which blocks and matrices a process computes, in words, if the plan has an accelerator."""
         compute, blocks = self._job.plan.compute, self._job.package.manifest.layout.blocks
         role = process.role
         if not compute.held_blocks or role not in ("decode", ACCELERATOR):
             return ""
         decoders = self._scheduler.workers.decoders()
-        there = any(one == ACCELERATOR for one, _ in decoders)
-        held = compute.held_blocks_of(len(self._scheduler.requests.active)) if there else 0
+        has_accelerator = any(role_name == ACCELERATOR for role_name, _ in decoders)
+        offloaded = compute.held_blocks_of(len(self._scheduler.requests.active)) if has_accelerator else 0
         if role == "decode":
-            return _blocks(held + 1, blocks, blocks)
-        if there:
-            return _blocks(1, held, blocks) + "".join(f", {name}" for name in compute.held_matrices)
+            return _blocks(offloaded + 1, blocks, blocks)
+        if has_accelerator:
+            return _blocks(1, offloaded, blocks) + "".join(f", {name}" for name in compute.held_matrices)
         if old := self._scheduler.workers.too_old_to_hold():
             names = ", ".join(f"{name}.{index}" for name, index in old)
-            return f"decode workers compute its blocks: {names} speaks a version of the protocol without held ones"
-        theirs = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
-        otherwise = f" in {theirs}, not in {process.numerics}" if process.numerics not in ("", theirs) else ""
-        return f"decode workers compute its blocks{otherwise}{'' if gone else ' until it is there'}"
+            return f"decode workers compute its blocks: {names} speaks a protocol version without offloaded blocks"
+        numerics = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
+        otherwise = f" in {numerics}, not in {process.numerics}" if process.numerics not in ("", numerics) else ""
+        return f"decode workers compute its blocks{otherwise}{'' if is_retired else ' until it is there'}"
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:
-        """A gateway is a client: it is no worker here; what is known of it is what the supervisor writes down."""
+        """Return the status of a gateway, which is a client: all that is known is the board."""
         line = self._processes.on_board(GATEWAY, index)
         state: State = "ready" if line.pid else "starting"
         return ProcessStatus(role=GATEWAY, index=index, pid=line.pid, state=state, core=core, restarts=line.restarts)
 
 
 def _blocks(first: int, last: int, of: int) -> str:
-    """Which of a feed-forward, in words."""
+    """Return a range of blocks of a feed-forward network in words."""
     if first > last:
         return f"none of {of} blocks"
     return f"all {of} blocks" if (first, last) == (1, of) else f"blocks {first} to {last} of {of}"

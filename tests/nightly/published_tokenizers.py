@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate
-from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswers
+from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswers
 from neuronpipe.services.coordinator.text.grammar import Grammars
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer, TextStream
 
@@ -105,7 +105,7 @@ def ends_of(tokenizer: FileTokenizer) -> list[int]:
 
 
 def drawn(
-    answers: FollowedAnswers, tokenizer: FileTokenizer, ends: list[int], seed: int, **options: object
+    answers: ConstrainedAnswers, tokenizer: FileTokenizer, ends: list[int], seed: int, **options: object
 ) -> list[int]:
     """The tokens of an answer, each drawn from those that may come. Raises RuntimeError."""
     chance, tokens = random.Random(seed), []
@@ -139,7 +139,7 @@ def tried(path: Path) -> list[str]:
     vocabulary = max(tokenizer._library.get_vocab().values()) + 1
     ends, wrong = ends_of(tokenizer), []
     grammars, vocabulary_bytes = Grammars(tokenizer, vocabulary, ends), GRAMMAR_TOKEN_BYTES * vocabulary
-    answers = FollowedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, vocabulary_bytes)
+    answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, vocabulary_bytes)
     began = time.monotonic()
     first = answers.start(Generate(request="r", prompt="x", grammar="json"))
     answers.wait([first], 60)

@@ -18,7 +18,7 @@ import pytest
 from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MIN_GRAMMARS_BYTES
 from neuronpipe.protocol.messages.request import Calls, Function, Generate, GrammarSyntax
 from neuronpipe.services.coordinator.text import constrained_answers as following
-from neuronpipe.services.coordinator.text.constrained_answers import FollowedAnswer, FollowedAnswers
+from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswer, ConstrainedAnswers
 from neuronpipe.services.coordinator.text.grammar import Grammars
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
@@ -38,9 +38,9 @@ def grammars() -> Grammars:
 
 
 @pytest.fixture
-def answers(grammars: Grammars) -> Iterator[FollowedAnswers]:
+def answers(grammars: Grammars) -> Iterator[ConstrainedAnswers]:
     """As in a run with the least memory limit."""
-    followed = FollowedAnswers(grammars, MIN_GRAMMARS_BYTES, VOCABULARY_BYTES)
+    followed = ConstrainedAnswers(grammars, MIN_GRAMMARS_BYTES, VOCABULARY_BYTES)
     yield followed
     followed.close()
 
@@ -49,12 +49,12 @@ def ask(grammar: str | None, syntax: GrammarSyntax = "json", **more: Any) -> Gen
     return Generate(request="r", prompt="x", grammar=grammar, grammar_syntax=syntax, **more)
 
 
-def known(answers: FollowedAnswers, *waiting: FollowedAnswer) -> None:
+def known(answers: ConstrainedAnswers, *waiting: ConstrainedAnswer) -> None:
     answers.wait(waiting, LONG_S)
     assert not any(one.pending for one in waiting)
 
 
-def failure(answers: FollowedAnswers, asked: Generate) -> tuple[str, str]:
+def failure(answers: ConstrainedAnswers, asked: Generate) -> tuple[str, str]:
     answer = answers.start(asked)
     known(answers, answer)
     assert answer.failure is not None
@@ -63,14 +63,14 @@ def failure(answers: FollowedAnswers, asked: Generate) -> tuple[str, str]:
     return answer.failure.code, answer.failure.message
 
 
-def draw(answer: FollowedAnswer, chance: random.Random) -> int:
+def draw(answer: ConstrainedAnswer, chance: random.Random) -> int:
     bits = int.from_bytes(answer.allowed, "little")
     return chance.choice([token for token in range(VOCABULARY) if bits >> token & 1])
 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_an_answer_has_the_masks_of_its_grammar_though_the_process_dies(
-    answers: FollowedAnswers, grammars: Grammars, killed: bool
+    answers: ConstrainedAnswers, grammars: Grammars, killed: bool
 ) -> None:
     answer, direct, chance = answers.start(ask(PERSON)), grammars.start(PERSON), random.Random(5)
     other = answers.start(ask("json"))
@@ -91,7 +91,7 @@ def test_an_answer_has_the_masks_of_its_grammar_though_the_process_dies(
         pytest.fail("an object of strings and integers is over before that")
 
 
-def test_calls_are_followed_too(answers: FollowedAnswers) -> None:
+def test_calls_are_followed_too(answers: ConstrainedAnswers) -> None:
     calls = Calls(functions=(Function(name="f", arguments="{}"),), before="<c>", between=" ", next="", after="</c>")
     answer = answers.start(ask(None, calls=calls))
     known(answers, answer)
@@ -132,7 +132,7 @@ HOSTILE: list[tuple[str, GrammarSyntax, str]] = [
 
 @pytest.mark.slow
 def test_a_hostile_grammar_is_refused_within_its_limits_or_followed_and_others_go_on(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bystander, chance = answers.start(ask("json")), random.Random(1)
     known(answers, bystander)
@@ -165,7 +165,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("schema", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_schema_that_the_library_cannot_read_is_its_authors_error(answers: FollowedAnswers, schema: str) -> None:
+def test_a_schema_that_the_library_cannot_read_is_its_authors_error(answers: ConstrainedAnswers, schema: str) -> None:
     function = Function(name="f", arguments=schema)
     calls = Calls(functions=(function,), before="<c>", between=" ", next="", after="</c>", marker="<c>", text=True)
     for request in (ask(schema), ask(None, calls=calls)):
@@ -174,13 +174,13 @@ def test_a_schema_that_the_library_cannot_read_is_its_authors_error(answers: Fol
         assert message.startswith("grammar: ")
 
 
-def test_a_regex_with_half_a_character_is_its_authors_error(answers: FollowedAnswers) -> None:
+def test_a_regex_with_half_a_character_is_its_authors_error(answers: ConstrainedAnswers) -> None:
     assert failure(answers, ask("\ud800", "regex"))[0] == "bad_request"
 
 
 @pytest.mark.parametrize("text", [True, False], ids=["auto", "required"])
 def test_a_function_with_a_hostile_schema_is_refused_within_the_limits(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch, text: bool
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch, text: bool
 ) -> None:
     arguments = f'{{"type": "object", "properties": {{"a": {K_PATTERNS[0]}}}, "required": ["a"]}}'
     functions = (Function(name="f", arguments=arguments), Function(name="g", arguments="{}"))
@@ -192,7 +192,7 @@ def test_a_function_with_a_hostile_schema_is_refused_within_the_limits(
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_tokens_go_before_those_that_wait(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bystander = answers.start(ask(PERSON))
     known(answers, bystander)
@@ -211,7 +211,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_tokens_go_before_those_tha
 
 
 def test_grammars_that_wait_for_too_long_are_refused_at_once_and_later_ones_are_not(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "WITHIN_S", 0.2)
     monkeypatch.setattr(following, "WAITING_S", 0.5)
@@ -229,7 +229,7 @@ def test_grammars_that_wait_for_too_long_are_refused_at_once_and_later_ones_are_
 
 
 def test_what_the_library_says_of_its_own_failure_is_not_the_clients(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("panic: range start index 18446744073709551615\n  0: std::backtrace")
@@ -241,7 +241,7 @@ def test_what_the_library_says_of_its_own_failure_is_not_the_clients(
     assert "range start index" in caplog.text
 
 
-def test_an_answer_that_nobody_wants_any_more_costs_nothing(answers: FollowedAnswers) -> None:
+def test_an_answer_that_nobody_wants_any_more_costs_nothing(answers: ConstrainedAnswers) -> None:
     first = answers.start(ask("json"))
     unwanted = answers.start(ask(K_PATTERNS[0]))
     unwanted.close()
@@ -250,7 +250,7 @@ def test_an_answer_that_nobody_wants_any_more_costs_nothing(answers: FollowedAns
 
 
 def test_a_process_that_cannot_be_started_again_is_told_to_those_who_wait(
-    answers: FollowedAnswers, monkeypatch: pytest.MonkeyPatch
+    answers: ConstrainedAnswers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_more_processes(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

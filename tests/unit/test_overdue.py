@@ -14,7 +14,7 @@ from neuronpipe.services.coordinator.scheduling.overdue_processes import (
     REPLACE_S,
     SAY_S,
     Delays,
-    Seen,
+    Observation,
     reasons_to_wait,
     with_dropped,
     write_reasons,
@@ -24,13 +24,13 @@ from neuronpipe.services.runtime.run_memory import RunMemory
 
 LOADER, CACHE, DECODE, PREFILL = ("loader", 0), ("cache", 0), ("decode", 0), ("prefill", 0)
 FOREIGN = Implementation("argv:./theirs", "/")
-Processes = dict[ProcessKey, Seen]
+Processes = dict[ProcessKey, Observation]
 
 
-def processes(**more: Seen) -> Processes:
+def processes(**more: Observation) -> Processes:
     """A run that is ready and does nothing, but for these."""
     names = {"loader": LOADER, "cache": CACHE, "decode": DECODE, "prefill": PREFILL}
-    return {key: more.get(name, Seen("ready", pid=n + 1)) for n, (name, key) in enumerate(names.items())}
+    return {key: more.get(name, Observation("ready", pid=n + 1)) for n, (name, key) in enumerate(names.items())}
 
 
 def standing(seen: Callable[[float], Processes], seconds: float, reads: Callable[[float], int] = lambda s: 0) -> Delays:
@@ -43,8 +43,8 @@ def standing(seen: Callable[[float], Processes], seconds: float, reads: Callable
 
 def test_a_loader_that_does_not_greet_is_named_after_five_seconds_and_given_up_after_thirty() -> None:
     """Decode and prefill workers wait for it before they greet: only the loader is meant."""
-    absent = Seen("absent", pid=9)
-    seen = processes(loader=absent, decode=absent, prefill=absent, cache=Seen("greeted", pid=2))
+    absent = Observation("absent", pid=9)
+    seen = processes(loader=absent, decode=absent, prefill=absent, cache=Observation("greeted", pid=2))
     assert standing(lambda s: seen, SAY_S - LOOK_S).delay.notes() == {}
     assert standing(lambda s: seen, 6).delay.notes() == {LOADER: "has not sent Hello for 6 s"}
     assert standing(lambda s: seen, GIVE_UP_S - LOOK_S).delay.overdue() == {}
@@ -53,7 +53,7 @@ def test_a_loader_that_does_not_greet_is_named_after_five_seconds_and_given_up_a
 
 def test_a_cache_that_grants_no_slots_is_named_and_not_those_who_wait_for_it() -> None:
     hungry = {"trigger_waiting": 40.0, "trigger_free": 0.0, "in_flight": 0.0}
-    seen = processes(loader=Seen("ready", pid=1, counters=hungry), prefill=Seen("ready", "step 1", pid=4))
+    seen = processes(loader=Observation("ready", pid=1, counters=hungry), prefill=Observation("ready", "step 1", pid=4))
     reason = "has granted loader.0 no slots for the trigger parts it is to read"
     assert standing(lambda s: seen, 6).delay.notes() == {CACHE: f"{reason} for 6 s"}
     assert standing(lambda s: seen, REPLACE_S).delay.overdue() == {CACHE: f"{reason} for 10 s"}
@@ -61,12 +61,12 @@ def test_a_cache_that_grants_no_slots_is_named_and_not_those_who_wait_for_it() -
 
 def test_whoever_owes_an_answer_is_named() -> None:
     assert reasons_to_wait(processes()) == {}
-    assert reasons_to_wait(processes(decode=Seen("ready", "step 7"))) == {DECODE: "has not answered step 7"}
-    assert reasons_to_wait(processes(cache=Seen("ready", "Reserve"))) == {CACHE: "has not answered Reserve"}
-    full = Seen("ready", counters={"value_waiting": 3.0, "value_free": 9.0})
-    owing = processes(loader=full, decode=Seen("ready", "step 7"))
+    assert reasons_to_wait(processes(decode=Observation("ready", "step 7"))) == {DECODE: "has not answered step 7"}
+    assert reasons_to_wait(processes(cache=Observation("ready", "Reserve"))) == {CACHE: "has not answered Reserve"}
+    full = Observation("ready", counters={"value_waiting": 3.0, "value_free": 9.0})
+    owing = processes(loader=full, decode=Observation("ready", "step 7"))
     assert reasons_to_wait(owing) == {LOADER: "has not read the value parts that the step needs"}
-    unready = processes(cache=Seen("greeted"))
+    unready = processes(cache=Observation("greeted"))
     assert reasons_to_wait(unready) == {CACHE: "has sent Hello and is not ready"}
 
 
@@ -74,33 +74,35 @@ def test_a_run_that_works_is_not_late_however_long_it_takes() -> None:
     """A large model is loaded, a long prompt computed, a slow flash read: somebody does something."""
 
     def loads(s: float) -> Processes:
-        return processes(loader=Seen("absent", pid=1, cpu_s=s / 10), cache=Seen("greeted", pid=2))
+        return processes(loader=Observation("absent", pid=1, cpu_s=s / 10), cache=Observation("greeted", pid=2))
 
     def computes(s: float) -> Processes:
-        return processes(prefill=Seen("ready", "step 1", pid=4, cpu_s=s))
+        return processes(prefill=Observation("ready", "step 1", pid=4, cpu_s=s))
 
     def reads_flash(s: float) -> Processes:
         busy = {"trigger_waiting": 5.0, "in_flight": 2.0}
-        return processes(loader=Seen("ready", pid=1, counters=busy), prefill=Seen("ready", "step 1", pid=4))
+        return processes(
+            loader=Observation("ready", pid=1, counters=busy), prefill=Observation("ready", "step 1", pid=4)
+        )
 
     def steps(s: float) -> Processes:
-        return processes(decode=Seen("ready", f"step {s}", pid=3))
+        return processes(decode=Observation("ready", f"step {s}", pid=3))
 
     for seen in (loads, computes, reads_flash, steps):
         assert standing(seen, 100).delay.notes() == {}, seen
-    stands = processes(prefill=Seen("ready", "step 1", pid=4))
+    stands = processes(prefill=Observation("ready", "step 1", pid=4))
     assert standing(lambda s: stands, 100, reads=lambda s: int(10 * s)).delay.notes() == {}
 
 
 def test_a_suspended_machine_makes_nobody_late() -> None:
-    delays, seen = Delays(), processes(decode=Seen("ready", "step 7", pid=3))
+    delays, seen = Delays(), processes(decode=Observation("ready", "step 7", pid=3))
     for look in range(4):
         delays.look(seen, 0, 36000.0 * look)
     assert delays.delay.notes() == {}
 
 
 def test_signs_of_life_alone_are_no_work() -> None:
-    seen = standing(lambda s: processes(cache=Seen("greeted", pid=2, cpu_s=0.002 * s)), 6).delay
+    seen = standing(lambda s: processes(cache=Observation("greeted", pid=2, cpu_s=0.002 * s)), 6).delay
     assert seen.notes() == {CACHE: "has sent Hello and is not ready for 6 s"}
 
 

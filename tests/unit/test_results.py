@@ -111,9 +111,9 @@ def test_a_token_is_told_when_it_is_known_what_it_leads_to_and_the_last_one_ends
         text.computed_tokens = len(text.tokens)
         assert text.next_token == token, "the next step may compute it before it is told"
         assert not text.is_blocked
-        assert told.known([text]) == []
+        assert told.process_answers([text]) == []
         answer.pending = False
-        outcomes = [message for _, message in told.known([text])]
+        outcomes = [message for _, message in told.process_answers([text])]
         assert isinstance(outcomes[0], Token)
         assert (outcomes[0].token, outcomes[0].index) == (token, token - 5)
     assert isinstance(outcomes[1], Finished)
@@ -155,7 +155,7 @@ def test_a_text_that_cannot_go_on_says_whose_fault_it_is(token: int, code: str, 
     text = text_of([1, 2], answer)
     outcomes = told.sampled([text], TokensSampled((token,), {}), 1.0)
     answer.pending = False
-    ((_, refused),) = outcomes or told.known([text])
+    ((_, refused),) = outcomes or told.process_answers([text])
     assert isinstance(refused, Refused)
     assert refused.code == code
     assert reason in refused.message

@@ -1,4 +1,4 @@
-"""Which requests a run takes on: their numbers checked, their text turned into tokens."""
+"""Admission: checks of requests, and the tokenization of their prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 
 @frozen(kw_only=True)
 class Limits:
-    """What the plan and the package fix."""
+    """The limits that the plan and the package set."""
 
     mode: Mode
     sequences: int
@@ -27,13 +27,13 @@ class Limits:
     vocabulary: int
     end_tokens: frozenset[int]
     plan_id: str
-    blocks: int = 1  # of neurons in a layer
-    held_blocks: tuple[int, ...] = ()  # of them, those of an accelerator: see Compute
-    held_matrices: tuple[str, ...] = ()  # of an accelerator, too
+    blocks: int = 1  # of neurons, in a layer
+    held_blocks: tuple[int, ...] = ()  # those that an accelerator computes, by batch size: see `Compute`
+    held_matrices: tuple[str, ...] = ()  # the matrices that an accelerator multiplies
 
     @classmethod
     def of(cls, job: Job) -> Limits:
-        """Those of a run."""
+        """Return the limits of a run."""
         manifest, compute = job.package.manifest, job.plan.compute
         return cls(
             mode=compute.mode,
@@ -50,19 +50,22 @@ class Limits:
         )
 
     def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
-        """The fields of `Step` that say which blocks each participant computes, and which matrices are held. holds: who
-        of them is an accelerator: it has the first blocks and these matrices; the others have all blocks that follow,
-        and take them by turns."""
-        held = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
+        """Return the fields of `Step` that assign blocks and matrices to participants.
+
+        holds: by participant, True for an accelerator. It computes the first blocks and the offloaded matrices; the
+        others share the remaining blocks by work stealing.
+        texts: the number of sequences in the step
+        """
+        offloaded = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
         return {
-            "first_blocks": tuple(0 if one else held for one in holds),
-            "end_blocks": tuple(held if one else self.blocks for one in holds),
+            "first_blocks": tuple(0 if is_accelerator else offloaded for is_accelerator in holds),
+            "end_blocks": tuple(offloaded if is_accelerator else self.blocks for is_accelerator in holds),
             "held_matrices": self.held_matrices if any(holds) else (),
         }
 
 
 class _Refusal(Exception):
-    """Why a request is not taken on."""
+    """A reason to refuse a request."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -70,14 +73,17 @@ class _Refusal(Exception):
 
 
 class Admission:
-    """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
+    """Checks of requests.
+
+    No request may end the coordinator or make it hold memory without limit.
+    """
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
 
     def check(self, ask: Generate | Score, queued: int) -> list[int] | Refused:
-        """The request's tokens, or its refusal. queued: how many requests wait already."""
+        """Return the tokens of a request, or its refusal. queued: the number of requests that wait already."""
         try:
             if queued >= QUEUED_PER_SEQUENCE * self._limits.sequences + MIN_QUEUED:
                 raise _Refusal("busy", f"{queued} requests are waiting already; try again later")
@@ -90,9 +96,9 @@ class Admission:
             return Refused(request=ask.request, code=refusal.code, message=str(refusal))
 
     def tokenized(self, ask: Tokenize) -> Tokenized | Refused:
-        """A text and its tokens: as many as could be a prompt."""
+        """Return a text and its tokens. The text may have as many tokens as a prompt."""
         try:
-            tokens = self._tokens_of(ask, least=0)
+            tokens = self._tokens_of(ask, min_tokens=0)
             pieces = tuple(map(self._tokenizer.piece, tokens))
             text = self._tokenizer.decode(tokens, special=ask.special) if tokens else ""
         except _Refusal as refusal:
@@ -100,7 +106,7 @@ class Admission:
         return Tokenized(request=ask.request, tokens=tuple(tokens), pieces=pieces, text=text)
 
     def _check_options(self, ask: Generate) -> None:
-        """How the text is to be sampled."""
+        """Raise _Refusal if an option of sampling or a grammar is out of range."""
         for name, allowed in RANGES.items():
             value = getattr(ask, name)
             if value is not None and value not in allowed:
@@ -124,27 +130,33 @@ class Admission:
             if not abs(bias) <= MAX_BIAS:
                 raise _Refusal("bad_request", f"logit_bias: {bias} for token {token} is not within {MAX_BIAS:g}")
 
-    def _tokens_of(self, ask: Generate | Score | Tokenize, least: int = 1) -> list[int]:
+    def _tokens_of(self, ask: Generate | Score | Tokenize, min_tokens: int = 1) -> list[int]:
         limit = self._limits.context_tokens
-        most = f"this model's maximum context length is {limit} tokens"  # clients of OpenAI's API look for these words
-        tokens = self._encode(ask, most) if ask.tokens is None else list(ask.tokens)
-        if len(tokens) < least:
+        # Clients of OpenAI's API look for these words.
+        limit_text = f"this model's maximum context length is {limit} tokens"
+        tokens = self._encode(ask, limit_text) if ask.tokens is None else list(ask.tokens)
+        if len(tokens) < min_tokens:
             raise _Refusal("bad_request", "the prompt is empty; give at least one token")
         if len(tokens) > limit:
-            raise _Refusal("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
+            raise _Refusal("too_long", f"{limit_text}; the prompt has {len(tokens)}, shorten it")
         if max(tokens, default=0) >= self._limits.vocabulary or min(tokens, default=0) < 0:
             raise _Refusal("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         return tokens
 
-    def _encode(self, ask: Generate | Score | Tokenize, most: str) -> list[int]:
-        """The tokens of the request's text. One that is too long for sure is not encoded: that takes 180 bytes of
-        memory for each of the text's."""
+    def _encode(self, ask: Generate | Score | Tokenize, limit_text: str) -> list[int]:
+        """Return the tokens of a prompt.
+
+        A text that exceeds the limit for certain is refused without encoding, which takes 180 bytes of memory for each
+        of its bytes.
+        """
         text, frame = (ask.prompt if isinstance(ask, Generate) else ask.text), ask.frame
         text_bytes = len((text or "").encode(errors="replace"))
         if text_bytes > self._limits.context_tokens * self._tokenizer.longest_token_bytes:
-            problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"
+            problem = (
+                f"{limit_text}; the prompt has {text_bytes} bytes, more than that many tokens can have; shorten it"
+            )
             raise _Refusal("too_long", problem)
         try:
             return self._tokenizer.encode(text or "", frame=frame)
-        except Exception as error:  # the library's own kinds; whatever it is, it is about this text
+        except Exception as error:  # the library raises its own classes; any of them is about this prompt
             raise _Refusal("bad_request", f"the tokenizer refuses the prompt: {error}") from None

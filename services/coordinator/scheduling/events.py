@@ -1,4 +1,4 @@
-"""The events that the service hands to the scheduler, and the actions that the scheduler asks for."""
+"""Events, which the service passes to the scheduler, and actions, which the scheduler returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ProcessKey = tuple[str, int]
 # ---- events --------------------------------------------------------------------------------------------------
 @frozen
 class RequestReceived:
-    """A client asks for something, or says more about what it asked for."""
+    """A message of a client: a new request, or one that concerns an earlier request."""
 
     client: bytes
     message: Message
@@ -26,7 +26,8 @@ class RequestReceived:
 
 @frozen
 class ProcessReady:
-    """A service finished its start, or its restart. numerics: as in `Hello`; minor: version of the protocol there."""
+    """A service has finished its start or restart. numerics: as in `Hello`; minor: its minor version of the
+    protocol."""
 
     process: ProcessKey
     numerics: str = ""
@@ -35,7 +36,8 @@ class ProcessReady:
 
 @frozen
 class EpochChanged:
-    """Everybody leaves the step; `lost` are the processes that ended. killed: whether SIGKILL ended them all."""
+    """The epoch has changed: all participants leave the step. lost: the processes that ended; killed: True if
+    SIGKILL ended all of them."""
 
     epoch: int
     lost: tuple[ProcessKey, ...]
@@ -44,7 +46,8 @@ class EpochChanged:
 
 @frozen
 class StepLeft:
-    """A participant is through with a step: done, or abandoned because of the epoch. ratings: as in `Prefilled`."""
+    """A participant has left a step. done: False if it abandoned the step because the epoch changed. ratings: as in
+    `Prefilled`."""
 
     process: ProcessKey
     step: int
@@ -56,7 +59,8 @@ class StepLeft:
 
 @frozen
 class StepFailed:
-    """A participant cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
+    """A participant cannot compute the step, for example because a bundle is damaged. The requests in it fail; the
+    run continues."""
 
     process: ProcessKey
     step: int
@@ -66,7 +70,7 @@ class StepFailed:
 
 @frozen
 class Logprobs:
-    """Logarithms of probabilities: of the token that was sampled, and of the most likely ones with their ids."""
+    """Log-probabilities of a token and of the most likely tokens, the latter with their ids."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -74,11 +78,11 @@ class Logprobs:
 
 @frozen
 class TokensSampled:
-    """The service's answer to SampleTokens.
+    """The result of `SampleTokens`.
 
-    tokens: one for each row, in the same order; NOT_A_NUMBER or ALL_BANNED where there is none
-    cost: what the service measured of the step
-    logprobs: of the rows that ask for them, by the row's place in SampleTokens
+    tokens: one for each row, in the same order; NOT_A_NUMBER or ALL_BANNED if there is no token
+    cost: figures of the step, measured by the service
+    logprobs: by the row's place in `SampleTokens`, for the rows that request them
     """
 
     NOT_A_NUMBER: ClassVar[int] = -1  # a logit is no number
@@ -91,14 +95,14 @@ class TokensSampled:
 
 @frozen
 class TokensScored:
-    """The service's answer to ScoreTokens: how likely each target is, and which tokens are likeliest."""
+    """The result of `ScoreTokens`: the log-probability of each target, and the most likely tokens."""
 
     ratings: tuple[Logprobs, ...]
 
 
 @frozen
 class ThrottleChanged:
-    """Pause for this share of the time, until then."""
+    """Pause for this share of the time, until the given time."""
 
     share: float
     until: float
@@ -106,36 +110,36 @@ class ThrottleChanged:
 
 @frozen
 class Leaving:
-    """These processes have successors that wait for them to go; it replaces what was said before."""
+    """The set of processes that have successors and are to be drained. It replaces the previous set."""
 
     processes: frozenset[ProcessKey]
 
 
 @frozen
 class Ending:
-    """The run comes to its end: nothing is taken on any more, and nothing is finished."""
+    """The run ends: requests are refused from now on, and those under way are not completed."""
 
 
 @frozen
 class MemoryReserved:
-    """The cache has freed what `ReserveMemory` with this number asked for."""
+    """The cache has evicted what the `ReserveMemory` with this number requested."""
 
     number: int
 
 
 @frozen
 class AnswersKnown:
-    """Of answers that follow something it is known now what may come next, or it takes longer than steps can wait."""
+    """The grammar process has answered for some sequences or requests, or the step has waited for it long enough."""
 
 
 @frozen
 class MemoryReleased:
-    """The prefill worker has given its memory back."""
+    """The prefill worker has released its memory."""
 
 
 @frozen
 class Tick:
-    """Time has passed and nothing else happened."""
+    """Time has passed without another event."""
 
 
 Event = (
@@ -159,7 +163,7 @@ Event = (
 # ---- actions -------------------------------------------------------------------------------------------------
 @frozen
 class SendStep:
-    """Send the message to these processes, under the present epoch."""
+    """Send the step to these processes under the current epoch."""
 
     processes: tuple[ProcessKey, ...]
     message: Step | Prefill
@@ -175,11 +179,12 @@ class Tell:
 
 @frozen
 class SampleRow:
-    """How to sample a token from one row of logits; the same `counter` gives the same token again.
+    """The options to sample a token from one row of logits. The same options and `counter` always yield the same
+    token.
 
-    text: the tokens so far, when a penalty asks for them; the first `prompt_tokens` are the prompt
-    biases: (token, what is added to its logit)
-    allowed: one bit for each token id, the lowest bit of a byte first; None: all
+    text: prompt and completion, if a penalty needs them; the first `prompt_tokens` are the prompt
+    biases: pairs of a token and the value to add to its logit
+    allowed: one bit for each token id, the lowest bit of a byte first; None: every token is allowed
     """
 
     row: int
@@ -193,18 +198,18 @@ class SampleRow:
 
 @frozen
 class SampleTokens:
-    """Read the logit rows and answer with TokensSampled."""
+    """Sample a token from each of these rows of logits; answered by `TokensSampled`."""
 
     rows: tuple[SampleRow, ...]
 
 
 @frozen
 class ScoreTokens:
-    """Answer with TokensScored.
+    """Rate given tokens; answered by `TokensScored`.
 
     targets: logit row n rates target n; a row without a target is not read
     likely: how many of the most likely tokens to name for each target
-    ratings: what a prefill worker has read already; then there are no logits
+    ratings: the prefill worker's ratings, if it made them; then there are no logits
     """
 
     targets: tuple[int, ...]
@@ -214,20 +219,20 @@ class ScoreTokens:
 
 @frozen
 class Abandon:
-    """Advance the epoch: the other participants of a failed step must not wait for the one that gave up."""
+    """Advance the epoch, so that the other participants of a failed step do not wait at the barrier."""
 
 
 @frozen
 class Dismiss:
-    """Drain the process: no step is under way, and none is sent before its successor is ready."""
+    """Drain the process. No step is outstanding, and none is sent until the successor is ready."""
 
     process: ProcessKey
 
 
 @frozen
 class ReserveMemory:
-    """Tell the cache that so much of the memory that is lent to slots is needed. kv_tokens: of every KV slot, those
-    that have memory."""
+    """Tell the cache how much of the memory borrowed for weight slots it must give back. kv_tokens: for each KV
+    slot, the number of tokens that have memory."""
 
     number: int
     reserved_bytes: int
@@ -236,19 +241,19 @@ class ReserveMemory:
 
 @frozen
 class ReleaseMemory:
-    """Tell the prefill worker to give memory back: as in `Release`."""
+    """Tell the prefill worker to release memory: as in `Release`."""
 
     keep_tokens: tuple[int, ...]
 
 
 @frozen
 class Ahead:
-    """What follows the step under way, but for the tokens that it gives: no action, but what the next ones will be if
-    nothing happens before that step is done.
+    """The step after the outstanding one, except for its tokens, provided that no event comes first. It is not an
+    action.
 
-    rows: how its tokens are to be sampled
-    number, positions: of the step after it, which has the same texts and participants
-    ends: with one of these tokens a text ends: then something else follows
+    rows: how to sample the outstanding step's tokens
+    number, positions: of the next step, which has the same sequences and participants
+    ends: end tokens; if one is sampled, another step follows and this one must not be sent
     """
 
     rows: tuple[SampleRow, ...]

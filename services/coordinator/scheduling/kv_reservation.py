@@ -1,12 +1,12 @@
-"""Memory for keys and values and for prompts: reserved before a step needs it, and lent to slots of neurons until then.
+"""Memory for the KV cache and for prefill: reserved before a step needs it, lent to weight slots until then.
 
-    of a step                          what happens
-    its positions have memory          nothing: it is sent
+    state of the step                  action
+    its positions have memory          none: it is sent
     they have none                     `ReserveMemory`; the step is sent when the cache has answered
-    no prompt for RELEASE_AFTER_S      `ReleaseMemory`; then less is reserved
+    no prefill for RELEASE_AFTER_S     `ReleaseMemory`; then less is reserved
 
-Without sockets and clock. What KV slots hold of texts that have ended stays until another text takes them, or
-until it was of no use for `prefixes.FORGET_AFTER_S`.
+This module has no sockets and no clock. The content of free KV slots stays until another sequence uses them or
+`prefix_reuse.FORGET_AFTER_S` has passed.
 """
 
 from __future__ import annotations
@@ -20,46 +20,52 @@ from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.events import ReleaseMemory, ReserveMemory
 
-RELEASE_AFTER_S = 2.0  # prompts follow each other: taking their memory back costs neurons that are read again
+RELEASE_AFTER_S = 2.0  # prompts often come in series; each reclaim evicts weights that must be read again
 
 
 class Reservation:
-    """lendable: None where nothing is lent. kv_tokens: of every KV slot, what has memory; of a coordinator before this
-    one."""
+    """The reserved memory of a run.
+
+    lendable: None if the plan lends no memory
+    kv_tokens: for each KV slot the number of tokens that have memory, as a previous coordinator left it
+    """
 
     def __init__(self, lendable: Lendable | None, kv_tokens: Sequence[int]) -> None:
         self._lendable = lendable
         self._kv_tokens = [*kv_tokens]
         self._stage_tokens = lendable.chunk_tokens if lendable and any(kv_tokens) else 0
         self._number = 0
-        self._needed = 0  # the number of the last one that asked for more
-        self._answered = 0  # the number that the cache has answered
-        self._releasing: tuple[int, ...] | None = None  # what slots had before
+        self._needed = 0  # number of the last request for more memory
+        self._answered = 0  # number of the last request that the cache has answered
+        self._releasing: tuple[int, ...] | None = None  # `_kv_tokens` before the release
         self._prompt_at = 0.0
 
     @classmethod
     def of(cls, manifest: Manifest, plan: Plan, kv_tokens: Sequence[int]) -> Self:
-        """That of a plan's run of a package."""
+        """Return the reservation for a plan's run of a package."""
         return cls(Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None, kv_tokens)
 
     @property
     def waits(self) -> bool:
-        """Whether something was asked for that is not there yet."""
+        """True while an answer of the cache or the prefill worker is outstanding."""
         return self.awaits_cache or self.awaits_prefill
 
     @property
     def awaits_cache(self) -> bool:
-        """Whether the cache has not answered `Reserve` yet."""
+        """True while the cache has not answered `Reserve`."""
         return self._answered < self._needed
 
     @property
     def awaits_prefill(self) -> bool:
-        """Whether the prefill worker has not answered `Release` yet."""
+        """True while the prefill worker has not answered `Release`."""
         return self._releasing is not None
 
     def covers(self, message: Step | Prefill, later: int = 0) -> bool:
-        """Whether the step has its memory, or the decode step of the same texts so many tokens later. While memory is
-        given back, decode steps go on within what is kept."""
+        """Return True if the step has its memory, or the decode step of the same sequences `later` tokens
+        afterwards.
+
+        While memory is released, decode steps go on within what stays.
+        """
         if self._lendable is None:
             return True
         if self._answered < self._needed or (self._releasing is not None and isinstance(message, Prefill)):
@@ -67,7 +73,7 @@ class Reservation:
         return not self._missing(message, later)
 
     def ask(self, message: Step | Prefill) -> list[ReserveMemory]:
-        """Reserve what this step needs. Nothing while something is on its way."""
+        """Reserve the memory of this step, unless an answer is outstanding."""
         if self.waits or self._lendable is None:
             return []
         for slot, tokens in _needed(message):
@@ -77,41 +83,42 @@ class Reservation:
         return [self._reserve_more()]
 
     def ask_again(self) -> list[ReserveMemory]:
-        """Another cache: it was told nothing."""
+        """Repeat the last requests to a new cache process, which does not have them."""
         if self._answered < self._needed:
             return [self._reserve_more()]
         return [self._reserve()] if self._answered < self._number else []
 
     def reserved(self, number: int) -> None:
-        """The cache's answer."""
+        """Process the cache's answer to `Reserve`."""
         self._answered = max(self._answered, number)
 
     def sent(self, message: Step | Prefill, now: float) -> None:
-        """A step is sent."""
+        """Note that a step is sent."""
         if isinstance(message, Prefill):
             self._prompt_at = now
 
     def may_release(self, now: float) -> bool:
-        """Whether memory of prompts is held that none has needed for a while."""
+        """Return True if memory for prefill has not been used for RELEASE_AFTER_S."""
         return bool(self._stage_tokens) and not self.waits and now - self._prompt_at >= RELEASE_AFTER_S
 
     def release(self, used_tokens: Sequence[int]) -> ReleaseMemory:
-        """Between two steps: keep what holds so many tokens of each slot."""
+        """Release memory between two steps. used_tokens: for each KV slot the number of tokens to keep."""
         assert self._lendable is not None
         self._releasing = tuple(self._kv_tokens)
-        kept = zip(self._kv_tokens, map(self._lendable.granted_tokens, used_tokens), strict=True)
-        self._kv_tokens = [min(pair) for pair in kept]
+        sizes = zip(self._kv_tokens, map(self._lendable.granted_tokens, used_tokens), strict=True)
+        self._kv_tokens = [min(pair) for pair in sizes]
         return ReleaseMemory(tuple(self._kv_tokens))
 
     def released(self) -> list[ReserveMemory]:
-        """The prefill worker's answer."""
+        """Process the prefill worker's answer."""
         if self._releasing is None:
             return []
         self._releasing, self._stage_tokens = None, 0
         return [self._reserve()]
 
     def prefill_lost(self) -> None:
-        """The prefill worker is gone, with its stage; its successor is asked instead."""
+        """Restore the sizes before the release: the prefill worker died with it, and its successor is asked again
+        later."""
         if self._releasing is not None:
             self._kv_tokens, self._releasing = [*self._releasing], None
 
@@ -122,9 +129,9 @@ class Reservation:
         return isinstance(message, Prefill) and self._lendable.stage_tokens(len(message.tokens)) > self._stage_tokens
 
     def _reserve_more(self) -> ReserveMemory:
-        asked = self._reserve()
-        self._needed = asked.number
-        return asked
+        action = self._reserve()
+        self._needed = action.number
+        return action
 
     def _reserve(self) -> ReserveMemory:
         assert self._lendable is not None
@@ -134,7 +141,7 @@ class Reservation:
 
 
 def _needed(message: Step | Prefill) -> list[tuple[int, int]]:
-    """By KV slot, how many tokens it holds after this step."""
+    """Return pairs of a KV slot and the number of tokens that it holds after this step."""
     if isinstance(message, Prefill):
         return [(message.sequence, message.position + len(message.tokens))]
     return [(slot, position + 1) for slot, position in zip(message.sequences, message.positions, strict=True)]

@@ -1,12 +1,12 @@
-"""Which processes keep the run waiting: who has not greeted, who is not ready, who owes an answer to a step.
+"""Processes that keep the run waiting: those that have not greeted, are not ready, or owe an answer.
 
-The run stands still while something is awaited and nobody works: every process that could do something sleeps, and
-flash reads nothing. That time counts, at most MAX_GAP_S between two looks, so that neither a suspended machine nor one
-that loads for minutes makes a process overdue. After SAY_S clients are told what is wrong (`ProcessStatus.note`). A
-process that still stands still REPLACE_S after the run was ready is to be replaced, and one that was never ready after
-GIVE_UP_S: the supervisor reads that on the board, and the reason in the run directory.
+The run stands still while it awaits something and nobody works: every process that could act sleeps, and no flash reads
+happen. Each look adds at most MAX_GAP_S to that time, so that neither a suspended machine nor a slow load makes a
+process overdue. After SAY_S clients see the reason (`ProcessStatus.note`). A process is replaced after REPLACE_S if the
+run was ready, and after GIVE_UP_S while it starts: the supervisor reads its name on the board and the reason in the run
+directory.
 
-Pure: the service looks at processes, and tells what it saw.
+This module only judges; the service observes the processes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Phase = Literal["absent", "greeted", "ready"]
 
 
 @frozen
-class Seen:
-    """What is seen of a process.
+class Observation:
+    """The state of a process at one look.
 
-    phase: how far it is with this run
-    owes: what it has not answered, in words; empty: nothing
-    pid: its process id by the board; 0: there is none at the moment
-    cpu_s: processor time that it has used
+    phase: how far its start in this run is
+    owes: the answer that is outstanding, in words; empty: none
+    pid: its process id on the board; 0: there is none at the moment
+    cpu_s: processor time used
     counters: the figures of its last beat
     """
 
@@ -48,28 +48,28 @@ class Seen:
 
 @frozen
 class Delay:
-    """How long the run has stood still, and because of whom. reasons: of each process, what it has not done."""
+    """The time for which the run has stood still, and the reason for each process that causes it."""
 
     seconds: float
     reasons: Mapping[ProcessKey, str]
     starting: bool
 
     def notes(self) -> dict[ProcessKey, str]:
-        """What clients are told of processes; empty while it is too early to say."""
+        """Return what clients see of the processes; empty before SAY_S."""
         if self.seconds < SAY_S:
             return {}
         return {name: f"{reason} for {self.seconds:.0f} s" for name, reason in self.reasons.items()}
 
     def overdue(self) -> dict[ProcessKey, str]:
-        """The processes that are waited for no longer."""
+        """Return the processes that must be replaced, with the reasons."""
         return self.notes() if self.seconds >= (GIVE_UP_S if self.starting else REPLACE_S) else {}
 
 
 class Delays:
-    """What was seen before, and for how long nothing has happened since."""
+    """The previous observations, and the time since anything happened."""
 
     def __init__(self) -> None:
-        self._seen: Mapping[ProcessKey, Seen] = {}
+        self._observations: Mapping[ProcessKey, Observation] = {}
         self._flash_reads = 0
         self._looked_at = 0.0
         self._stood_s = 0.0
@@ -77,55 +77,62 @@ class Delays:
         self.due_at = 0.0
         """When to look again, by the clock of `look`."""
 
-    def look(self, seen: Mapping[ProcessKey, Seen], flash_reads: int, now_s: float) -> Delay:
-        """The delay now. seen: of all processes that take work; flash_reads: how many the loader has made."""
+    def look(self, observations: Mapping[ProcessKey, Observation], flash_reads: int, now_s: float) -> Delay:
+        """Return the delay now. observations: of all processes that take work; flash_reads: the number of reads so
+        far."""
         passed_s, self._looked_at = now_s - self._looked_at, now_s
-        before, self._seen = self._seen, seen
+        before, self._observations = self._observations, observations
         self.due_at = now_s + LOOK_S
-        reasons = reasons_to_wait(seen)
+        reasons = reasons_to_wait(observations)
         alive = flash_reads != self._flash_reads or any(
-            _works(before.get(name), one, passed_s) for name, one in seen.items()
+            _works(before.get(name), process, passed_s) for name, process in observations.items()
         )
         self._flash_reads = flash_reads
         stays = reasons.keys() == self.delay.reasons.keys()
         self._stood_s = self._stood_s + min(passed_s, MAX_GAP_S) if reasons and stays and not alive else 0.0
-        starting = any(one.phase != "ready" for one in seen.values())
+        starting = any(process.phase != "ready" for process in observations.values())
         self.delay = Delay(self._stood_s, reasons, starting)
         return self.delay
 
 
-def _works(before: Seen | None, now: Seen, passed_s: float) -> bool:
-    """Whether a process has done something since it was seen last: it came, got on, or used the processor."""
+def _works(before: Observation | None, now: Observation, passed_s: float) -> bool:
+    """Return True if a process has come, progressed, or used the processor since the previous look."""
     if before is None or (before.pid, before.phase, before.owes) != (now.pid, now.phase, now.owes):
         return True
     return now.pid == 0 or now.counters.get("in_flight", 0.0) > 0 or now.cpu_s - before.cpu_s > WORKS_SHARE * passed_s
 
 
-def reasons_to_wait(seen: Mapping[ProcessKey, Seen]) -> dict[ProcessKey, str]:
-    """Who is waited for, and for what. Decode and prefill workers greet when the loader has loaded the fixed tensors,
-    so that of several that have not greeted only the loader is meant."""
-    absent = [name for name, one in seen.items() if one.phase == "absent"]
+def reasons_to_wait(observations: Mapping[ProcessKey, Observation]) -> dict[ProcessKey, str]:
+    """Return the processes that the run waits for, with reasons.
+
+    Decode and prefill workers greet after the loader has loaded the fixed tensors. If several have not greeted, only
+    the loader is named.
+    """
+    absent = [name for name, process in observations.items() if process.phase == "absent"]
     if absent:
         loaders = [name for name in absent if name[0] == "loader"]
         return dict.fromkeys(loaders or absent, "has not sent Hello")
-    unready = [name for name, one in seen.items() if one.phase != "ready"]
+    unready = [name for name, process in observations.items() if process.phase != "ready"]
     if unready:
         return dict.fromkeys(unready, "has sent Hello and is not ready")
-    owing = {name: f"has not answered {one.owes}" for name, one in seen.items() if one.owes}
+    owing = {name: f"has not answered {process.owes}" for name, process in observations.items() if process.owes}
     if not owing:
         return {}
-    for name, one in seen.items():
+    for name, process in observations.items():
         for part in PARTS:
-            if name[0] == "loader" and one.counters.get(f"{part}_waiting", 0.0) > 0:
-                if one.counters.get(f"{part}_free", 0.0) > 0:
+            if name[0] == "loader" and process.counters.get(f"{part}_waiting", 0.0) > 0:
+                if process.counters.get(f"{part}_free", 0.0) > 0:
                     return {name: f"has not read the {part} parts that the step needs"}
                 return {("cache", 0): f"has granted loader.{name[1]} no slots for the {part} parts it is to read"}
     return owing
 
 
 def write_reasons(directory: Path, reasons: Mapping[ProcessKey, str], dropped: Mapping[ProcessKey, str]) -> None:
-    """Leave the reasons for the supervisor, a line for each process: its name, a tab, and what it has not done.
-    dropped: why the last message of a process could not be read."""
+    """Write the reasons to the run directory for the supervisor: a line per process with its name, a tab and the
+    reason.
+
+    dropped: by process, why its last message could not be read
+    """
     lines = [
         f"{role}.{index}\t{with_dropped(reason, dropped.get((role, index)))}"
         for (role, index), reason in reasons.items()
@@ -134,5 +141,5 @@ def write_reasons(directory: Path, reasons: Mapping[ProcessKey, str], dropped: M
 
 
 def with_dropped(note: str, dropped: str | None) -> str:
-    """A note, and the last message that was dropped, where there is one."""
+    """Return the note, extended by the reason why the last message was dropped, if one was."""
     return f"{note}; its last message was dropped: {dropped}" if dropped else note

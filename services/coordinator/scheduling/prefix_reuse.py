@@ -1,13 +1,13 @@
-"""Whose text gets a KV slot, which one, and whose keys and values it can begin with.
+"""Assignment of KV slots: fair shares between owners, and reuse of common prefixes.
 
-Owners of requests have equal shares of the tokens that are computed, and about that of the slots: who asks for much
-delays only themselves.
+Owners of requests have equal shares of the computed tokens and roughly of the slots, so that an owner with many
+requests delays only itself.
 
-Keys and values of a position follow from the tokens up to it and from the numerics that computed them, so what one text
-computed is what another one with the same beginning needs, if a run of its own would compute it in the same numerics.
-A slot keeps its content after its text has ended, until another text takes it: the slot that was used least recently,
-so that a conversation finds its last turn again. Content that no request used for `FORGET_AFTER_S` is forgotten when
-the next prompt has been computed, so that its memory is lent to weights while that request decodes.
+Keys and values of a position depend on the tokens up to it and on the numerics that computed them. A sequence may use
+those of another sequence with the same beginning, if its own run would compute them in the same numerics. A slot keeps
+its content after its sequence has ended until another sequence takes it: the least recently used slot, so that a
+conversation finds its previous turn. Content unused for `FORGET_AFTER_S` is forgotten when the next prompt has been
+computed; its memory is then lent to weights.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
 
 @dataclasses.dataclass
 class Provenance:
-    """Which numerics computed a text's keys and values: `runs` of positions, each (end, numerics), ascending."""
+    """The numerics that computed a sequence's keys and values. runs: (end position, numerics), ascending."""
 
     runs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
     def computed(self, first: int, end: int, numerics: str) -> None:
-        """The positions [first, end) are computed now, and nothing after them is there. Nothing before `first` is
-        missing."""
+        """Note that the positions [first, end) are computed now, and that later positions are void.
+
+        No position before `first` may be missing.
+        """
         runs = [(min(old_end, first), old) for old_end, old in self.runs]
         runs = [run for n, run in enumerate(runs) if run[0] > (runs[n - 1][0] if n else 0)]
         if runs and runs[-1][1] == numerics:
@@ -36,37 +38,38 @@ class Provenance:
         self.runs = [*runs, (end, numerics)]
 
     def tokens_of(self, numerics: str) -> int:
-        """Length of the beginning that this numerics alone computed."""
+        """Return the length of the prefix that was computed in this numerics only."""
         return self.runs[0][0] if self.runs and self.runs[0][1] == numerics else 0
 
 
 class SlotContent(NamedTuple):
-    """What a slot holds: tokens whose keys and values are there, and who computed those."""
+    """The content of a KV slot: the tokens that have keys and values, and their provenance."""
 
     tokens: list[int]
     provenance: Provenance
 
     def shared_in(self, numerics: str) -> list[int]:
-        """The beginning that a run in this numerics would have computed alike."""
+        """Return the prefix that a run in this numerics would compute identically."""
         return self.tokens[: self.provenance.tokens_of(numerics)]
 
 
 class TakenSlot(NamedTuple):
-    """A slot for a new text, and how many of its tokens have keys and values there already."""
+    """A slot for a new sequence, and how many of its tokens have keys and values already."""
 
     slot: int
     kept_tokens: int
 
 
 class Match(NamedTuple):
-    """The slot that shares the longest beginning with a text, and the length of that."""
+    """The slot with the longest common prefix, and the length of that prefix."""
 
     slot: int
     tokens: int
 
 
 def common_tokens(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning. Halving compares slices: far fewer turns than tokens."""
+    """Return the length of the common prefix. Bisection with slices takes far fewer iterations than a loop over
+    tokens."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -78,15 +81,17 @@ def common_tokens(first: list[int], second: list[int]) -> int:
 
 
 def longest_match(tokens: list[int], contents: Mapping[int, list[int]]) -> Match | None:
-    """The slot with the longest beginning of `tokens`, the first one of equals; None where nothing is shared. The last
-    token never counts: it has to be computed for its logits."""
+    """Return the slot with the longest prefix of `tokens`, the first of equals; None if nothing is shared.
+
+    The last token never counts: it must be computed for its logits.
+    """
     matches = [Match(slot, common_tokens(tokens[:-1], content)) for slot, content in contents.items()]
     best = max(matches, key=lambda match: match.tokens, default=None)
     return best if best is not None and best.tokens else None
 
 
 class FreeSlots:
-    """The slots without a text, least recently used first, and what each still holds."""
+    """The slots without a sequence, least recently used first, with their content."""
 
     def __init__(self, count: int) -> None:
         self._contents = {slot: SlotContent([], Provenance()) for slot in range(count)}  # in order of last use
@@ -96,19 +101,18 @@ class FreeSlots:
         return len(self._contents)
 
     def tokens(self) -> dict[int, int]:
-        """By free slot how many tokens it holds."""
+        """Return the number of tokens in each free slot."""
         return {slot: len(content.tokens) for slot, content in self._contents.items()}
 
     def shared_in(self, numerics: str) -> dict[int, list[int]]:
-        """By free slot the tokens whose keys and values a run in this numerics would have computed alike."""
+        """Return for each free slot the tokens that a run in this numerics would compute identically."""
         return {slot: content.shared_in(numerics) for slot, content in self._contents.items()}
 
     def take(self, tokens: list[int], numerics: str, *, shares: bool = True) -> TakenSlot | None:
-        """A slot for a text that begins with these tokens and is computed in this numerics, free no more; None when
-        there is none.
+        """Take a slot for a sequence that begins with these tokens; None if no slot is free.
 
-        The slot with the longest match is taken itself where the text goes on with at least half of what it holds.
-        Otherwise more would be lost than shared: the slot used least recently is taken (a copy can be made into it).
+        The slot with the longest match is taken if the match is at least half of its content. Otherwise more would be
+        lost than shared, and the least recently used slot is taken; the match can be copied into it.
         """
         if not self._contents:
             return None
@@ -120,18 +124,20 @@ class FreeSlots:
         return TakenSlot(slot, common_tokens(tokens[:-1], content) if shares else 0)
 
     def give_back(self, slot: int, content: SlotContent, now: float) -> None:
-        """A text has ended; its keys and values stay in its slot."""
+        """Free the slot of a sequence that has ended; its keys and values stay."""
         self._contents[slot] = content
         self._used_at_s[slot] = now
 
     def touch(self, slot: int, now: float) -> None:
-        """A slot's content was of use. A slot that is not free is passed over."""
+        """Mark the content of a slot as used, if the slot is free."""
         if slot in self._contents:
             self.give_back(slot, self._contents.pop(slot), now)
 
     def forget_unused(self, now: float) -> None:
-        """Empty the slots whose content no request used for `FORGET_AFTER_S` seconds. Such slots come first in the
-        order of last use, and stay there."""
+        """Empty the slots that no request has used for `FORGET_AFTER_S`.
+
+        They come first in the order of last use, and stay there.
+        """
         for slot in self._contents:
             if now - self._used_at_s[slot] >= FORGET_AFTER_S:
                 self._contents[slot] = SlotContent([], Provenance())
@@ -142,32 +148,40 @@ Owner = tuple[bytes, str]
 
 
 class Shares:
-    """How many tokens were computed for each owner, as far as it matters for the others: who comes anew has no
-    advantage of the time before, and who had more than the others has to wait until they had as much."""
+    """The number of tokens computed for each owner, as far as it matters for fairness.
+
+    A new owner starts with the minimum of those present, and gains nothing from its absence. An owner with more than
+    the others waits until they have caught up.
+    """
 
     def __init__(self) -> None:
         self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
 
     def came(self, owner: Owner, present: Mapping[Owner, int]) -> None:
-        """An owner asks for something. present: of the owners that wait or have slots, tokens of texts with slots."""
+        """Note a request of an owner. present: for each owner that waits or has slots, the tokens of its active
+        sequences."""
         if not present:
             self._ended.clear()
-        least = min((self._total(one, present) for one in present), default=0)
+        min_tokens = min((self._total(present_owner, present) for present_owner in present), default=0)
         if owner not in present:
-            self._ended[owner] = max(self._ended.get(owner, 0), least)
-        # Who has gone without a debt would begin like this too: nothing need be known of them.
-        gone = [one for one, tokens in self._ended.items() if one not in present and one != owner and tokens <= least]
-        for one in gone:
-            del self._ended[one]
+            self._ended[owner] = max(self._ended.get(owner, 0), min_tokens)
+        # An absent owner with no more than the minimum would start at the minimum anyway.
+        absent = self._ended.keys() - present.keys() - {owner}
+        for absent_owner in absent:
+            if self._ended[absent_owner] <= min_tokens:
+                del self._ended[absent_owner]
 
     def ended(self, owner: Owner, tokens: int) -> None:
-        """A text with a slot has ended, for which so many tokens were computed."""
+        """Note that a sequence has ended, for which this many tokens were computed."""
         self._ended[owner] = self._ended.get(owner, 0) + tokens
 
     def next(self, waiting: Iterable[Owner], slots: Counter[Owner], present: Mapping[Owner, int], count: int) -> int:
-        """Which of those that wait, in order of arrival, comes next: the one for whom the fewest tokens were computed;
-        who has more than an equal share of the `count` slots comes after the others, so that nobody is without one for
-        long."""
+        """Return the index of the waiting request that gets the next slot: that of the owner with the fewest
+        computed tokens.
+
+        waiting: the owners in order of arrival. Owners with more than an equal share of the `count` slots come after
+        the others, so that nobody is without a slot for long.
+        """
         order, share = list(waiting), count / len(present)
         return min(range(len(order)), key=lambda n: (slots[order[n]] > share, self._total(order[n], present), n))
 

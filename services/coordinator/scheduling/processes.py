@@ -1,5 +1,4 @@
-"""The processes of the run: what they said of themselves, what the supervisor says of them on the board, and who takes
-part in steps."""
+"""The processes of the run: their messages, the supervisor's board, and the participants of steps."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey
 from neuronpipe.services.coordinator.scheduling.overdue_processes import (
     Delays,
+    Observation,
     Phase,
-    Seen,
     with_dropped,
     write_reasons,
 )
@@ -41,12 +40,12 @@ SILENT_AFTER_S = 5.0
 PREFILL: ProcessKey = ("prefill", 0)
 CACHE: ProcessKey = ("cache", 0)
 Participants = tuple[ProcessKey, ...]
-TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
+TAKE_NO_WORK = ("coordinator", GATEWAY)  # roles that the coordinator sends no steps
 
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerProcess:
-    """One service: what it said of itself, and whether it owes a beat."""
+    """A service: what it sent about itself, and whether it owes a beat."""
 
     role: str
     index: int
@@ -54,26 +53,27 @@ class WorkerProcess:
     numerics: str = ""
     protocol_minor: int = 0
     pid: int = 0
-    incarnation: int = -1  # of the process that said Hello; -1: none
+    incarnation: int = -1  # of the process that sent Hello; -1: none
     greeted_at: float = -math.inf
     state: State = "starting"
     step: int = 0
-    asked_at: float | None = None  # when the beat was asked for that has not come yet
+    asked_at: float | None = None  # time of the request for a beat that has not come yet
     counters: dict[str, float] = dataclasses.field(default_factory=dict)  # of its last beat
 
     @property
     def name(self) -> ProcessKey:
-        """(role, index)"""
         return self.role, self.index
 
     @property
     def peer(self) -> str:
-        """Its name on the control link."""
+        """Name on the control link."""
         return f"{self.role}-{self.index}"
 
     def verdict(self, now: float, outstanding: int) -> State:
-        """Its state, or "silent" when it neither works nor beats: one that owes an answer may compute for long, unless
-        somebody has stopped it."""
+        """Return its state, or "silent" if it neither works nor beats.
+
+        A process that owes an answer may compute for long, unless a signal has stopped it.
+        """
         if self.state == "ready" and _is_stopped(self.pid):
             return "silent"
         if self.state == "ready" and outstanding:
@@ -84,7 +84,7 @@ class WorkerProcess:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger; False where /proc cannot be read."""
+    """Return True if a signal or a debugger has stopped the process; False if /proc cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
@@ -93,8 +93,12 @@ def _is_stopped(pid: int) -> bool:
 
 
 class BoardLine(NamedTuple):
-    """What the supervisor says of a process of the run; pid is 0 while there is none. gone: 1 when there will
-    be none; signal: what ended the incarnation before, 0 for its own doing."""
+    """The supervisor's record of a process.
+
+    pid: 0 while there is no process
+    gone: 1 if it will not be started again
+    signal: the signal that ended the previous incarnation; 0: it ended by itself
+    """
 
     pid: int
     incarnation: int
@@ -104,8 +108,8 @@ class BoardLine(NamedTuple):
 
 
 class WorkerProcesses:
-    """The processes that take work, by their names on the control link, with their credits; and the board, which has a
-    line for every process of the run."""
+    """The processes that receive steps, by their names on the control link, with their credits; and the board, which
+    has a line for every process of the run."""
 
     def __init__(self, compute: Compute, memory: RunMemory) -> None:
         self._lines: dict[ProcessKey, int] = {
@@ -118,7 +122,7 @@ class WorkerProcesses:
         self._ready = memory.view("board", "ready")
         self._leaving = memory.view("board", "leaving")
         self._overdue = memory.view("board", "overdue")
-        self._leaving_seen = b""
+        self._last_leaving = b""
         self.credits = Credits()
 
     def __contains__(self, peer: str) -> bool:
@@ -132,14 +136,16 @@ class WorkerProcesses:
 
     # ---- what they say ---------------------------------------------------------------------------------------
     def heard(self, peer: str) -> WorkerProcess:
-        """Note a sign of life."""
+        """Note a sign of life, and return the process."""
         process = self._processes[peer]
         process.asked_at = None
         return process
 
     def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
-        """Ask those for a beat that do not owe one; send raises Lost or Full. One that speaks an older protocol beats
-        without being asked."""
+        """Request a beat of each process that owes none. send: raises Lost or Full.
+
+        A process with an older protocol beats without a request.
+        """
         for process in self:
             if process.asked_at is not None:
                 continue
@@ -149,89 +155,94 @@ class WorkerProcesses:
             try:
                 send(process.peer, AskBeat())
             except (Lost, Full):
-                process.asked_at = None  # it is not connected, or not any more: the board says so
+                process.asked_at = None  # it is not connected; the board shows when it is lost
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
-        """An incarnation says Hello; it is ready when it says so."""
+        """Take on an incarnation that has sent Hello. It reports later that it is ready."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
         process.numerics, process.state = hello.numerics, "starting"
         process.protocol_minor = minor_of(hello.protocol)
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
-        """It is ready: the supervisor reads that on the board."""
+        """Mark the process as ready, also on the board for the supervisor."""
         process.state = "ready"
         self._ready[self._lines[process.name]] = process.incarnation + 1
 
     def leave(self, process: WorkerProcess) -> None:
-        """It is gone."""
+        """Reset the state of a process that was lost."""
         process.pid, process.incarnation, process.state, process.asked_at = 0, -1, "starting", None
         process.counters = {}
         self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------
     def line(self, role: str, index: int) -> int:
-        """Which line of the board a process has: the plan's order."""
+        """Return the process's line on the board: its place in the plan."""
         return self._lines[role, index]
 
     def on_board(self, role: str, index: int) -> BoardLine:
-        """What the supervisor says of a process."""
+        """Return the supervisor's record of a process."""
         at = self._lines[role, index] * LINE_WORDS
         return BoardLine(*self._board[at : at + len(BOARD_WORDS)])
 
-    def gone(self) -> frozenset[ProcessKey]:
-        """Those that are not started again."""
+    def retired(self) -> frozenset[ProcessKey]:
+        """Return the processes that are not started again."""
         return frozenset(process.name for process in self if self.on_board(*process.name).gone)
 
     def lost(self) -> list[WorkerProcess]:
-        """The processes whose incarnation is not the board's any more."""
+        """Return the processes whose incarnation differs from that on the board."""
         return [
             process for process in self if process.incarnation not in (-1, self.on_board(*process.name).incarnation)
         ]
 
     def is_leaving(self, role: str, index: int) -> bool:
-        """Whether this process is to go, for a successor or with the run."""
+        """Return True if this process must end, because of a successor or with the run."""
         return bool(self._leaving[self._lines[role, index]])
 
     def accuse(self, names: Iterable[ProcessKey]) -> None:
-        """Have the supervisor replace these: they keep the run waiting."""
+        """Have the supervisor replace these processes, which keep the run waiting."""
         for name in names:
             self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
 
     def owing_steps(self, step: int) -> dict[ProcessKey, str]:
-        """The processes that have not answered the step with this number."""
+        """Return the processes that have not answered the step with this number."""
         return {process.name: f"step {step}" for process in self if self.credits.outstanding(process.peer)}
 
-    def seen(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Seen]:
-        """What is seen of all that are not gone. owed: what they have not answered, in words."""
-        gone = self.gone()
-        return {one.name: self._seen(one, owed.get(one.name, "")) for one in self if one.name not in gone}
+    def observe(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Observation]:
+        """Observe all processes but retired ones. owed: the answers that they owe, in words."""
+        retired = self.retired()
+        return {
+            process.name: self._observe(process, owed.get(process.name, ""))
+            for process in self
+            if process.name not in retired
+        }
 
-    def _seen(self, process: WorkerProcess, owes: str) -> Seen:
+    def _observe(self, process: WorkerProcess, owes: str) -> Observation:
         phase: Phase = "absent" if process.incarnation < 0 else "greeted" if process.state == "starting" else "ready"
         pid, cpu_s = self.on_board(*process.name).pid, 0.0
         if pid:
             with contextlib.suppress(OSError):  # it has just ended
                 cpu_s = processor_time_s(pid)
-        return Seen(phase, owes, pid, cpu_s, process.counters)
+        return Observation(phase, owes, pid, cpu_s, process.counters)
 
     def by_name(self, by_peer: Mapping[str, str]) -> dict[ProcessKey, str]:
-        """The same by the names of processes; of other peers nothing."""
+        """Convert a mapping from peers to one from processes. Other peers are dropped."""
         return {process.name: by_peer[process.peer] for process in self if process.peer in by_peer}
 
     def new_leaving(self) -> frozenset[ProcessKey] | None:
-        """All processes that are to go; None while it is what it was when this was last asked."""
+        """Return the processes that must end; None if the set has not changed since the previous call."""
         leaving = self._leaving.tobytes()
-        if leaving == self._leaving_seen:
+        if leaving == self._last_leaving:
             return None
-        self._leaving_seen = leaving
+        self._last_leaving = leaving
         return frozenset(name for name, line in self._lines.items() if self._leaving[line])
 
 
 class DelayWatch:
-    """Looks for processes that keep the run waiting, says so in `notes`, and has the supervisor replace them.
+    """The search for processes that keep the run waiting: it writes notes and has the supervisor replace them.
 
-    directory: the run's; notes: gets what clients are told of processes
+    directory: of the run
+    notes: receives what clients see of the processes
     """
 
     def __init__(self, processes: WorkerProcesses, directory: Path, notes: dict[ProcessKey, str]) -> None:
@@ -239,12 +250,12 @@ class DelayWatch:
         self._delays = Delays()
 
     def is_due(self, now: float, *, awaits: bool) -> bool:
-        """Whether to look now. awaits: whether anything is awaited of a process."""
+        """Return True if it is time to look. awaits: True if the run awaits something of a process."""
         return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
 
     def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
-        """owed: what processes have not answered. dropped: why the last message of a peer could not be read."""
-        delay = self._delays.look(self._processes.seen(owed), flash_reads, now)
+        """Look once. owed: the answers that processes owe; dropped: by peer, why its last message could not be read."""
+        delay = self._delays.look(self._processes.observe(owed), flash_reads, now)
         reasons = self._processes.by_name(dropped)
         self._notes.clear()
         self._notes.update({name: with_dropped(note, reasons.get(name)) for name, note in delay.notes().items()})
@@ -254,12 +265,13 @@ class DelayWatch:
 
 
 def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
-    """Whether a process fills or reads slots, and speaks a version in which scales always lie with triggers."""
+    """Return True if the process uses slots and its protocol version requires scales next to the trigger parts."""
     return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
 
 
 def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool) -> str | None:
-    """Why a process cannot take part in the run, by its Hello; None where it can. are_scales_moved: as in the plan."""
+    """Return why a process that sent Hello cannot take part in the run; None if it can. are_scales_moved: as in the
+    plan."""
     if process.role in BACKEND_ROLES and not hello.numerics:
         return f"{process.peer}: Hello.numerics is empty, and it computes steps"
     if are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
@@ -268,100 +280,107 @@ def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool
 
 
 class Workers:
-    """The processes of the run that are ready, and who of them can take part in a step.
+    """The ready processes of the run, and the choice of participants.
 
-    ready: by process the numerics in which it computes; empty for who computes nothing
-    complete: whether all were ready at once; before that no step is sent, so that one that cannot start is noticed
-    memory_served: whether those are ready without whom no step can be computed: loader and cache
+    ready: by process the numerics in which it computes; empty if it computes nothing
+    complete: True once all were ready at the same time. No step is sent earlier, so that a process that cannot start is
+    noticed
+    memory_served: True while the loader and the cache, which every step needs, are ready
     """
 
     def __init__(self, processes: frozenset[ProcessKey]) -> None:
         self._processes = processes
         self.ready: dict[ProcessKey, str] = {}
-        self._minor: dict[ProcessKey, int] = {}  # of the protocol that it speaks
+        self._minor: dict[ProcessKey, int] = {}  # minor version of the protocol
         self.complete = self.memory_served = False
         self._decoders: Participants = ()
 
-    def all_ready(self, gone: frozenset[ProcessKey] = frozenset()) -> bool:
-        """Whether every process of the plan is ready, but for those that do not come back."""
-        return self.ready.keys() >= self._processes - gone
+    def all_ready(self, retired: frozenset[ProcessKey] = frozenset()) -> bool:
+        """Return True if every process of the plan is ready, apart from retired ones."""
+        return self.ready.keys() >= self._processes - retired
 
     @property
     def lends(self) -> bool:
-        """Whether the cache takes slots back when it is asked to; one for an older protocol has taken none."""
+        """True if the cache can give slots back. A cache with an older protocol has borrowed none."""
         return self._minor.get(CACHE, 0) >= LENDING_MINOR
 
     @property
     def releases(self) -> bool:
-        """Whether a prefill worker is there that gives memory back."""
+        """True if there is a prefill worker that can release memory."""
         return PREFILL in self.ready and self._minor[PREFILL] >= LENDING_MINOR
 
     @property
     def rates(self) -> bool:
-        """Whether the prefill worker that is there rates the tokens of a given text."""
+        """True if the prefill worker can rate the tokens of a given text."""
         return PREFILL in self.ready and self._minor[PREFILL] >= RATING_MINOR
 
     @property
     def prefill_numerics(self) -> str | None:
-        """In which numerics prompts are computed; None while they cannot be."""
+        """The numerics of prompts; None while there is no prefill worker."""
         return self.ready.get(PREFILL)
 
     def is_ready(self, process: ProcessKey, numerics: str, minor: int) -> None:
-        """It takes part from now on."""
+        """Add a process to the ready ones."""
         self.ready[process], self._minor[process] = numerics, minor
         self.complete |= self.all_ready()
         self._changed()
 
     def lost(self, processes: Iterable[ProcessKey]) -> None:
-        """They take part in nothing before they are ready again."""
+        """Remove processes until they are ready again."""
         for process in processes:
             self.ready.pop(process, None)
         self._changed()
 
     def _changed(self) -> None:
-        """What every step asks for is found once."""
-        served = all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
+        """Precompute what every step needs."""
+        served = all(process in self.ready for process in self._processes if process[0] in ("loader", "cache"))
         self.memory_served = self.complete and served
         self._decoders = self._find_decoders()
 
     def decoders(self) -> Participants:
-        """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
-        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs. One that speaks of no
-        held blocks would compute what is another's: with it, all compute without who holds them."""
+        """Return the participants of a decode step.
+
+        They are the ready decode workers in the numerics of the first one, and the accelerators that compute blocks for
+        these: in the same numerics, or in their own, whose id then ends with "+" and the workers' id. A decode worker
+        that does not know offloaded blocks would compute all blocks; with such a worker there is no accelerator in the
+        step.
+        """
         return self._decoders
 
     def _find_decoders(self) -> Participants:
         decoders = self._decode_workers()
-        if any(self.is_too_old_to_hold(one) for one in decoders):
+        if any(self.is_too_old_to_hold(process) for process in decoders):
             return decoders
-        holders = [one for one in self._holders() if decoders and self._follows(one, decoders[0])]
-        return (*decoders, *(one for one in holders if not self.is_too_old_to_hold(one)))
+        accelerators = [process for process in self._accelerators() if decoders and self._follows(process, decoders[0])]
+        return (*decoders, *(process for process in accelerators if not self.is_too_old_to_hold(process)))
 
     def is_too_old_to_hold(self, process: ProcessKey) -> bool:
-        """Whether it is ready, and cannot be in a step with blocks that an accelerator holds: sums of nodes and
-        `held_matrices` came with a later minor version of the protocol than its own."""
+        """Return True if a ready process cannot take part in a step with offloaded blocks, since its minor version
+        of the protocol has no `held_matrices`."""
         return process in self.ready and self._minor[process] < HELD_MINOR
 
     def too_old_to_hold(self) -> Participants:
-        """Who keeps an accelerator out of decode steps, or is one that keeps out itself."""
-        return tuple(one for one in (*self._decode_workers(), *self._holders()) if self.is_too_old_to_hold(one))
+        """Return the processes because of whose protocol version no accelerator takes part in decode steps."""
+        return tuple(
+            process for process in (*self._decode_workers(), *self._accelerators()) if self.is_too_old_to_hold(process)
+        )
 
-    def _holders(self) -> Participants:
-        return tuple(sorted(one for one in self.ready if one[0] == ACCELERATOR))
+    def _accelerators(self) -> Participants:
+        return tuple(sorted(process for process in self.ready if process[0] == ACCELERATOR))
 
     def _decode_workers(self) -> Participants:
         decoders = sorted(process for process in self.ready if process[0] == "decode")
-        return tuple(one for one in decoders if self.ready[one] == self.ready[decoders[0]])
+        return tuple(process for process in decoders if self.ready[process] == self.ready[decoders[0]])
 
-    def _follows(self, holder: ProcessKey, decoder: ProcessKey) -> bool:
-        return self.ready[holder].rpartition("+")[2] == self.ready[decoder]
+    def _follows(self, accelerator: ProcessKey, decoder: ProcessKey) -> bool:
+        return self.ready[accelerator].rpartition("+")[2] == self.ready[decoder]
 
     def numerics_of(self, participants: Participants) -> str:
-        """In which numerics these compute a step together: an accelerator's, if one of them is."""
+        """Return the numerics of a step with these participants: that of the accelerator, if there is one."""
         return self.ready[participants[-1]]
 
     def participants(self, message: Step | Prefill) -> Participants:
-        """Who can compute a step of this kind now; nobody, while they are being started."""
+        """Return who can compute a step of this kind now; empty while none is ready."""
         if isinstance(message, Step):
             return self.decoders()
         return (PREFILL,) if PREFILL in self.ready else ()

@@ -32,7 +32,7 @@ LAST_WORDS = Finished | ScoreFinished | Refused
 
 
 class Queued(NamedTuple):
-    """A request that was accepted and has no slot yet; or whose grammar is being compiled."""
+    """A request without a KV slot, accepted or with a grammar that is being compiled."""
 
     client: bytes
     ask: Generate | Score
@@ -43,21 +43,21 @@ class Queued(NamedTuple):
 
     @property
     def owner(self) -> Owner:
-        """For whom it is asked."""
+        """The client and the owner that it names."""
         return self.client, self.ask.owner
 
     def refused(self, code: RefusalCode, message: str) -> Tell:
-        """It is not started."""
+        """Refuse the request before its start."""
         if self.answer is not None:
             self.answer.close()
         return Tell(self.client, Refused(request=self.ask.request, code=code, message=message))
 
 
 class Requests:
-    """Who waits, who has which slot, and what clients are told of it.
+    """The waiting requests, the KV slots, and the messages to clients.
 
-    compiling: not accepted before it is known what their answers must follow
-    queued: accepted, and without a slot, in order of arrival
+    compiling: requests whose grammars are being compiled; not accepted yet
+    queued: accepted requests without a slot, in order of arrival
     active: the sequences that have a slot
     """
 
@@ -77,48 +77,57 @@ class Requests:
 
     @property
     def waiting(self) -> bool:
-        """Whether any request has no slot yet."""
+        """True if any request has no slot yet."""
         return bool(self.queued or self.compiling)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens of the whole run that were not computed."""
-        texts = [sequence for sequence in self.active if isinstance(sequence, Generation)]
-        return self._ended_cached_tokens + sum(text.cached_tokens for text in texts)
+        """Number of prompt tokens that were reused instead of computed, over the whole run."""
+        generations = [sequence for sequence in self.active if isinstance(sequence, Generation)]
+        return self._ended_cached_tokens + sum(sequence.cached_tokens for sequence in generations)
 
     @property
     def client_reads(self) -> bool:
-        """Whether a client is copying logits out of the exchange segment: no step may overwrite them."""
+        """True if a client is copying logits from the exchange segment, so that no step may overwrite them."""
         return any(isinstance(sequence, Scoring) and sequence.client_reads for sequence in self.active)
 
     def used_tokens(self, now: float) -> list[int]:
-        """Of every KV slot, the tokens it holds or soon will, those of texts that ended long ago forgotten."""
+        """Return for each KV slot the number of tokens that need memory. Content that was unused for long is
+        forgotten first."""
         self._free.forget_unused(now)
         used = {sequence.slot: sequence.memory_tokens for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
 
     def going_on(self) -> list[Sequence] | None:
-        """The sequences that have slots, where all are texts that go on, and nobody else can get a slot; else None."""
+        """Return the active sequences if all of them continue in any case and no other request can get a slot; else
+        None."""
         if self.queued and len(self._free):
             return None
-        texts = [one for one in self.active if isinstance(one, Generation) and not one.prefilling and one.goes_on]
-        return [*texts] if len(texts) == len(self.active) else None
+        generations = [
+            sequence
+            for sequence in self.active
+            if isinstance(sequence, Generation) and not sequence.prefilling and sequence.goes_on
+        ]
+        return [*generations] if len(generations) == len(self.active) else None
 
     # ---- arrival ---------------------------------------------------------------------------------------------
     def received(self, event: RequestReceived, now: float) -> list[Tell]:
-        """A new request, or a word about one that is known."""
+        """Process a message of a client."""
         message = event.message
         match message:
             case Generate() | Score() | Tokenize():
                 return self._examine(event.client, message, now)
             case Next():
-                return self._go_on(event.client, message.request, now)
+                return self._continue_score(event.client, message.request, now)
             case Cancel():
                 return self._cancel(event.client, message.request)
         return []
 
     def _examine(self, client: bytes, ask: Generate | Score | Tokenize, now: float) -> list[Tell]:
-        """Answer a request, unless it ended processes. Should it end this one, the next coordinator knows of it."""
+        """Answer a request, unless it ended processes before.
+
+        The ledger names it meanwhile, so that the next coordinator knows if it ends this one.
+        """
         name = fingerprint(ask)
         if self._ended_processes(ask, name, now):
             return [Tell(client, Refused(request=ask.request, code="ended_a_process", message=ENDED))]
@@ -131,7 +140,7 @@ class Requests:
         return answers
 
     def _ended_processes(self, ask: Generate | Score | Tokenize, name: int, now: float) -> bool:
-        """Whether this sequence ended processes, or another one of its request."""
+        """Return True if this sequence, or another one of its request, ended processes."""
         request = request_fingerprint(ask)
         if self._quarantine.is_refused(request, now):
             return True
@@ -141,10 +150,10 @@ class Requests:
         return True
 
     def _admit(self, client: bytes, ask: Generate | Score, name: int, now: float) -> list[Tell]:
-        """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
-        known = [(sequence.client, sequence.request) for sequence in self.active]
-        known += [(one.client, one.ask.request) for one in (*self.queued, *self.compiling)]
-        if (client, ask.request) in known:
+        """Check a request and queue it. A client that is not sure may repeat a request; the repetition is ignored."""
+        known_requests = [(sequence.client, sequence.request) for sequence in self.active]
+        known_requests += [(queued.client, queued.ask.request) for queued in (*self.queued, *self.compiling)]
+        if (client, ask.request) in known_requests:
             return []
         if self._ending:
             return [Tell(client, Refused(request=ask.request, code="draining", message=ENDING))]
@@ -159,20 +168,20 @@ class Requests:
         return self.accept_compiled()
 
     def accept_compiled(self) -> list[Tell]:
-        """Queue the requests of which it is known now what their answers must follow, or refuse them."""
-        compiled = [one for one in self.compiling if one.answer is None or not one.answer.pending]
-        self.compiling = [one for one in self.compiling if one not in compiled]
-        return [self._accept(one) for one in compiled]
+        """Accept or refuse the requests whose grammars are compiled."""
+        compiled = [queued for queued in self.compiling if queued.answer is None or not queued.answer.pending]
+        self.compiling = [queued for queued in self.compiling if queued not in compiled]
+        return [self._accept(queued) for queued in compiled]
 
-    def _accept(self, one: Queued) -> Tell:
-        if one.answer is not None and one.answer.failure is not None:
-            return one.refused(one.answer.failure.code, one.answer.failure.message)
-        self._shares.came(one.owner, self._present())
-        self.queued.append(one)
-        return Tell(one.client, Accepted(request=one.ask.request, prompt_tokens=len(one.tokens)))
+    def _accept(self, queued: Queued) -> Tell:
+        if queued.answer is not None and queued.answer.failure is not None:
+            return queued.refused(queued.answer.failure.code, queued.answer.failure.message)
+        self._shares.came(queued.owner, self._present())
+        self.queued.append(queued)
+        return Tell(queued.client, Accepted(request=queued.ask.request, prompt_tokens=len(queued.tokens)))
 
-    def _go_on(self, client: bytes, request: str, now: float) -> list[Tell]:
-        """A client has copied the logits of its score's last step."""
+    def _continue_score(self, client: bytes, request: str, now: float) -> list[Tell]:
+        """Note that the client has copied the logits of its score's last step."""
         for sequence in self._active_of(client, request):
             if isinstance(sequence, Scoring):
                 sequence.client_reads = False
@@ -181,67 +190,69 @@ class Requests:
         return []
 
     def _cancel(self, client: bytes, request: str) -> list[Tell]:
-        """A client does not want its request any more. An active one ends when no step is under way."""
+        """Cancel a request. An active one ends when no step is outstanding."""
         for sequence in self._active_of(client, request):
             sequence.cancelled = True
         waiting = (*self.queued, *self.compiling)
-        gone = [one for one in waiting if (one.client, one.ask.request) == (client, request)]
-        self.queued = [one for one in self.queued if one not in gone]
-        self.compiling = [one for one in self.compiling if one not in gone]
-        return [one.refused("cancelled", "cancelled before it was started") for one in gone]
+        cancelled = [queued for queued in waiting if (queued.client, queued.ask.request) == (client, request)]
+        self.queued = [queued for queued in self.queued if queued not in cancelled]
+        self.compiling = [queued for queued in self.compiling if queued not in cancelled]
+        return [queued.refused("cancelled", "cancelled before it was started") for queued in cancelled]
 
     def _active_of(self, client: bytes, request: str) -> list[Sequence]:
-        return [one for one in self.active if (one.client, one.request) == (client, request)]
+        return [sequence for sequence in self.active if (sequence.client, sequence.request) == (client, request)]
 
     # ---- slots -----------------------------------------------------------------------------------------------
     def give_slots(self, numerics: str) -> None:
-        """Give free KV slots to queued requests, an equal share to everybody who waits. What a slot still holds of a
-        text stays, as far as prompts are computed in the same numerics now."""
+        """Give free KV slots to queued requests, with equal shares for all owners.
+
+        The content of a slot is reused as far as prompts are computed in the same numerics now.
+        """
         while len(self._free) and (startable := self._startable()):
             slots = Counter((sequence.client, sequence.owner) for sequence in self.active)
-            owners, count = (one.owner for one in startable), self._limits.sequences
-            one = startable[self._shares.next(owners, slots, self._present(), count)]
-            self.queued.remove(one)
-            shares = isinstance(one.ask, Generate) and one.ask.share_prefix
-            taken = self._free.take(one.tokens, numerics, shares=shares)
-            assert taken is not None
-            if isinstance(one.ask, Generate):
-                self.active.append(self._generation(one, one.ask, taken.slot, taken.kept_tokens, numerics))
+            owners, count = (queued.owner for queued in startable), self._limits.sequences
+            queued = startable[self._shares.next(owners, slots, self._present(), count)]
+            self.queued.remove(queued)
+            shares = isinstance(queued.ask, Generate) and queued.ask.share_prefix
+            claimed = self._free.take(queued.tokens, numerics, shares=shares)
+            assert claimed is not None
+            if isinstance(queued.ask, Generate):
+                self.active.append(self._generation(queued, queued.ask, claimed.slot, claimed.kept_tokens, numerics))
             else:
-                self.active.append(_scoring(one, one.ask, taken.slot))
+                self.active.append(_scoring(queued, queued.ask, claimed.slot))
 
     def _startable(self) -> list[Queued]:
-        """The queued requests that may get a slot now. Of those that may have ended a process one runs at a time."""
+        """Return the queued requests that may get a slot now. Suspects of the quarantine run one at a time."""
         if not any(self._quarantine.runs_apart(sequence.fingerprint) for sequence in self.active):
             return self.queued
-        return [one for one in self.queued if not self._quarantine.runs_apart(one.fingerprint)]
+        return [queued for queued in self.queued if not self._quarantine.runs_apart(queued.fingerprint)]
 
     def _present(self) -> dict[Owner, int]:
-        """Of everybody who waits or has slots, the tokens that were computed of texts that have slots."""
-        present = dict.fromkeys((one.owner for one in self.queued), 0)
+        """Return for each owner that waits or has slots the number of tokens computed for its active sequences."""
+        present = dict.fromkeys((queued.owner for queued in self.queued), 0)
         for sequence in self.active:
             owner = sequence.client, sequence.owner
             present[owner] = present.get(owner, 0) + sequence.own_tokens
         return present
 
-    def _generation(self, one: Queued, ask: Generate, slot: int, kept_tokens: int, numerics: str) -> Generation:
-        prompt_tokens = len(one.tokens)
-        # A prompt that fills the context still has its one token, which needs no position.
+    def _generation(self, queued: Queued, ask: Generate, slot: int, kept_tokens: int, numerics: str) -> Generation:
+        prompt_tokens = len(queued.tokens)
+        # A prompt that fills the context still gets one token, which needs no position.
         room_tokens = max(self._limits.context_tokens, prompt_tokens + 1)
         return Generation(
-            client=one.client,
+            client=queued.client,
             request=ask.request,
             slot=slot,
-            arrived_at=one.arrived_at,
-            tokens=one.tokens,
+            arrived_at=queued.arrived_at,
+            tokens=queued.tokens,
             owner=ask.owner,
-            fingerprint=one.fingerprint,
+            fingerprint=queued.fingerprint,
             computed_tokens=kept_tokens,
             provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
             ask=ask,
-            answer=one.answer,
-            stream=TextStream(self._tokenizer, one.tokens, ask.stop, self._marks(ask)),
+            answer=queued.answer,
+            stream=TextStream(self._tokenizer, queued.tokens, ask.stop, self._marks(ask)),
             prompt_tokens=prompt_tokens,
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
         )
@@ -249,20 +260,26 @@ class Requests:
     def _marks(self, ask: Generate) -> dict[int, str]:
         return {} if ask.calls is None else self._constraints.marks(ask.calls)
 
-    def prefix_source(self, text: Generation, numerics: str) -> Match | None:
-        """The slot, of a sequence or free, that holds more of the prompt than was computed, in the numerics of prompts.
-        Asked before every chunk: the texts that came together with this one have got on since it was admitted."""
-        if not text.ask.share_prefix or text.provenance.tokens_of(numerics) < text.computed_tokens:
+    def prefix_source(self, sequence: Generation, numerics: str) -> Match | None:
+        """Return the slot that has more of the prompt than was computed, in the numerics of prompts.
+
+        Called before every chunk, since sequences that arrived together may have progressed since admission.
+        """
+        if not sequence.ask.share_prefix or sequence.provenance.tokens_of(numerics) < sequence.computed_tokens:
             return None
-        live = {other.slot: other.content().shared_in(numerics) for other in self.active if other is not text}
-        match = longest_match(text.tokens[: text.prompt_tokens], {**self._free.shared_in(numerics), **live})
-        if match is None or match.tokens <= text.computed_tokens:
+        live = {
+            other_sequence.slot: other_sequence.content().shared_in(numerics)
+            for other_sequence in self.active
+            if other_sequence is not sequence
+        }
+        match = longest_match(sequence.tokens[: sequence.prompt_tokens], {**self._free.shared_in(numerics), **live})
+        if match is None or match.tokens <= sequence.computed_tokens:
             return None
-        self._free.touch(match.slot, text.arrived_at)
+        self._free.touch(match.slot, sequence.arrived_at)
         return match
 
     def computes(self, step: OutstandingStep) -> None:
-        """A step is sent: its sequences are at these places, should a process die of it."""
+        """Record the places of the step's sequences for the quarantine."""
         message = step.action.message
         positions = (message.position,) if isinstance(message, Prefill) else message.positions
         for sequence, position in zip(step.sequences, positions, strict=True):
@@ -270,7 +287,7 @@ class Requests:
 
     # ---- end -------------------------------------------------------------------------------------------------
     def tell(self, sequence: Sequence, message: Message, now: float) -> Tell:
-        """Tell a sequence's client. With its last words a sequence ends, and its slot is free."""
+        """Return the message for a sequence's client. A final message ends the sequence and frees its slot."""
         if isinstance(message, LAST_WORDS):
             self.active.remove(sequence)
             self._free.give_back(sequence.slot, sequence.content(), now)
@@ -287,12 +304,15 @@ class Requests:
         return Tell(sequence.client, message)
 
     def end_cancelled(self, now: float) -> list[Tell]:
-        """End what nobody wants any more, scores among it whose client is gone, or stands still while all wait."""
+        """End the sequences that are cancelled or have their final message.
+
+        That includes scores whose client has not returned the logits in time.
+        """
         for sequence in self.active:
             if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
                 sequence.cancelled = True
-        ended = [one for one in self.active if one.cancelled or one.last_message is not None]
-        return [self.tell(one, self._last_message(one), now) for one in ended]
+        ended = [sequence for sequence in self.active if sequence.cancelled or sequence.last_message is not None]
+        return [self.tell(sequence, self._last_message(sequence), now) for sequence in ended]
 
     def _last_message(self, sequence: Sequence) -> Message:
         if sequence.last_message is not None:
@@ -302,21 +322,24 @@ class Requests:
         return sequence.refused("cancelled", "cancelled")
 
     def end_all(self, now: float) -> list[Tell]:
-        """The run ends: who has a slot, who waits, and who asks from now on is told so."""
+        """Refuse every request: the run ends."""
         self._ending = True
         queued, self.queued, self.compiling = [*self.queued, *self.compiling], [], []
-        told = [self.tell(one, one.last_message or one.refused("draining", ENDING), now) for one in [*self.active]]
-        return told + [one.refused("draining", ENDING) for one in queued]
+        actions = [
+            self.tell(sequence, sequence.last_message or sequence.refused("draining", ENDING), now)
+            for sequence in [*self.active]
+        ]
+        return actions + [request.refused("draining", ENDING) for request in queued]
 
 
-def _scoring(one: Queued, ask: Score, slot: int) -> Scoring:
+def _scoring(queued: Queued, ask: Score, slot: int) -> Scoring:
     return Scoring(
-        client=one.client,
+        client=queued.client,
         request=ask.request,
         slot=slot,
-        arrived_at=one.arrived_at,
-        tokens=one.tokens,
+        arrived_at=queued.arrived_at,
+        tokens=queued.tokens,
         owner=ask.owner,
-        fingerprint=one.fingerprint,
+        fingerprint=queued.fingerprint,
         ask=ask,
     )

@@ -1,17 +1,21 @@
 """The coordinator's decisions, without sockets and without a clock: `handle(event, now) -> actions`.
 
-One step is outstanding at a time, a prefill chunk or a decode step over every generating sequence:
+One step is outstanding at a time, a prefill chunk or a decode step with every generating sequence:
 
     state   event                           next
-    idle    a sequence can go on            step sent, every participant of the step busy
-    busy    StepLeft of every participant   SampleTokens or ScoreTokens; its answer makes the scheduler idle
-    busy    EpochChanged                    void: wait until every participant left the step
-    void    all settled                     the same step again, under the new epoch, to who is ready now
-    idle    Leaving                         Dismiss: no step before they are gone
+    idle    a sequence can continue         step sent; its participants are busy
+    busy    StepLeft of every participant   SampleTokens or ScoreTokens, if no mask is awaited; the result leads to idle
+    busy    EpochChanged                    void: wait until every participant has left the step
+    void    every participant has left      the same step in the new epoch, for the participants that are ready now
+    idle    Leaving                         Dismiss: no step before the process has ended
 
-Once all processes were ready, loader and cache belong to every step, the prefill worker to prompts, and of the decode
-workers those that are ready: who is started again or replaced is not waited for. `Workers` says who can take part,
-`StepBuilder` what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a pause.
+A constrained sequence is in the step after its token although the grammar's answer to the token may be pending. The
+logits of that step wait for pending answers until `AnswersKnown`.
+
+Once all processes have been ready, every step needs the loader and the cache, a prompt the prefill worker, and a decode
+step the decode workers that are ready: nobody waits for a process that restarts or is replaced. `Workers` chooses
+participants, `StepBuilder` the next step; `OutstandingStep` is the state of the current one, and `Throttle` inserts
+pauses.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ from neuronpipe.services.runtime.quarantine import CERTAIN, ENDED, Quarantine
 
 
 class Scheduler:
-    """The processes, the epoch and the one outstanding step."""
+    """The processes, the epoch and the outstanding step."""
 
     def __init__(
         self,
@@ -76,18 +80,18 @@ class Scheduler:
         self._reservation = reservation or Reservation(None, ())
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
-        self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
+        self._dismissed: frozenset[ProcessKey] = frozenset()  # but still running
         self._step: OutstandingStep | None = None
         self.awaited: list[Answer] = []  # pending answers that the logits of the step wait for until AnswersKnown
 
     @property
     def busy(self) -> bool:
-        """Whether a step is outstanding."""
+        """True if a step is outstanding."""
         return self._step is not None
 
     @property
     def awaited_processes(self) -> dict[ProcessKey, str]:
-        """Who owes an answer about memory, and to what."""
+        """The processes that owe an answer about memory, with the message that they have not answered."""
         awaited = {}
         if self._reservation.awaits_cache:
             awaited[CACHE] = "Reserve"
@@ -97,30 +101,30 @@ class Scheduler:
 
     @property
     def steps(self) -> int:
-        """How many steps there were; one that is sent again is the same step."""
+        """Number of steps so far. A step that is sent again counts once."""
         return self._builder.steps
 
     def wants_tick(self, now: float) -> bool:
-        """Whether something may be due though nothing happened: a text to go on with, or memory to give back."""
+        """Return True if something may be due without an event: a sequence that can continue, or memory to release."""
         return not self.busy and (bool(self.requests.active) or self._reservation.may_release(now))
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event; returns what is to be done, in order: workers first, who compute while clients are told."""
+        """Process an event. Returns actions in order: steps first, so that workers compute while clients are told."""
         actions = self._take(event, now) + self._proceed(now)
         return sorted(actions, key=lambda action: isinstance(action, Tell))
 
     def ahead(self, now: float) -> Ahead | None:
-        """What follows the step under way if nothing happens before it is done; None where that is not known yet."""
-        step, texts = self._step, self.requests.going_on()
-        if step is None or texts is None or step.sequences != texts or not step.undisturbed:
+        """Return the step after the outstanding one, if it is certain apart from its tokens; else None."""
+        step, sequences = self._step, self.requests.going_on()
+        if step is None or sequences is None or step.sequences != sequences or not step.undisturbed:
             return None
         if self._leaving or self._dismissed or not self.workers.memory_served or self.throttle.share(now):
             return None
         if self.workers.decoders() != step.action.processes or not self._has_memory(step.action.message, 1):
             return None
-        rows = self._results.wanted(step.action.message, step.rows)
+        rows = self._results.reading_of(step.action.message, step.rows)
         assert isinstance(rows, SampleTokens)
-        positions = tuple(len(text.tokens) for text in texts)
+        positions = tuple(len(sequence.tokens) for sequence in sequences)
         return Ahead(rows.rows, self.steps + 1, positions, tuple(self._limits.end_tokens))
 
     def _take(self, event: Event, now: float) -> list[Action]:
@@ -129,7 +133,7 @@ class Scheduler:
                 return [*self.requests.received(event, now)]
             case ProcessReady(process, numerics, minor):
                 self.workers.is_ready(process, numerics, minor)
-                self._dismissed -= {process}  # this is its successor
+                self._dismissed -= {process}  # it is the successor
                 return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
                 self._epoch_changed(event)
@@ -143,12 +147,16 @@ class Scheduler:
                 step = self._end_step(now)
                 step.account(event.cost)
                 outcomes = self._results.sampled(step.rows.values(), event, now)
-                ended = [(one, one.last_message) for one in step.sequences if one.last_message is not None]
+                ended = [
+                    (sequence, sequence.last_message)
+                    for sequence in step.sequences
+                    if sequence.last_message is not None
+                ]
                 return self._tell([*outcomes, *ended], now)
             case AnswersKnown():
                 self.awaited = []
-                known = self._tell(self._results.known(self.requests.active), now)
-                return [*self._read_step(), *self.requests.accept_compiled(), *known]
+                messages = self._tell(self._results.process_answers(self.requests.active), now)
+                return [*self._read_step(), *self.requests.accept_compiled(), *messages]
             case TokensScored():
                 (sequence,) = self._end_step(now).sequences
                 return self._tell(self._results.scored(sequence, event, now), now)
@@ -188,13 +196,13 @@ class Scheduler:
             self._step.epoch_changed(event.lost, event.killed)
 
     def _step_left(self, event: StepLeft) -> list[Action]:
-        """A participant left a step. Only the outstanding step under its own epoch counts as done."""
+        """Note that a participant has left a step. Only the outstanding step in its own epoch counts as done."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
         step.left(event)
         if not event.done and event.epoch == self.epoch:
-            return [Abandon()]  # it gave up by itself: the others would wait for it at the barrier
+            return [Abandon()]  # it gave up alone: the others would wait for it at the barrier
         if not step.computed:
             return []
         self.awaited = answers_to_sampled(step.sequences)
@@ -206,20 +214,22 @@ class Scheduler:
         if step is None or not step.is_unread:
             return []
         step.read()
-        return [self._results.wanted(step.action.message, step.rows, ratings)]
+        return [self._results.reading_of(step.action.message, step.rows, ratings)]
 
     def _step_failed(self, event: StepFailed, now: float) -> list[Action]:
-        """The step cannot be computed: its requests are refused, everybody else goes on."""
+        """Refuse the requests of a step that cannot be computed."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
         sequences = step.sequences
         step.failed(event.process)
-        refused = [(one, one.last_message or one.refused("failed", event.message)) for one in sequences]
+        refused = [
+            (sequence, sequence.last_message or sequence.refused("failed", event.message)) for sequence in sequences
+        ]
         return [Abandon(), *self._tell(refused, now)]
 
     def _end_step(self, now: float) -> OutstandingStep:
-        """The logits have been read."""
+        """End the outstanding step, whose logits have been read."""
         step, self._step = self._step, None
         assert step is not None
         self.throttle.step_ends(now)
@@ -227,7 +237,7 @@ class Scheduler:
 
     # ---- the next step ---------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:
-        """Send the next step, or the voided one again, when nothing stands against it."""
+        """Send the next step, or the void one again, if possible."""
         if self._step is not None and not self._step.abandoned:
             return []
         if self._leaving and self._step is None:
@@ -250,18 +260,24 @@ class Scheduler:
         return [*self._send(step, now), *actions]
 
     def _dismiss(self) -> list[Action]:
-        gone = self._leaving & self.workers.ready.keys()
-        self.workers.lost(gone)
-        self._leaving -= gone
-        self._dismissed |= gone
-        return [Dismiss(process) for process in sorted(gone)]
+        dismissed = self._leaving & self.workers.ready.keys()
+        self.workers.lost(dismissed)
+        self._leaving -= dismissed
+        self._dismissed |= dismissed
+        return [Dismiss(process) for process in sorted(dismissed)]
 
     def _isolate(self, step: OutstandingStep, now: float) -> list[Action]:
-        """Processes died while they computed this step. Its sequence is refused; of several, each is computed alone."""
+        """Drop a step that processes died of.
+
+        Its sequence is refused; if there are several, each is computed alone.
+        """
         self._step = None
         refused: list[Action] = []
         if len(step.sequences) == 1:
-            messages = [(one, one.last_message or one.refused("ended_a_process", ENDED)) for one in step.sequences]
+            messages = [
+                (sequence, sequence.last_message or sequence.refused("ended_a_process", ENDED))
+                for sequence in step.sequences
+            ]
             refused = self._tell(messages, now)
         for sequence in step.sequences:
             sequence.isolated = True
@@ -275,11 +291,11 @@ class Scheduler:
             return []
         if step.sequences and self.workers.numerics_of(participants) == step.numerics:
             return self._send(step.again(self.epoch, self._builder, participants), now)
-        self._step = None  # everybody in it was refused or went away; or it would be computed otherwise: begin it anew
+        self._step = None  # no sequence is left, or the numerics have changed: choose a new step
         return self._proceed(now)
 
     def _send(self, step: OutstandingStep, now: float) -> list[Action]:
-        """Once it has its memory; until then it is one to be sent again."""
+        """Send a step if it has its memory; otherwise reserve the memory and keep the step to be sent later."""
         self._step = step
         if not self._has_memory(message := step.action.message, 0):
             step.put_off()
@@ -295,9 +311,8 @@ class Scheduler:
 class Throttle:
     """Pauses between steps, for a device that is too hot.
 
-    A pause is as long as the step before it times share / (1 - share), so that fast and slow models pause alike. What
-    was asked for ends by itself: whoever watches the temperature asks again in time, and one that died slows nobody
-    for long.
+    A pause lasts as long as the step before it times share / (1 - share), so that fast and slow models pause alike. The
+    share expires: the thermal watcher renews it in time, and one that died slows the run only for a while.
     """
 
     def __init__(self) -> None:
@@ -307,19 +322,19 @@ class Throttle:
         self.resume_at = 0.0
 
     def share(self, now: float) -> float:
-        """The share of the time that is spent in pauses, 0..1."""
+        """Return the share of time spent in pauses, 0 to 1."""
         return self._share if now < self._until else 0.0
 
     def set(self, share: float, until: float) -> None:
-        """From now on, and until then, pause for that share of the time."""
+        """Pause for this share of the time, until the given time."""
         self._share, self._until = share, until
         self.resume_at = self.resume_at if share else 0.0
 
     def step_begins(self, now: float) -> None:
-        """A step is sent."""
+        """Note the start of a step."""
         self._began_at = now
 
     def step_ends(self, now: float) -> None:
-        """It is done: the pause begins."""
+        """Start the pause after a step."""
         share = self.share(now)
         self.resume_at = now + (now - self._began_at) * share / (1 - share) if share else 0.0

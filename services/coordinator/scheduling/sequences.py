@@ -1,4 +1,4 @@
-"""One sequence on a KV slot: a text that is generated, or one that is scored; and when the first of several ends."""
+"""The state of a sequence on a KV slot, generated or scored; and the estimate when a busy run has room again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1, 60
 _READING_TEXT = [option for option in SAMPLING_OPTIONS if option.reads_text]
 
 Cost = dict[str, float]
-"""What steps took: figures by name, as in `Finished`."""
+"""Figures of steps by name, as in `Finished`."""
 
 
 def add_cost(total: Cost, more: Cost) -> None:
@@ -36,8 +36,8 @@ def add_cost(total: Cost, more: Cost) -> None:
 # ---- a sequence ----------------------------------------------------------------------------------------------
 @dataclasses.dataclass(kw_only=True)
 class Sequence:
-    """A text on one KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values, computed
-    in the numerics that `provenance` says."""
+    """A sequence on a KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values,
+    computed in the numerics of `provenance`."""
 
     client: bytes
     request: str
@@ -45,60 +45,60 @@ class Sequence:
     arrived_at: float
     tokens: list[int]
     owner: str = ""
-    fingerprint: int = 0  # by which the quarantine knows it
+    fingerprint: int = 0  # of the request, for the quarantine
     computed_tokens: int = 0
     provenance: Provenance = dataclasses.field(default_factory=Provenance)
     cancelled: bool = False
     last_message: Message | None = None  # ends it as soon as it is in no outstanding step
-    isolated: bool = False  # its next step has no other sequence: one of those that shared the last one ends processes
+    isolated: bool = False  # its next step has no other sequence, since a sequence of the last step ends processes
 
     def advance(self, position: int, tokens: int, numerics: str) -> None:
-        """A step in this numerics has computed so many tokens from this position on."""
+        """Note that a step in this numerics has computed this many tokens from the position on."""
         self.isolated = False
         self.provenance.computed(min(position, self.computed_tokens), position + tokens, numerics)
         self.computed_tokens = position + tokens
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens were computed for it."""
+        """Number of tokens that were computed for this sequence."""
         return self.computed_tokens
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prefill worker computes its next step."""
+        """True if a prefill worker computes the next step."""
         return False
 
     @property
     def is_blocked(self) -> bool:
-        """True if no step may include the sequence until its grammar's answer to the last token has arrived."""
+        """True if no step may include the sequence until the answer to its last token has arrived."""
         return False
 
     @property
     def next_token(self) -> int:
-        """The token that its next step of decode computes."""
+        """Token that the next decode step computes."""
         return self.tokens[self.computed_tokens]
 
     @property
     def memory_tokens(self) -> int:
-        """How many tokens need keys and values once its next step of decode is done."""
+        """Number of tokens that have keys and values after the next decode step."""
         return len(self.tokens)
 
     @property
     def likely(self) -> int:
-        """How many of the most likely tokens a score names for each token."""
+        """Number of most likely tokens that a score names for each token."""
         return 0
 
     def content(self) -> SlotContent:
-        """What its slot holds."""
+        """Return the content of the KV slot."""
         return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
-        """What its client is told when it cannot go on."""
+        """Return the refusal that its client receives if it cannot continue."""
         return Refused(request=self.request, code=code, message=message)
 
 
 class Sampled(NamedTuple):
-    """A token that was sampled at a time in seconds, and its logarithms of probabilities if they are asked for."""
+    """A sampled token, the time in seconds, and its log-probabilities if requested."""
 
     token: int
     now: float
@@ -107,73 +107,76 @@ class Sampled(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Generation(Sequence):
-    """A text being generated: the prompt, then a token per step."""
+    """A sequence that is generated: the prompt, then a token per step."""
 
     ask: Generate
-    answer: Answer | None  # how far it has come in what `ask` wants it to be
+    answer: Answer | None  # follows the grammar of `ask`
     sampled: Sampled | None = None  # the last token while the grammar's answer to it is pending; not in `tokens`
     missed_step: bool = False  # the answer came too late for the step that computed `sampled`
     stream: TextStream
     prompt_tokens: int
     max_total_tokens: int  # prompt included: what the context and the request allow
-    cached_tokens: int = 0  # of the prompt: their keys and values were there already
+    cached_tokens: int = 0  # of the prompt, reused from other sequences
     token_times: list[float] = dataclasses.field(default_factory=list)
     prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
     decode_cost: Cost = dataclasses.field(default_factory=dict)
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens were sampled so far."""
+        """Number of tokens of the completion so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def is_blocked(self) -> bool:
-        """As in `Sequence`. A step computes the sampled token while the answer is pending, unless the sequence ends
-        with that token whatever the answer is, or the last such step was in vain."""
+        """See `Sequence`.
+
+        While the answer is pending, a step computes the sampled token all the same, unless the sequence ends with that
+        token in any case or the previous attempt was in vain.
+        """
         return self.sampled is not None and (self.missed_step or len(self.tokens) + 1 >= self.max_total_tokens)
 
     @property
     def next_token(self) -> int:
-        """As in `Sequence`."""
         if self.sampled is not None and self.computed_tokens == len(self.tokens):
             return self.sampled.token
         return super().next_token
 
     @property
     def memory_tokens(self) -> int:
-        """As in `Sequence`."""
         return len(self.tokens) + (self.sampled is not None)
 
     @property
     def own_tokens(self) -> int:
-        """How many tokens were computed for it: not those that another text has left."""
+        """See `Sequence`. Tokens reused from other sequences do not count."""
         return self.computed_tokens - self.cached_tokens
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens are left to compute (a decode step computes the last one it sampled)."""
+        """True if prompt tokens are left to compute. Decode steps compute completion tokens."""
         return self.computed_tokens < self.prompt_tokens
 
     def advance(self, position: int, tokens: int, numerics: str) -> None:
-        """As in `Sequence`; what lies before the position was copied from another slot, in the same numerics."""
+        """See `Sequence`. Positions before the first one were copied from another slot, in the same numerics."""
         self.cached_tokens += position - self.computed_tokens
         super().advance(position, tokens, numerics)
 
     @cached_property
     def is_read(self) -> bool:
-        """Whether the text decides how the next token is sampled: a penalty asks for it."""
+        """True if a penalty makes sampling depend on the tokens so far."""
         return any(getattr(self.ask, option.name) != option.default for option in _READING_TEXT)
 
     @property
     def goes_on(self) -> bool:
-        """Whether another token follows the next one whatever that is, an end token excepted. What must be looked at
-        before it is known does not count: text, a grammar, logits that are asked for."""
+        """True if the next step can be scheduled before the next token is known, unless that is an end token.
+
+        There are no stop strings or tokens, no grammar and no log-probabilities, and at least two tokens are left.
+        """
         open_ended = self.answer is None and not self.ask.stop and not self.ask.stop_tokens
         open_ended = open_ended and self.ask.logprobs is None
         return open_ended and not self.cancelled and len(self.tokens) + 1 < self.max_total_tokens
 
     def finished(self, reason: FinishReason, limits: Limits) -> Finished:
-        """The account of the text; the service adds memory and flash, which only it knows."""
+        """Return the final message. The service adds memory and flash figures."""
         times = self.token_times
         span_s = times[-1] - times[0] if len(times) > 1 else 0.0
         return Finished(
@@ -197,27 +200,28 @@ class Generation(Sequence):
 
 @dataclasses.dataclass(kw_only=True)
 class Scoring(Sequence):
-    """A text whose tokens' likelihoods are asked for."""
+    """A sequence whose tokens are rated."""
 
     ask: Score
-    told_tokens: int = 0  # those that the client knows the rows of
+    reported_tokens: int = 0  # whose rows the client has received
     total_nll: float = 0.0
-    client_reads: bool = False  # the client copies the last step's logits
+    client_reads: bool = False  # the client copies the logits of the last step
     reads_since: float = 0.0
 
     @property
     def prefilling(self) -> bool:
-        """As the client asks."""
         return self.ask.path == "prefill"
 
     @property
     def likely(self) -> int:
-        """How many of the most likely tokens are named for each."""
         return self.ask.logprobs or 0
 
     def next_chunk(self, rated: int, rows: int) -> tuple[list[int], tuple[int, ...], Literal["none", "all"]]:
-        """The tokens of the next step of prefill, and which after them the worker rates. At most `rated`; where it
-        rates none, and where the client reads logits, at most one for each of so many rows of logits."""
+        """Return the tokens of the next prefill step, the targets that the worker rates, and which logits it writes.
+
+        rated: maximum number of tokens if the worker rates them; 0: it cannot
+        rows: number of logit rows, which limits the chunk if the client reads logits or the worker cannot rate
+        """
         first = self.computed_tokens
         if self.ask.logits or not rated:
             return self.tokens[first : first + rows], (), "all"
@@ -225,7 +229,7 @@ class Scoring(Sequence):
         return chunk, tuple(self.tokens[first + 1 : first + 1 + len(chunk)]), "none"
 
     def finished(self, now: float) -> ScoreFinished:
-        """The account of the score."""
+        """Return the final message with the mean over all targets."""
         targets = len(self.tokens) - 1
         mean = self.total_nll / targets if targets else 0.0
         seconds = round(now - self.arrived_at, 3)
@@ -239,7 +243,7 @@ def answers_to_sampled(sequences: Iterable[Sequence]) -> list[Answer]:
 
 
 def gap_quantiles_ms(times: list[float]) -> dict[str, float]:
-    """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
+    """Return p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
     gaps = sorted(1000 * (b - a) for a, b in itertools.pairwise(times))
     if not gaps:
         return dict.fromkeys(QUANTILES, 0.0)
@@ -249,20 +253,20 @@ def gap_quantiles_ms(times: list[float]) -> dict[str, float]:
 
 # ---- busy ----------------------------------------------------------------------------------------------------
 def retry_after_s(sequences: Iterable[Sequence]) -> int:
-    """When a client that found the run busy may come again: seconds until the first of these texts must have ended.
+    """Return the seconds after which a client that was refused as busy may try again.
 
-    A text ends after its remaining tokens at the latest, at the pace of its last ones: pauses, other texts and prompts
-    between its steps are in that pace.
+    A sequence ends after its remaining tokens at the latest, at its recent pace. That pace includes pauses and the
+    steps of other sequences.
     """
-    texts = [sequence for sequence in sequences if isinstance(sequence, Generation)]
-    ends_s = [end_s for text in texts if (end_s := _ends_in_s(text)) is not None]
+    generations = [sequence for sequence in sequences if isinstance(sequence, Generation)]
+    ends_s = [end_s for generation in generations if (end_s := _ends_in_s(generation)) is not None]
     return max(MIN_RETRY_S, min(MAX_RETRY_S, math.ceil(min(ends_s, default=MIN_RETRY_S))))
 
 
-def _ends_in_s(text: Generation) -> float | None:
-    """None for a text that has no pace yet."""
-    times = text.token_times[-RECENT_TOKENS:]
+def _ends_in_s(sequence: Generation) -> float | None:
+    """Return the seconds until the sequence ends; None if it has no pace yet."""
+    times = sequence.token_times[-RECENT_TOKENS:]
     if len(times) < 2:
         return None
     pace_s = (times[-1] - times[0]) / (len(times) - 1)
-    return (text.max_total_tokens - len(text.tokens)) * pace_s
+    return (sequence.max_total_tokens - len(sequence.tokens)) * pace_s

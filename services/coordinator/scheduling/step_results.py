@@ -1,4 +1,4 @@
-"""What a step's logits make of the sequences in it: how tokens are to be sampled, and what a token leads to."""
+"""The results of a step: how to sample its rows, and what a token or a rating means for its sequence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from neuronpipe.services.coordinator.text.tokenizer import Tokenizer
 DAMAGED = "the model's output is no number; the package is damaged, convert the model again"
 
 Outcome = tuple[Sequence, Message]
-"""What a sequence's client is to be told."""
+"""A message for the client of a sequence."""
 
 
 class SamplingFailed(Exception):
-    """A request that cannot go on: no token may follow its text."""
+    """A reason why a request cannot continue: there is no token that may come next."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -38,75 +38,79 @@ class SamplingFailed(Exception):
 
 
 class Results:
-    """Takes sequences on by what a step gave them, and says what their clients are told."""
+    """The transition of sequences by the results of a step, and the messages for their clients."""
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
 
-    def wanted(
+    def reading_of(
         self, message: Step | Prefill, rows: Mapping[int, Sequence], ratings: tuple[Rating, ...] = ()
     ) -> SampleTokens | ScoreTokens:
-        """What to read from the logits of a step that is done; its sequences have advanced. rows: the sequences by
-        their rows of logits. ratings: what its prefill worker has read of them."""
+        """Return what to read from the logits of a finished step, whose sequences have advanced.
+
+        rows: the sequences by their rows of logits
+        ratings: those of the prefill worker, if it made them
+        """
         first = rows.get(0)
         if isinstance(first, Scoring):
             computed, count = first.computed_tokens, len(message.tokens)
             without_logits = isinstance(message, Prefill) and bool(message.targets) and not ratings
             targets = () if without_logits else tuple(first.tokens[computed - count + 1 : computed + 1])
             return ScoreTokens(targets, first.likely, ratings)
-        without_logits = isinstance(message, Prefill) and message.logits == "none"
-        texts = [] if without_logits else [(row, one) for row, one in rows.items() if isinstance(one, Generation)]
-        return SampleTokens(tuple(sample_row(row, text, self._limits.end_tokens) for row, text in texts))
+        if isinstance(message, Prefill) and message.logits == "none":
+            return SampleTokens(())
+        generations = [(row, sequence) for row, sequence in rows.items() if isinstance(sequence, Generation)]
+        return SampleTokens(tuple(sample_row(row, sequence, self._limits.end_tokens) for row, sequence in generations))
 
     def sampled(self, sequences: Iterable[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
-        """A token for each sequence; for none after a chunk of a prompt that is not its last."""
+        """Process a token for each sequence. After a chunk that is not the last of its prompt there are none."""
         outcomes: list[Outcome] = []
-        for number, (text, token) in enumerate(zip(sequences, event.tokens, strict=False)):
-            assert isinstance(text, Generation)
+        for number, (sequence, token) in enumerate(zip(sequences, event.tokens, strict=False)):
+            assert isinstance(sequence, Generation)
             sampled = Sampled(token, now, event.logprobs.get(number))
             try:
-                if is_followed(text, token, self._limits.end_tokens):
-                    assert text.answer is not None
-                    text.answer.take(token)
-                    text.sampled = sampled
-                    outcomes += self.known([text])
+                if is_followed(sequence, token, self._limits.end_tokens):
+                    assert sequence.answer is not None
+                    sequence.answer.take(token)
+                    sequence.sampled = sampled
+                    outcomes += self.process_answers([sequence])
                 else:
-                    outcomes += self._told(text, sampled, complete=False)
+                    outcomes += self._token_messages(sequence, sampled, complete=False)
             except SamplingFailed as failure:
-                outcomes.append((text, text.refused(failure.code, str(failure))))
+                outcomes.append((sequence, sequence.refused(failure.code, str(failure))))
         return outcomes
 
-    def known(self, sequences: Iterable[Sequence]) -> list[Outcome]:
-        """The tokens of which it is known now what they lead to."""
+    def process_answers(self, sequences: Iterable[Sequence]) -> list[Outcome]:
+        """Process the sampled tokens whose answers have arrived."""
         outcomes: list[Outcome] = []
-        for text in sequences:
-            if not isinstance(text, Generation) or text.sampled is None:
+        for sequence in sequences:
+            if not isinstance(sequence, Generation) or sequence.sampled is None:
                 continue
-            assert text.answer is not None
-            if text.answer.pending:
+            assert sequence.answer is not None
+            if sequence.answer.pending:
                 continue
-            sampled, text.sampled, text.missed_step = text.sampled, None, False
-            if (failure := text.answer.failure) is not None:
-                outcomes.append((text, text.refused(failure.code, failure.message)))
+            sampled, sequence.sampled, sequence.missed_step = sequence.sampled, None, False
+            if (failure := sequence.answer.failure) is not None:
+                outcomes.append((sequence, sequence.refused(failure.code, failure.message)))
             else:
-                outcomes += self._told(text, sampled, complete=text.answer.complete)
+                outcomes += self._token_messages(sequence, sampled, complete=sequence.answer.complete)
         return outcomes
 
-    def _told(self, text: Generation, sampled: Sampled, *, complete: bool) -> list[Outcome]:
-        """What the client is told of a token. complete: nothing can follow."""
-        message, reason = self._add(text, sampled.token, complete, sampled.now)
+    def _token_messages(self, sequence: Generation, sampled: Sampled, *, complete: bool) -> list[Outcome]:
+        """Add a token to its sequence and return the messages. complete: nothing can follow it."""
+        message, reason = self._add(sequence, sampled.token, complete, sampled.now)
         if sampled.logprobs is not None:
             message = with_logprobs(message, sampled.logprobs, self._tokenizer.piece)
-        ended = [] if reason is None else [(text, text.finished(reason, self._limits))]
-        return [(text, message), *ended]
+        ended = [] if reason is None else [(sequence, sequence.finished(reason, self._limits))]
+        return [(sequence, message), *ended]
 
     def scored(self, sequence: Sequence, event: TokensScored, now: float) -> list[Outcome]:
-        """Likelihoods of the tokens of one step."""
+        """Process the ratings of a step."""
         assert isinstance(sequence, Scoring)
         last = sequence.computed_tokens >= len(sequence.tokens)
-        position, nll = sequence.told_tokens, tuple(-one.logprob for one in event.ratings)
-        rows = len(nll) + last  # the text's last token has logits and no target
+        position, nll = sequence.reported_tokens, tuple(-rating.logprob for rating in event.ratings)
+        rows = len(nll) + last  # the last token has logits and no target
         if position + rows != sequence.computed_tokens:
             return [
                 (sequence, sequence.refused("failed", "the prefill worker has not rated the tokens that it was given"))
@@ -114,9 +118,9 @@ class Results:
         if any(map(math.isnan, nll)):
             return [(sequence, sequence.refused("failed", DAMAGED))]
         sequence.total_nll += sum(nll)
-        sequence.told_tokens = sequence.computed_tokens
+        sequence.reported_tokens = sequence.computed_tokens
         sequence.client_reads, sequence.reads_since = sequence.ask.logits, now
-        said = Scored(
+        message = Scored(
             request=sequence.request,
             position=position,
             row=0,
@@ -124,73 +128,75 @@ class Results:
             nll=nll,
             rated=self._rated(sequence, position, event.ratings),
         )
-        outcomes: list[Outcome] = [(sequence, said)]
+        outcomes: list[Outcome] = [(sequence, message)]
         if last and not sequence.client_reads:
             outcomes.append((sequence, sequence.finished(now)))
         return outcomes
 
-    def _rated(self, text: Scoring, position: int, ratings: tuple[Logprobs, ...]) -> tuple[Rated, ...]:
-        """Those after this position, where the client wants to see them; and before them the first of the text, which
+    def _rated(self, sequence: Scoring, position: int, ratings: tuple[Logprobs, ...]) -> tuple[Rated, ...]:
+        """Return the ratings after this position if requested; at position 0 preceded by the first token, which
         nothing predicts."""
-        if text.ask.logprobs is None:
+        if sequence.ask.logprobs is None:
             return ()
         piece = self._tokenizer.piece
-        rated = [] if position else [Rated(token=text.tokens[0], piece=piece(text.tokens[0]))]
-        for token, one in zip(text.tokens[position + 1 :], ratings, strict=False):
-            rated.append(Rated(token=token, piece=piece(token), logprob=one.logprob, top=_top(one, piece)))
+        rated = [] if position else [Rated(token=sequence.tokens[0], piece=piece(sequence.tokens[0]))]
+        for token, rating in zip(sequence.tokens[position + 1 :], ratings, strict=False):
+            rated.append(Rated(token=token, piece=piece(token), logprob=rating.logprob, top=_top(rating, piece)))
         return tuple(rated)
 
-    def _add(self, text: Generation, token: int, complete: bool, now: float) -> tuple[Token, FinishReason | None]:
-        """Add a token to a text; returns what its client is told, and why the text ends with it."""
-        text.token_times.append(now)
-        text.tokens.append(token)
-        ended = token in self._limits.end_tokens or token in text.ask.stop_tokens
-        shown = "" if ended else text.stream.push(token)
-        reason: FinishReason | None = "end" if ended else _reason_to_end(text, complete)
+    def _add(self, sequence: Generation, token: int, complete: bool, now: float) -> tuple[Token, FinishReason | None]:
+        """Add a token to a sequence; return its message, and the reason if the sequence ends with it."""
+        sequence.token_times.append(now)
+        sequence.tokens.append(token)
+        ended = token in self._limits.end_tokens or token in sequence.ask.stop_tokens
+        visible_text = "" if ended else sequence.stream.push(token)
+        reason: FinishReason | None = "end" if ended else _reason_to_end(sequence, complete)
         if reason is not None:
-            shown += text.stream.finish()
-        ms = 1000 * (now - (text.token_times[-2] if len(text.token_times) > 1 else text.arrived_at))
-        index = text.generated_tokens - 1
-        return Token(request=text.request, index=index, token=token, text=shown, ms=round(ms, 3)), reason
+            visible_text += sequence.stream.finish()
+        ms = 1000 * (now - (sequence.token_times[-2] if len(sequence.token_times) > 1 else sequence.arrived_at))
+        index = sequence.generated_tokens - 1
+        return Token(request=sequence.request, index=index, token=token, text=visible_text, ms=round(ms, 3)), reason
 
 
-def _reason_to_end(text: Generation, complete: bool) -> FinishReason | None:
-    """Why a text ends with its last token, which is no end token. complete: its grammar lets nothing follow."""
-    if text.stream.stopped:
+def _reason_to_end(sequence: Generation, complete: bool) -> FinishReason | None:
+    """Return why a sequence ends with its last token, which is not an end token. complete: its grammar allows no
+    continuation."""
+    if sequence.stream.stopped:
         return "stop"
     if complete:
         return "end"
-    if len(text.tokens) >= text.max_total_tokens:
-        return "length" if text.generated_tokens >= text.ask.max_tokens else "context"
+    if len(sequence.tokens) >= sequence.max_total_tokens:
+        return "length" if sequence.generated_tokens >= sequence.ask.max_tokens else "context"
     return None
 
 
 # ---- one token -----------------------------------------------------------------------------------------------
-def sample_row(row: int, text: Generation, end_tokens: Set[int]) -> SampleRow:
-    """How the next token of a text is to be sampled from this row; the same each time, until it is known."""
-    ask, out = text.ask, SampleRow(row, text.ask, len(text.tokens))
-    if text.is_read:
-        out = dataclasses.replace(out, text=tuple(text.tokens), prompt_tokens=text.prompt_tokens)
+def sample_row(row: int, sequence: Generation, end_tokens: Set[int]) -> SampleRow:
+    """Return how to sample the next token of a sequence from this row; the result is the same until the token is
+    known."""
+    ask, out = sequence.ask, SampleRow(row, sequence.ask, len(sequence.tokens))
+    if sequence.is_read:
+        out = dataclasses.replace(out, text=tuple(sequence.tokens), prompt_tokens=sequence.prompt_tokens)
     if ask.logit_bias or ask.ignore_end:
         biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}
         if ask.ignore_end:
             biases |= dict.fromkeys(end_tokens, -math.inf)
         out = dataclasses.replace(out, biases=tuple(sorted(biases.items())))
-    return out if text.answer is None else dataclasses.replace(out, allowed=text.answer.allowed)
+    return out if sequence.answer is None else dataclasses.replace(out, allowed=sequence.answer.allowed)
 
 
-def is_followed(text: Generation, token: int, end_tokens: Set[int]) -> bool:
-    """Whether what the answer must follow decides what this token leads to. Raises SamplingFailed."""
+def is_followed(sequence: Generation, token: int, end_tokens: Set[int]) -> bool:
+    """Return True if the sequence's grammar decides how it continues after this token. Raises SamplingFailed."""
     if token == TokensSampled.ALL_BANNED:
         raise SamplingFailed("bad_request", "logit_bias and ignore_end leave no token that may come next")
     if token < 0:
         raise SamplingFailed("failed", DAMAGED)
-    return text.answer is not None and token not in end_tokens and token not in text.ask.stop_tokens
+    return sequence.answer is not None and token not in end_tokens and token not in sequence.ask.stop_tokens
 
 
-def with_logprobs(said: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:
-    """The message with its logarithms of probabilities. piece: the bytes of a token."""
-    return dataclasses.replace(said, logprob=logprobs.logprob, piece=piece(said.token), top=_top(logprobs, piece))
+def with_logprobs(message: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:
+    """Return the message with log-probabilities. piece: returns the bytes of a token."""
+    return dataclasses.replace(message, logprob=logprobs.logprob, piece=piece(message.token), top=_top(logprobs, piece))
 
 
 def _top(logprobs: Logprobs, piece: Callable[[int], bytes]) -> tuple[Likely, ...]:

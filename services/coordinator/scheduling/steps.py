@@ -1,4 +1,4 @@
-"""Steps: the one that is outstanding, and what the next one is."""
+"""The outstanding step, and the choice of the next one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from neuronpipe.services.coordinator.scheduling.processes import PREFILL, Partic
 from neuronpipe.services.coordinator.scheduling.sequences import Cost, Generation, Scoring, Sequence, add_cost
 from neuronpipe.services.runtime.quarantine import CERTAIN, CRASH_WEIGHT, STEP_KILL_WEIGHT
 
-ISOLATED_WEIGHT = CERTAIN - CRASH_WEIGHT  # the next crash has one suspect
-BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
+ISOLATED_WEIGHT = CERTAIN - CRASH_WEIGHT  # one more crash is enough: there is a single suspect
+BESIDE_DECODE_TOKENS = 64  # per chunk of a prompt, while other sequences wait for their next token
 
 
 class OutstandingStep:
-    """A step from when it is sent until its logits were read. Tokens and positions stay, however often it is sent.
+    """A step from when it is sent until its logits have been read. Its tokens and positions stay the same however
+    often it is sent.
 
-    sequences: in the order of the logit rows; none where all were refused
+    sequences: in the order of the logit rows; empty if all were refused
+    rows: by row of logits, the sequences whose next token is sampled from it
     numerics: of its participants
     """
 
@@ -30,28 +32,28 @@ class OutstandingStep:
         self.action = action
         self.numerics = numerics
         self.sequences = sequences
-        self.rows = dict(enumerate(sequences))  # by row of logits, the sequences whose next token is sampled from it
+        self.rows = dict(enumerate(sequences))
         self._done = False  # every participant is done before any epoch change
         self._read = False
         self._void = False
         self._busy: set[ProcessKey] = set(action.processes)
-        self._cost: Cost = {}  # this time it was sent
+        self._cost: Cost = {}  # since it was last sent
         isolated = any(sequence.isolated for sequence in sequences)
-        self.death_weight = ISOLATED_WEIGHT if isolated else 0  # of processes that died while they computed it
+        self.death_weight = ISOLATED_WEIGHT if isolated else 0  # evidence that it ends processes
 
     @property
     def abandoned(self) -> bool:
-        """Whether it does not count, and every participant has left it: it may be sent again."""
+        """True if the step does not count and every participant has left it: it may be sent again."""
         return self._void and not self._busy and not self._done
 
     @property
     def computed(self) -> bool:
-        """Whether it counts, and every participant is done."""
+        """True if the step counts and every participant is done."""
         return not self._void and not self._busy
 
     @property
     def undisturbed(self) -> bool:
-        """Whether it is a decode step that counts so far."""
+        """True if it is a decode step that is under way and counts."""
         return isinstance(self.action.message, Step) and not self._void and not self._done
 
     @property
@@ -60,7 +62,7 @@ class OutstandingStep:
         return self._done and not self._read
 
     def again(self, epoch: int, builder: StepBuilder, participants: Participants) -> OutstandingStep:
-        """The same step under the present epoch, computed by these."""
+        """Return the same step for the current epoch and these participants."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
@@ -69,30 +71,30 @@ class OutstandingStep:
         return again
 
     def put_off(self) -> None:
-        """It is not sent yet."""
+        """Mark the step as not sent yet."""
         self._busy, self._void = set(), True
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
-        """Whether a participant that has not left yet speaks of this step, as it was last sent."""
+        """Return True if the event concerns this step, as last sent, and a participant that has not left it."""
         attempt = self.action.message.step, self.action.message.epoch
         return (event.step, event.epoch) == attempt and event.process in self._busy
 
     def epoch_changed(self, lost: Iterable[ProcessKey], killed: bool = True) -> None:
-        """Everybody leaves. Where all were done before that, it counts nevertheless. killed: by SIGKILL."""
+        """Void the step, unless every participant was done. killed: True if SIGKILL ended the lost processes."""
         if lost and self._busy and not self._void:
             self.death_weight += STEP_KILL_WEIGHT if killed else CRASH_WEIGHT
         self._busy -= set(lost)
         self._void = not self._done
 
     def left(self, event: StepLeft) -> None:
-        """A participant is through with it."""
+        """Note that a participant has left the step."""
         self._busy.discard(event.process)
         self._void |= not event.done
         self._done = self.computed
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
     def failed(self, process: ProcessKey) -> None:
-        """A participant cannot compute it; its clients have been told."""
+        """Note that a participant cannot compute the step. The clients of its sequences are refused."""
         self.sequences, self.rows = [], {}
         self._busy.discard(process)
 
@@ -117,7 +119,7 @@ class OutstandingStep:
                 del self.rows[row]
 
     def account(self, measured: Cost) -> None:
-        """Add what it took to the account of every text in it. measured: by the service."""
+        """Add the cost of the step to that of every sequence in it. measured: figures of the service."""
         message = self.action.message
         add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
         for sequence in self.sequences:
@@ -126,10 +128,10 @@ class OutstandingStep:
 
 
 class StepBuilder:
-    """What the next step is: prompts and texts in turn, a score's step to itself.
+    """The choice of the next step: prefill and decode in turn, scores in steps of their own.
 
-    workers: who can take part
-    prefix_source: the slot from which the next chunk of a prompt may copy keys and values of these numerics
+    workers: the processes that can take part
+    prefix_source: returns the slot from which the next chunk of a prompt may copy keys and values of these numerics
     """
 
     def __init__(
@@ -143,10 +145,14 @@ class StepBuilder:
         self.steps = 0
 
     def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
-        """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
+        """Return the next step for these sequences in this epoch; None if nothing can be computed."""
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
-        prefills = [one for one in sequences if one.prefilling]
-        decodes = [one for one in sequences if not one.prefilling and not one.is_blocked] if decoders else []
+        prefills = [sequence for sequence in sequences if sequence.prefilling]
+        decodes = (
+            [sequence for sequence in sequences if not sequence.prefilling and not sequence.is_blocked]
+            if decoders
+            else []
+        )
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
             return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
@@ -155,21 +161,24 @@ class StepBuilder:
         return self._decode(batch, epoch, decoders) if batch else None
 
     def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
-        """The fields of `Step` that say what is whose, with so many texts."""
+        """Return the fields of `Step` that divide the work between participants. texts: number of sequences."""
         holds = [role == ACCELERATOR for role, _ in participants]
         names = tuple(f"{role}.{index}" for role, index in participants)
         return {"participants": names, **self._limits.shares(holds, texts)}
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
-        """All texts, or one score: logits of a score are read row by row, so it has a step to itself; or one text that
-        is isolated."""
-        if isolated := [one for one in decodes if one.isolated]:
+        """Return the sequences of the next decode step: all generated ones, a single score, or a single isolated
+        sequence.
+
+        The logits of a score are read row by row, so it has a step of its own.
+        """
+        if isolated := [sequence for sequence in decodes if sequence.isolated]:
             return isolated[:1]
-        scores = [one for one in decodes if isinstance(one, Scoring)]
-        texts = [one for one in decodes if not isinstance(one, Scoring)]
-        score_turn = bool(scores) and (self._score_turn or not texts)
+        scores = [sequence for sequence in decodes if isinstance(sequence, Scoring)]
+        generations = [sequence for sequence in decodes if not isinstance(sequence, Scoring)]
+        score_turn = bool(scores) and (self._score_turn or not generations)
         self._score_turn = not score_turn
-        return [*scores[:1]] if score_turn else texts[: self._limits.logit_rows]
+        return [*scores[:1]] if score_turn else generations[: self._limits.logit_rows]
 
     def _prefill(self, sequence: Sequence, epoch: int, numerics: str, *, beside_decode: bool) -> OutstandingStep:
         first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
@@ -205,8 +214,8 @@ class StepBuilder:
             step=self.steps,
             epoch=epoch,
             **self.shares(participants, texts=len(batch)),
-            sequences=tuple(one.slot for one in batch),
-            positions=tuple(one.computed_tokens for one in batch),
-            tokens=tuple(one.next_token for one in batch),
+            sequences=tuple(sequence.slot for sequence in batch),
+            positions=tuple(sequence.computed_tokens for sequence in batch),
+            tokens=tuple(sequence.next_token for sequence in batch),
         )
         return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))

@@ -1,13 +1,13 @@
-"""Answers that follow grammars, from the coordinator's side: a helper process compiles, and says what may follow.
+"""Answers that follow grammars, on the coordinator's side. A helper process compiles and computes masks.
 
-    an answer is              until                                    what the scheduler does
-    pending (compiling)       the first mask is there, or a refusal    the request is not accepted yet
-    pending (a token taken)   the next mask is there                   its text is in no step, its token is not told yet
-    known                     its next token is sampled                it takes part in steps
+    state of an answer          until                          the scheduler
+    pending, being compiled     the first mask or a refusal    has not accepted the request yet
+    pending, after a token      the next mask                  computes the token, samples no other
+    not pending                 its next token is sampled      samples its row
 
-Tokens go before compilations, of which one is under way at a time. One that has waited for WAITING_S is refused, so
-that grammars which take as long as they may form no long queue. What a helper process knew of answers is lost with
-it; each is followed again from its source and tokens.
+Tokens come before compilations, of which one is under way at a time. A compilation that has waited for WAITING_S is
+refused, so that expensive grammars form no long queue. When the helper process dies, its answers are followed again
+from their sources and tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from neuronpipe.services.untrusted.helper import Helper, Outcome, UntrustedError
 
 WITHIN_S = 2.0
 WAITING_S = 10.0
-PATIENCE_S = 0.002  # of a step, for its texts to stay together: those of which it is not known by then miss it
+PATIENCE_S = 0.002  # of a finished step for pending masks, before the rows of late sequences are discarded
 REPLAYED_TOKENS_PER_S = 2000
 
 log = logging.getLogger(__name__)
@@ -47,19 +47,19 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Failure:
-    """Why an answer cannot be followed: as in `Refused`."""
+    """The reason why an answer cannot be followed: as in `Refused`."""
 
     code: RefusalCode
     message: str
 
 
 class Answer(Protocol):
-    """How far one answer has come in what it must follow.
+    """The state of an answer in its grammar.
 
-    pending: whether it is not known yet what may follow
+    pending: True while the mask is not known
     allowed: one bit for each token id that may come next, the lowest bit of a byte first
-    complete: whether nothing can follow
-    failure: why the answer cannot go on
+    complete: True if nothing can follow
+    failure: the reason why the answer cannot continue
     """
 
     pending: bool
@@ -68,35 +68,35 @@ class Answer(Protocol):
     failure: Failure | None
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token, an allowed one; it is pending then."""
+        """Continue with an allowed token. The answer is pending afterwards."""
         ...
 
     def close(self) -> None:
-        """Nobody wants to know any more."""
+        """Stop following the answer: its request has ended."""
         ...
 
 
 class Constraints(Protocol):
-    """What starts answers that must follow something."""
+    """The interface that starts answers with a grammar or calls."""
 
     def start(self, ask: Generate) -> Answer:
-        """The beginning of an answer to a request that has a grammar or calls; it may be pending."""
+        """Start a request's answer; it may be pending."""
         ...
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """As in `Grammars`."""
+        """Return the special tokens that are text in an answer with these calls, with that text."""
         ...
 
 
-class FollowedAnswer:
-    """An `Answer` by the helper process."""
+class ConstrainedAnswer:
+    """An `Answer` in the helper process."""
 
-    def __init__(self, owner: FollowedAnswers, number: int, source: Source) -> None:
+    def __init__(self, owner: ConstrainedAnswers, number: int, source: Source) -> None:
         self._owner = owner
         self.number, self.source = number, source
         self.tokens: list[int] = []
         self.arrived_s = time.monotonic()
-        self.attempts = 0  # of a mask, that have failed
+        self.attempts = 0  # failed attempts at the current mask
         self.pending = True
         self.allowed = b""
         self.complete = False
@@ -104,26 +104,24 @@ class FollowedAnswer:
         self.closed = False
 
     def take(self, token: int) -> None:
-        """As in `Answer`."""
         self.tokens.append(token)
         self.pending = True
         self._owner.ask_next(self)
 
     def close(self) -> None:
-        """As in `Answer`."""
         self.closed = True
 
     def settle(self, failure: Failure | None = None) -> None:
-        """It is not pending any more."""
+        """End the pending state, with a mask or with a failure."""
         self.pending, self.failure, self.attempts = False, failure, 0
         self._owner.settled = True
 
 
-class FollowedAnswers:
-    """`Constraints` by a helper process that starts with the first request.
+class ConstrainedAnswers:
+    """`Constraints` by a helper process, which starts with the first request.
 
-    memory_bytes, vocabulary_bytes: by how much grammars may make the process grow, and reading the vocabulary
-    descriptor, due_s: when `receive` is to be called, as in `Helper`
+    memory_bytes: by how much grammars may make the process grow; vocabulary_bytes: in addition, for the vocabulary
+    descriptor, due_s: when to call `receive`, as in `Helper`
     """
 
     def __init__(self, grammars: Grammars, memory_bytes: int, vocabulary_bytes: int = 0) -> None:
@@ -131,22 +129,22 @@ class FollowedAnswers:
         work = preparing(grammars, memory_bytes // 2)
         self._helper = Helper(work, memory_bytes=memory_bytes, setup_bytes=vocabulary_bytes)
         self._numbers = 0
-        self.settled = False  # whether any answer is not pending any more since the last `receive`
-        self._served = 0  # requests that the process has answered
-        self._asked: dict[int, FollowedAnswer] = {}  # by job
-        self._to_continue: list[FollowedAnswer] = []  # not submitted yet: see `submit`
-        self._to_open: deque[FollowedAnswer] = deque()
+        self.settled = False  # True if an answer has arrived since the last `receive`
+        self._served = 0  # answers of the current process
+        self._submitted: dict[int, ConstrainedAnswer] = {}  # by job
+        self._to_continue: list[ConstrainedAnswer] = []  # not submitted yet: see `submit`
+        self._to_open: deque[ConstrainedAnswer] = deque()
         self.descriptor = self._helper.descriptor
 
     @classmethod
     def of(cls, manifest: Manifest, tokenizer: Tokenizer, end_tokens: Iterable[int], memory_bytes: int) -> Self:
-        """Those of a package, within the memory that the plan has for them."""
+        """Return the answers for a package, within the memory of the plan."""
         grammars = Grammars(tokenizer, manifest.model.vocabulary, end_tokens)
         return cls(grammars, memory_bytes, vocabulary_bytes(manifest))
 
     @property
     def due_s(self) -> float:
-        """Infinity while nothing is asked."""
+        """Seconds until `receive` must be called; infinity while nothing is requested."""
         if self.settled:
             return 0.0
         due_s = self._helper.due_s
@@ -154,23 +152,21 @@ class FollowedAnswers:
 
     @property
     def pid(self) -> int | None:
-        """The helper process, if there is one."""
+        """Process id of the helper process, if there is one."""
         return self._helper.pid
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """As in `Constraints`."""
         return self._grammars.marks(calls)
 
-    def start(self, ask: Generate) -> FollowedAnswer:
-        """As in `Constraints`."""
+    def start(self, ask: Generate) -> ConstrainedAnswer:
         self._numbers += 1
-        answer = FollowedAnswer(self, self._numbers, Source(ask.calls, ask.grammar, ask.grammar_syntax))
+        answer = ConstrainedAnswer(self, self._numbers, Source(ask.calls, ask.grammar, ask.grammar_syntax))
         self._to_open.append(answer)
         self._open_next()
         return answer
 
-    def ask_next(self, answer: FollowedAnswer) -> None:
-        """Request what may follow the answer's last token, with the next `submit`."""
+    def ask_next(self, answer: ConstrainedAnswer) -> None:
+        """Request the mask after the last token, with the next `submit`."""
         self._to_continue.append(answer)
 
     def submit(self) -> None:
@@ -185,7 +181,7 @@ class FollowedAnswers:
         self._to_continue.clear()
 
     def receive(self) -> bool:
-        """Process what the helper process has sent. Returns True if any answer is not pending any more."""
+        """Process what the helper process has sent. Returns True if an answer has arrived."""
         self.submit()
         for outcome in self._helper.receive():
             self._take(outcome)
@@ -194,7 +190,7 @@ class FollowedAnswers:
         return settled
 
     def wait(self, answers: Iterable[Answer], timeout_s: float = PATIENCE_S) -> None:
-        """Wait until none of these is pending, at most so long."""
+        """Wait until none of these answers is pending, at most for the timeout."""
         self.submit()
         deadline, answers = time.monotonic() + timeout_s, list(answers)
         while any(answer.pending for answer in answers) and (left_s := deadline - time.monotonic()) > 0:
@@ -204,12 +200,11 @@ class FollowedAnswers:
         self.settled = False  # the caller looks at every answer now
 
     def close(self) -> None:
-        """End the helper process."""
         self._helper.dispose()
 
     def _open_next(self) -> None:
-        """One compilation at a time, so that a token waits for one at most."""
-        while self._to_open and not self._asked and not self._to_continue:
+        """Submit a compilation if nothing is under way, so that a token waits for one compilation at most."""
+        while self._to_open and not self._submitted and not self._to_continue:
             answer = self._to_open.popleft()
             if answer.closed:
                 continue
@@ -221,14 +216,14 @@ class FollowedAnswers:
                 timeout_s = WITHIN_S + len(answer.tokens) / REPLAYED_TOKENS_PER_S
                 self._submit(answer, packed_beginning(answer.number, answer.source, answer.tokens), timeout_s)
 
-    def _submit(self, answer: FollowedAnswer, request: bytes, timeout_s: float) -> None:
+    def _submit(self, answer: ConstrainedAnswer, request: bytes, timeout_s: float) -> None:
         try:
-            self._asked[self._helper.submit(request, timeout_s)] = answer
+            self._submitted[self._helper.submit(request, timeout_s)] = answer
         except UntrustedError as error:
             answer.settle(Failure("failed", f"grammar: {error}"))
 
     def _take(self, outcome: Outcome) -> None:
-        answer = self._asked.pop(outcome.job)
+        answer = self._submitted.pop(outcome.job)
         if answer.closed:
             return
         if outcome.error is not None:
@@ -244,11 +239,11 @@ class FollowedAnswers:
             answer.allowed, answer.complete = content, kind == COMPLETE
             answer.settle()
 
-    def _failed(self, answer: FollowedAnswer, error: UntrustedError) -> None:
-        """The process has died, or the library has failed, at this answer's request."""
+    def _failed(self, answer: ConstrainedAnswer, error: UntrustedError) -> None:
+        """Handle the death of the process, or a failure of the library, at a request of this answer."""
         served, self._served = self._served, 0
         if error.reason in ("memory", "died") and served and not answer.attempts:
-            answer.attempts = 1  # what others had there may have been the reason: once more, alone
+            answer.attempts = 1  # the memory of others may have been the reason: try once more, alone
             self._to_open.appendleft(answer)
         elif error.reason in ("failed", "unavailable"):
             log.error("the grammar library failed: %s", error)

@@ -1,7 +1,7 @@
-"""Answers that call functions, as a grammar: free text up to a marker, and from there on nothing but valid calls.
+"""Grammars of answers that call functions: free text up to a marker, then only valid calls.
 
-The grammar is in llguidance's dialect of Lark. Where the text round a call names a special token, that token is meant:
-no spelling of its name by other tokens is taken for it, and free text never contains it.
+The grammar is in llguidance's dialect of Lark. If the text around a call contains the name of a special token, the
+token itself is meant: free text never contains it, and no spelling of the name by other tokens counts.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from neuronpipe.services.coordinator.text.json_schemas import as_followed
 
 MAX_CALLS_BYTES = 256 << 10
 WILD = "\0"
-# As templates write arguments; the library reads it as options.
+# Options of the library for white space as chat templates write it in arguments. A call that returns as part of the
+# conversation is then the same text, so that its keys and values can be reused.
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYTHING = r"(.|\n)*"
 
 
 class CallsError(Exception):
-    """Calls that no grammar can describe; says why in one line."""
+    """Calls that no grammar can describe, with the reason in one line."""
 
 
 class Atom(NamedTuple):
-    """A piece of the text round calls: special tokens by their ids, and text that other tokens spell."""
+    """A piece of the text around calls: a special token by its id, or text that other tokens spell."""
 
     text: str
     token: int | None = None
 
     @property
     def lark(self) -> str:
-        """The atom in a rule."""
+        """The atom as part of a rule."""
         if self.token is not None:
             return f"<[{self.token}]>"
         if self.text[0] == WILD:
@@ -42,51 +43,55 @@ class Atom(NamedTuple):
 
 
 def atoms(text: str, special: Mapping[str, int]) -> list[Atom]:
-    """A text in pieces. special: ids of special tokens by their names."""
+    """Split a text into atoms. special: ids of special tokens by their names."""
     names = sorted(special, key=len, reverse=True)
     parts = re.split("|".join([*(f"({re.escape(name)})" for name in names), f"({WILD}+)"]), text)
     return [Atom(part, special.get(part)) for part in parts if part]
 
 
 def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
-    """The special tokens that are text in an answer with these calls."""
+    """Return the special tokens that are text in an answer with these calls."""
     texts = (calls.before, calls.between, calls.next, calls.after)
-    return {one.token: one.text for text in texts for one in atoms(text, special) if one.token is not None}
+    return {atom.token: atom.text for text in texts for atom in atoms(text, special) if atom.token is not None}
 
 
 def require_short_calls(calls: Calls) -> None:
-    """Raises CallsError."""
-    if sum(len(one.arguments.encode(errors="replace")) for one in calls.functions) > MAX_CALLS_BYTES:
+    """Raise CallsError if the schemas of the arguments are too long."""
+    if sum(len(function.arguments.encode(errors="replace")) for function in calls.functions) > MAX_CALLS_BYTES:
         raise CallsError(f"the schemas of arguments are longer than {MAX_CALLS_BYTES} bytes together")
 
 
 def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
-    """The grammar. answer: JSON schema of what is said in place of calls; None: any text. Raises CallsError."""
+    """Return the grammar. answer: JSON schema of the answer if there are no calls; None: any text. Raises
+    CallsError."""
     require_short_calls(calls)
 
     def lark(text: str) -> str:
         return " ".join(atom.lark for atom in atoms(text, special))
 
-    # The text after a name is one piece with it: a name may be the beginning of another.
-    first, *others = atoms(calls.between, special)
-    fused, rest = ("", [first, *others]) if first.token is not None or first.text[0] == WILD else (first.text, others)
+    # A name and the text after it are one terminal, since a name may be a prefix of another.
+    first, *following = atoms(calls.between, special)
+    fused, tail = (
+        ("", [first, *following]) if first.token is not None or first.text[0] == WILD else (first.text, following)
+    )
+    before_arguments = " ".join(atom.lark for atom in tail)
     functions = [
-        f"{_quoted(one.name + fused)} {' '.join(atom.lark for atom in rest)} %json {json.dumps(schema_of(one))}"
-        for one in calls.functions
+        f"{_quoted(function.name + fused)} {before_arguments} %json {json.dumps(schema_of(function))}"
+        for function in calls.functions
     ]
     more = f"({lark(calls.next)} call){{0,{calls.most - 1}}}" if calls.most > 1 else ""
     rules = {
-        "start": " | ".join(["calls", *_others(calls, answer, special)]),
+        "start": " | ".join(["calls", *_alternatives(calls, answer, special)]),
         "calls": f"{_beginning(calls, answer, special)} call {more} {lark(calls.after)}",
         "call": " | ".join(f"f{number}" for number in range(len(functions))),
-        **{f"f{number}": one for number, one in enumerate(functions)},
+        **{f"f{number}": rule for number, rule in enumerate(functions)},
     }
     text = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
     return f"%llguidance {{}}\n{text}{''.join(_texts(calls, answer, special))}"
 
 
-def _others(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    """What the answer may be in place of calls."""
+def _alternatives(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
+    """Yield the rules for an answer without calls."""
     if not calls.text:
         return
     if answer is not None:
@@ -96,18 +101,18 @@ def _others(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Ite
 
 
 def _beginning(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
-    """What comes before the first name: the text round calls, and any text before its marker."""
-    first, *rest = atoms(calls.before, special)
+    """Return what precedes the first name: the text around calls, and free text before the marker."""
+    first, *tail = atoms(calls.before, special)
     if not (calls.text and calls.marker and answer is None):
-        return " ".join(atom.lark for atom in (first, *rest))
+        return " ".join(atom.lark for atom in (first, *tail))
     if first.token is not None:
-        return " ".join(["TEXT?", *(atom.lark for atom in (first, *rest))])
-    left = first.text.removeprefix(calls.marker) if first.text.startswith(calls.marker) else ""
-    return " ".join(["marked", *([_quoted(left)] if left else []), *(atom.lark for atom in rest)])
+        return " ".join(["TEXT?", *(atom.lark for atom in (first, *tail))])
+    unmarked = first.text.removeprefix(calls.marker) if first.text.startswith(calls.marker) else ""
+    return " ".join(["marked", *([_quoted(unmarked)] if unmarked else []), *(atom.lark for atom in tail)])
 
 
 def _texts(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    """The rules for free text that the others name."""
+    """Yield the rules for free text."""
     if not calls.text or answer is not None:
         return
     if not calls.marker:
@@ -117,26 +122,26 @@ def _texts(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iter
     yield f"TEXT: /{ANYTHING}/\n"
     first = atoms(calls.before, special)[0]
     if first.token is None:
-        shown = calls.marker if first.text.startswith(calls.marker) else first.text
-        yield f"marked[lazy]: TEXT {_quoted(shown)}\n"
+        marker = calls.marker if first.text.startswith(calls.marker) else first.text
+        yield f"marked[lazy]: TEXT {_quoted(marker)}\n"
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """The schema that a function's arguments follow: an object. Raises CallsError."""
-    said = f"the arguments of {function.name!r}"
+    """Return the schema that a function's arguments follow, an object. Raises CallsError."""
+    subject = f"the arguments of {function.name!r}"
     try:
         schema = json.loads(function.arguments)
     except (ValueError, RecursionError) as error:
-        raise CallsError(f"{said}: the schema is no JSON: {error}") from None
+        raise CallsError(f"{subject}: the schema is no JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise CallsError(f"{said}: the schema is no JSON object")
+        raise CallsError(f"{subject}: the schema is no JSON object")
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise CallsError(f"{said}: the schema is not that of an object")
+        raise CallsError(f"{subject}: the schema is not that of an object")
     try:
         followed = as_followed(schema | {"type": "object"})
     except RecursionError:
-        raise CallsError(f"{said}: the schema is nested too deeply") from None
+        raise CallsError(f"{subject}: the schema is nested too deeply") from None
     return followed | {"x-guidance": AS_WRITTEN | ({} if function.strict else {"lenient": True})}
 
 

@@ -1,6 +1,6 @@
-"""Text that must follow a grammar: which tokens may come next, by the llguidance library.
+"""Grammars by the llguidance library: which tokens may come next.
 
-What this costs, whoever wrote the grammar chooses: it runs in a helper process (constrained_answers.py).
+The author of a grammar determines its cost, so all of this runs in a helper process (grammar_process.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from neuronpipe.services.coordinator.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
 KEPT_COMPILED = 8
-LINE = "\n"  # a character that tokenizers join with nothing that follows
-# Between the parts of JSON, a space or an indented line: a model that has lost its way would write spaces for ever.
+LINE = "\n"  # tokenizers join it with nothing that follows
+# White space between parts of JSON: a space or an indented line. Without a limit a confused model writes spaces
+# for ever.
 BETWEEN = r" |\r?\n[ \t]{0,16}"
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be compiled, or has become too large; says why in one line."""
+    """A grammar that cannot be compiled or has become too large, with the reason in one line."""
 
 
 class LibraryFault(Exception):
-    """The grammar library itself has failed. What it says of that is for us, not for who wrote the grammar."""
+    """A failure of the grammar library. Its message is for the log, not for the author of the grammar."""
 
 
 class Grammar(Protocol):
-    """How far one text has come in its grammar.
+    """The state of a sequence in its grammar.
 
     allowed: one bit for each token id that may come next, the lowest bit of a byte first
     """
@@ -39,15 +40,16 @@ class Grammar(Protocol):
     allowed: bytes
 
     def take(self, token: int) -> bool:
-        """The text goes on with this token, an allowed one. Returns whether nothing can follow. Raises GrammarError."""
+        """Continue with an allowed token. Returns True if nothing can follow. Raises GrammarError."""
         ...
 
 
 class Grammars:
-    """The grammars that a package's tokens can follow.
+    """The grammars for the tokens of a package.
 
-    tokenizer: what the tokens stand for
-    vocabulary: how many ids there are, those included that no token has
+    tokenizer: gives the bytes of tokens. The library must not read `tokenizer.json` itself, since it would keep a
+    second copy
+    vocabulary: number of ids, including those without a token
     end_tokens: allowed where the text may end, and nowhere else
     """
 
@@ -59,27 +61,26 @@ class Grammars:
         self._compiled_calls = functools.lru_cache(KEPT_COMPILED)(self._compile_calls)
 
     def start(self, grammar: str, syntax: GrammarSyntax = "json") -> Grammar:
-        """The beginning of a text. grammar, syntax: as in `Generate`. Raises GrammarError."""
-        return _Following(self._compiled(grammar, syntax).deep_copy())
+        """Return the state before the first token. grammar, syntax: as in `Generate`. Raises GrammarError."""
+        return _Matcher(self._compiled(grammar, syntax).deep_copy())
 
     def start_calls(self, calls: Calls, grammar: str | None, syntax: GrammarSyntax = "json") -> Grammar:
-        """The beginning of a text that may call functions. calls, grammar, syntax: as in `Generate`. Raises
-        GrammarError."""
+        """Return the state before the first token of an answer that may call functions. Raises GrammarError."""
         if grammar is not None and syntax != "json":
             raise GrammarError("an answer that may call functions follows a JSON schema, or nothing")
-        return _Following(self._compiled_calls(calls, grammar).deep_copy())
+        return _Matcher(self._compiled_calls(calls, grammar).deep_copy())
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """The special tokens that are text in such an answer, and that text."""
+        """Return the special tokens that are text in such an answer, with that text."""
         return marks(calls, self._special)
 
     def spelled(self, text: bytes) -> list[int]:
-        """The tokens in which this text is forced. Raises GrammarError."""
+        """Return the tokens in which this text is forced. Raises GrammarError."""
         assert self._tokens is not None
         return self._names(text)
 
     def forget(self) -> None:
-        """Forget the grammars that were compiled."""
+        """Drop all compiled grammars, to free their memory."""
         self._compiled.cache_clear()
         self._compiled_calls.cache_clear()
 
@@ -92,7 +93,7 @@ class Grammars:
         _library()
         try:
             return self._matcher(_source(grammar, syntax))
-        except (ValueError, RecursionError) as error:  # the library reads numbers, nesting and texts more strictly
+        except (ValueError, RecursionError) as error:  # the library is stricter about numbers, nesting and strings
             raise GrammarError(_one_line(error)) from None
 
     def _compile_calls(self, calls: Calls, grammar: str | None) -> Any:
@@ -104,21 +105,21 @@ class Grammars:
             try:
                 return self._matcher(library.LLMatcher.grammar_from_lark(lark))
             except (GrammarError, ValueError):
-                for one in calls.functions:  # the error speaks of our grammar: which of the schemas is it about?
+                for function in calls.functions:  # the error concerns our grammar: find the schema that causes it
                     try:
-                        self._matcher(library.LLMatcher.grammar_from_json_schema(json.dumps(schema_of(one))))
+                        self._matcher(library.LLMatcher.grammar_from_json_schema(json.dumps(schema_of(function))))
                     except (GrammarError, ValueError) as error:
-                        raise CallsError(f"the arguments of {one.name!r}: {error}") from None
+                        raise CallsError(f"the arguments of {function.name!r}: {error}") from None
                 raise
         except (CallsError, ValueError, RecursionError) as error:
             raise GrammarError(_one_line(error)) from None
 
     def _matcher(self, source: str) -> Any:
-        """The beginning of what the library's own description of a grammar describes."""
+        """Compile a grammar in the library's own description."""
         library = _library()
         limits = library.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
         matcher = library.LLMatcher(self._tokens, source, log_level=0, limits=limits)
-        _require_sound(matcher)
+        _raise_error(matcher)
         return matcher
 
     @functools.cached_property
@@ -139,9 +140,9 @@ class Grammars:
 
         try:
             vocabulary = self._names
-            # Without slices: they make strings cheaper, and cost 35 MB with a vocabulary of 128,000.
+            # Slices would make strings cheaper, but cost 35 MB with a vocabulary of 128,000.
             tokens = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._end_tokens or None, slices=[])
-        except Exception as error:  # the library's own kinds
+        except Exception as error:  # the library raises its own classes
             raise GrammarError(
                 f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"
             ) from None
@@ -150,7 +151,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer as the library expects one. Given tokenizer.json, it would keep all of it a second time."""
+    """A tokenizer as the library expects it."""
 
     bos_token_id = None
 
@@ -163,8 +164,12 @@ class _Vocabulary:
         self.encode_greedily: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens that spell exactly these bytes, as they continue an answer: what a tokenizer makes of a text of its
-        own may begin with a mark (Llama's "\u2581"), have another form (NFC), or be a special token of that name."""
+        """Return tokens that spell exactly these bytes as the continuation of an answer.
+
+        The tokenizer's encoding of a separate text may begin with a mark (Llama's "\u2581"), be normalized (NFC), or
+        contain a special token with that name. The text is then encoded after a line break, and if that does not help
+        by the longest token first.
+        """
         for before in ("", LINE):
             tokens = self._tokenizer.encode(before + text.decode(), frame=False)
             if (spelled := self._without(before, tokens)) is not None and self._spells(spelled, text):
@@ -172,7 +177,7 @@ class _Vocabulary:
         return [] if self.encode_greedily is None else self.encode_greedily(text.decode())
 
     def _without(self, before: str, tokens: list[int]) -> list[int] | None:
-        """The tokens after those of this beginning; None where one token spells both its end and more."""
+        """Return the tokens after those of this prefix; None if a token spans the boundary."""
         if not before:
             return tokens
         beginning = self._tokenizer.encode(before, frame=False)
@@ -185,27 +190,26 @@ class _Vocabulary:
         return self.tokens[token] if token < len(self.tokens) else b""
 
 
-class _Following:
-    """One text's matcher. It computes at once what may come next, so that errors occur where they are expected."""
+class _Matcher:
+    """The matcher of a sequence. It computes each mask at once, so that errors occur where callers expect them."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self.allowed = self._next()
 
     def take(self, token: int) -> bool:
-        """As in `Grammar`."""
         self._matcher.consume_token(token)
         self.allowed = self._next()
         return bool(self._matcher.is_stopped())
 
     def _next(self) -> bytes:
         mask: bytes = self._matcher.compute_bitmask()
-        _require_sound(self._matcher)
+        _raise_error(self._matcher)
         return mask
 
 
-def _require_sound(matcher: Any) -> None:
-    """Raises GrammarError, LibraryFault."""
+def _raise_error(matcher: Any) -> None:
+    """Raise GrammarError or LibraryFault if the matcher has failed."""
     if not matcher.is_error():
         return
     reason = _one_line(str(matcher.get_error()).replace("<non-verbose/>", ""))
@@ -225,18 +229,18 @@ def _library() -> Any:
 
 
 def _as_part(grammar: str) -> str:
-    """The JSON schema of a grammar as part of another, with its options in it."""
+    """Return the JSON schema of a grammar with its options, to be part of another grammar."""
     return json.dumps(_schema(grammar) | {"x-guidance": {"whitespace_pattern": BETWEEN}})
 
 
 def require_short(grammar: str) -> None:
-    """Raises GrammarError."""
+    """Raise GrammarError if the grammar is too long."""
     if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES} bytes")
 
 
 def _source(grammar: str, syntax: GrammarSyntax) -> str:
-    """The grammar as the library takes it."""
+    """Return the grammar in the library's own description."""
     require_short(grammar)
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -248,12 +252,12 @@ def _source(grammar: str, syntax: GrammarSyntax) -> str:
         return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=options)
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar) if syntax == "gbnf" else grammar)
-    except Exception as error:  # GbnfToLarkError and plain ones
+    except Exception as error:  # GbnfToLarkError and others
         raise GrammarError(f"the grammar is no GBNF: {_one_line(error)}") from None
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """The schema that answers follow. Raises GrammarError."""
+    """Return the schema that answers follow. Raises GrammarError."""
     if text == "json":
         return {"type": "object"}
     try:

@@ -1,11 +1,11 @@
-"""The helper process that compiles grammars and follows answers through them: requests and answers as bytes.
+"""The helper process that compiles grammars and follows answers through them. Requests and answers are bytes.
 
     request     `packed_beginning` or `packed_continuation`, from the service that forked this process
-    answer      a byte, TAKEN, COMPLETE, REFUSED or UNKNOWN; then what may follow, or the reason
+    answer      a byte, FOLLOWED, COMPLETE, REFUSED or UNKNOWN; then the mask or the reason
 
 A continuation of an answer that this process does not follow, or that has another number of tokens, is UNKNOWN: the
-service then sends the answer's source and all its tokens.
-What was compiled is shared, and forgotten when memory runs short.
+service then sends the answer's source and all its tokens. Compiled grammars are shared, and dropped when memory runs
+short.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
 from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.untrusted.process import Prepare, Work
 
-TAKEN, COMPLETE, REFUSED, UNKNOWN = range(4)
+FOLLOWED, COMPLETE, REFUSED, UNKNOWN = range(4)
 MAX_FOLLOWED = 64
 _BEGINNING = b"b"
 _CONTINUATION = struct.Struct("<cQQI")
@@ -30,14 +30,14 @@ PAGE_BYTES = 4096
 
 
 class Source(NamedTuple):
-    """What an answer follows: as in `Generate`."""
+    """The grammar or calls that an answer follows: as in `Generate`."""
 
     calls: Calls | None
     grammar: str | None
     syntax: GrammarSyntax
 
     def start(self, grammars: Grammars) -> Grammar:
-        """The beginning of an answer. Raises GrammarError."""
+        """Return the state before the first token. Raises GrammarError."""
         if self.calls is not None:
             return grammars.start_calls(self.calls, self.grammar, self.syntax)
         assert self.grammar is not None
@@ -55,11 +55,13 @@ def packed_continuation(number: int, position: int, token: int) -> bytes:
 
 
 def preparing(grammars: Grammars, spare_bytes: int) -> Prepare:
-    """The work of a fork of the coordinator. spare_bytes: by how much its private memory may have grown when a grammar
-    is compiled; beyond, it forgets the others first."""
+    """Return the preparation of a fork of the coordinator.
+
+    spare_bytes: if private memory has grown by more when a grammar is to be compiled, the others are dropped first
+    """
 
     def prepare(_: bytes) -> Work:
-        with contextlib.suppress(GrammarError):  # each request is told
+        with contextlib.suppress(GrammarError):  # every request reports it
             grammars.read_vocabulary()
         lib.np_memory_give_back()
         return _Work(grammars, spare_bytes).answer
@@ -70,7 +72,7 @@ def preparing(grammars: Grammars, spare_bytes: int) -> Prepare:
 class _Work:
     def __init__(self, grammars: Grammars, spare_bytes: int) -> None:
         self._grammars = grammars
-        self._followed: OrderedDict[int, tuple[Grammar, int]] = OrderedDict()  # and how many tokens each has taken
+        self._followed: OrderedDict[int, tuple[Grammar, int]] = OrderedDict()  # with the number of tokens so far
         self._limit_bytes = _private_bytes() + spare_bytes
 
     def answer(self, packed: bytes) -> bytes:
@@ -94,8 +96,8 @@ class _Work:
         return self._take(number, source.start(self._grammars), tokens, 0)
 
     def _go_on(self, number: int, tokens: list[int], position: int) -> bytes:
-        grammar, taken = self._followed.get(number, (None, -1))
-        if grammar is None or taken != position:
+        grammar, followed_tokens = self._followed.get(number, (None, -1))
+        if grammar is None or followed_tokens != position:
             return bytes([UNKNOWN])
         return self._take(number, grammar, tokens, position)
 
@@ -107,7 +109,7 @@ class _Work:
         self._followed.move_to_end(number)
         while len(self._followed) > MAX_FOLLOWED:
             self._followed.popitem(last=False)
-        return bytes([COMPLETE if complete else TAKEN]) + grammar.allowed
+        return bytes([COMPLETE if complete else FOLLOWED]) + grammar.allowed
 
 
 def _private_bytes() -> int:

@@ -1,11 +1,11 @@
-"""JSON schemas as answers follow them: stricter in one point than they are written, and looser in one.
+"""JSON schemas as answers follow them: stricter in one point than they are written, and looser in another.
 
-An object that names its properties and says nothing of others has no others. By the letter it could have any, and a
-model that has lost its way would write them for ever.
+An object that names its properties and does not mention others has no others. By the standard it could have any, and a
+confused model would write them without end.
 
-`uniqueItems` is passed over: whether an item is new cannot be said by a grammar, and a schema with it is common. What
-JSON Schema calls an annotation says nothing of what is valid, and is passed over too: a format that the grammar library
-does not know, and anchors, to which nothing that the library knows refers.
+`uniqueItems` is ignored: no grammar can express it, and schemas with it are common. Annotations do not concern validity
+and are ignored too: formats that the grammar library does not know, and anchors, which nothing that the library knows
+can refer to.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "unevaluatedItems")
-MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "unevaluatedItems")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 SAYS_MORE = ("additionalProperties", "unevaluatedProperties", "allOf", "$ref", "if", "dependentSchemas")
 
@@ -23,49 +23,52 @@ KNOWN_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "ho
 
 
 def as_followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema that answers follow; the given one stays as it is."""
-    joined = {id(part) for one in _schemas(schema) for part in _joined(one, schema)}
-    made = _followed(schema, joined)
-    assert isinstance(made, dict)
-    return made
+    """Return the schema that answers follow. The argument is not changed."""
+    joined = {id(joined_part) for part_schema in _schemas(schema) for joined_part in _joined(part_schema, schema)}
+    rewritten = _followed(schema, joined)
+    assert isinstance(rewritten, dict)
+    return rewritten
 
 
 def _followed(value: Any, joined: set[int]) -> Any:
     if not isinstance(value, dict):
         return value
-    made = {name: item for name, item in value.items() if name not in PASSED_OVER}
-    if not (isinstance(made.get("format"), str) and made["format"] in KNOWN_FORMATS):
-        made.pop("format", None)
+    rewritten = {name: item for name, item in value.items() if name not in PASSED_OVER}
+    if not (isinstance(rewritten.get("format"), str) and rewritten["format"] in KNOWN_FORMATS):
+        rewritten.pop("format", None)
     for name, item in value.items():
         if name in BY_NAME and isinstance(item, dict):
-            made[name] = {key: _followed(one, joined) for key, one in item.items()}
-        elif name in MANY and isinstance(item, list):
-            made[name] = [_followed(one, joined) for one in item]
-        elif name in ONE:
-            made[name] = _followed(item, joined)
+            rewritten[name] = {key: _followed(item_schema, joined) for key, item_schema in item.items()}
+        elif name in LISTS and isinstance(item, list):
+            rewritten[name] = [_followed(item_schema, joined) for item_schema in item]
+        elif name in SINGLE:
+            rewritten[name] = _followed(item, joined)
     if isinstance(value.get("properties"), dict) and id(value) not in joined and not any(n in value for n in SAYS_MORE):
-        made["additionalProperties"] = False
-    return made
+        rewritten["additionalProperties"] = False
+    return rewritten
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """It and all schemas in it."""
+    """Yield a schema and all schemas in it."""
     if not isinstance(schema, dict):
         return
     yield schema
     for name, item in schema.items():
         if name in BY_NAME and isinstance(item, dict):
             inner = list(item.values())
-        elif name in MANY and isinstance(item, list):
+        elif name in LISTS and isinstance(item, list):
             inner = item
         else:
-            inner = [item] if name in ONE else []
-        for one in inner:
-            yield from _schemas(one)
+            inner = [item] if name in SINGLE else []
+        for subschema in inner:
+            yield from _schemas(subschema)
 
 
 def _joined(schema: dict[str, Any], document: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that describe one object together with others: closed one by one, no object would satisfy all."""
+    """Yield the schemas that describe an object together with others.
+
+    They stay open: if each were closed, no object would satisfy all of them.
+    """
     parts = schema.get("allOf")
     together = list(parts) if isinstance(parts, list) else []
     if "$ref" in schema and "properties" in schema:
@@ -76,18 +79,18 @@ def _joined(schema: dict[str, Any], document: dict[str, Any]) -> Iterator[Any]:
         yield from _reached(part, document, set())
 
 
-def _reached(part: Any, document: dict[str, Any], seen: set[int]) -> Iterator[Any]:
-    """A schema, what it refers to in this document, and its alternatives."""
-    if not isinstance(part, dict) or id(part) in seen:
+def _reached(part: Any, document: dict[str, Any], visited: set[int]) -> Iterator[Any]:
+    """Yield a schema, the schemas that it refers to in this document, and its alternatives."""
+    if not isinstance(part, dict) or id(part) in visited:
         return
-    seen.add(id(part))
+    visited.add(id(part))
     yield part
     for name in ("anyOf", "oneOf", "allOf"):
         alternatives = part.get(name)
-        for one in alternatives if isinstance(alternatives, list) else []:
-            yield from _reached(one, document, seen)
+        for alternative in alternatives if isinstance(alternatives, list) else []:
+            yield from _reached(alternative, document, visited)
     if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#/"):
         target: Any = document
         for key in part["$ref"].removeprefix("#/").split("/"):
             target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        yield from _reached(target, document, seen)
+        yield from _reached(target, document, visited)

@@ -1,7 +1,7 @@
-"""A package's tokenizer: from text to tokens, and from tokens to the text that may be shown now.
+"""A package's tokenizer: encoding, decoding, and incremental detokenization.
 
 The name of a token in tokenizer.json is text, while a token may be half a character: `Spelling` finds its bytes, and
-`TextStream` holds back what is not a whole character yet.
+`TextStream` holds incomplete characters back.
 """
 
 from __future__ import annotations
@@ -19,62 +19,61 @@ BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer. `tokenizer.json` alone decides about special tokens."""
+    """The interface of a tokenizer. `tokenizer.json` alone decides about special tokens."""
 
     @property
     def longest_token_bytes(self) -> int:
-        """No token stands for more bytes of text."""
+        """Upper bound for the bytes of text of a token."""
         ...
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        """Token ids of a text. frame: with the tokens that the file puts round a text."""
+        """Return the token ids of a text. frame: include the tokens that the file adds around a text."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids. special: with the names of special tokens."""
+        """Return the text of token ids. special: include the names of special tokens."""
         ...
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token, as in `Token`; empty for an id that no token has."""
+        """Return the bytes of a token, as in `Token`; empty for an id without a token."""
         ...
 
     @property
     def special_tokens(self) -> list[int]:
-        """Ids of tokens that are no text."""
+        """Ids of tokens that are not text."""
         ...
 
     def pieces(self, count: int) -> list[bytes]:
-        """The bytes of the first `count` ids. Raises ValueError when names may mean other bytes than `piece` finds."""
+        """Return the bytes of the first `count` ids. Raises ValueError if `piece` may not know all bytes."""
         ...
 
 
 class FileTokenizer:
-    """A package's tokenizer.json through the `tokenizers` library."""
+    """A package's tokenizer.json, read by the `tokenizers` library."""
 
     def __init__(self, text: str) -> None:
         self._library = open_tokenizer(text, "tokenizer.json")
-        lib.np_memory_give_back()  # reading takes twice what stays
+        lib.np_memory_give_back()  # reading takes twice the memory that stays
         self._spelling: Spelling | None = None
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
-        # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
+        # A token's name has at least a character for each byte; normalizers may shorten a text a little.
         self._longest_token_bytes = max(16, *(len(name.encode()) for name in names if name))
 
     @property
     def longest_token_bytes(self) -> int:
-        """No token stands for more bytes of text."""
         return self._longest_token_bytes
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        """Token ids of a text. frame: with the tokens that the file's post-processor puts round a text."""
+        """Return the token ids of a text. frame: include the tokens of the file's post-processor."""
         with panics_are_errors():
             return list(self._library.encode(text, add_special_tokens=frame).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids, with or without the names of special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD. special: include the names of special tokens."""
         return str(self._library.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:
-        """The bytes of one token: its name, as the file's decoder spells bytes."""
+        """Return the bytes of a token: its name, read as the file's decoder spells bytes."""
         if self._spelling is None:
             self._spelling = Spelling.of(self._library)
         name = self._library.id_to_token(token)
@@ -82,11 +81,9 @@ class FileTokenizer:
 
     @property
     def special_tokens(self) -> list[int]:
-        """Ids of tokens that are no text."""
         return [token for token, added in self._library.get_added_tokens_decoder().items() if added.special]
 
     def pieces(self, count: int) -> list[bytes]:
-        """The bytes of the first `count` ids. Raises ValueError when names may mean other bytes than `piece` finds."""
         pieces = [self.piece(token) for token in range(count)]
         if self._spelling is None or not self._spelling.every_byte:
             raise ValueError("its decoder is neither ByteLevel nor ByteFallback")
@@ -94,20 +91,20 @@ class FileTokenizer:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """The byte-level alphabet: a printable byte is its own character, the others, in order, have U+0100 and on."""
+    """The byte-level alphabet: a printable byte is its own character, the others follow from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 @frozen(kw_only=True)
 class Spelling:
-    """What the file's decoder says.
+    """The rules by which the file's decoder turns names into bytes.
 
-    alphabet: the byte of each character of a name, where names are spelled byte by byte
-    byte_names: whether <0x0A> is a byte
-    replaced: what stands for what in names ("\u2581" for a space)
-    plain: names that spell no bytes: those of added tokens; but characters are replaced in them too (Gemma's blanks)
+    alphabet: the byte of each character of a name, if names are spelled byte by byte
+    byte_names: True if <0x0A> is a byte
+    replaced: replacements in names ("\u2581" by a space)
+    plain: names that spell no bytes, those of added tokens; characters are replaced in them too (Gemma's blanks)
     """
 
     alphabet: Mapping[str, int] | None
@@ -117,7 +114,7 @@ class Spelling:
 
     @classmethod
     def of(cls, library: Any) -> Self:
-        """The spelling of a `tokenizers.Tokenizer`."""
+        """Return the spelling of a `tokenizers.Tokenizer`."""
         decoder = library.decoder
         steps = list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
         kinds = {step.get("type") for step in steps}
@@ -136,11 +133,11 @@ class Spelling:
 
     @property
     def every_byte(self) -> bool:
-        """Whether names can spell any byte: then nothing else than what is known here turns them into text."""
+        """True if names can spell any byte, so that no rule is unknown here."""
         return self.alphabet is not None or self.byte_names
 
     def bytes_of(self, name: str) -> bytes:
-        """The bytes of the token of this name."""
+        """Return the bytes of the token with this name."""
         if self.alphabet is not None and name in self.plain:
             return name.encode(errors="replace")
         if self.alphabet is not None and all(character in self.alphabet for character in name):
@@ -153,18 +150,18 @@ class Spelling:
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A decoder's steps; most are a sequence of them."""
+    """Yield a decoder's steps; most decoders are sequences."""
     yield decoder
     for step in decoder.get("decoders", ()):
         yield from _steps(step)
 
 
 class TextStream:
-    """The text of a growing token list. Holds back incomplete UTF-8 and what may become a stop string.
+    """Incremental detokenization. It holds back incomplete UTF-8 and what may become a stop string.
 
-    Only a short tail of the ids is decoded for each token, so that the work per token does not grow.
+    For each token only a short tail of the ids is decoded, so that the work per token does not grow.
 
-    marks: special tokens that are text here, and that text
+    marks: special tokens that are text here, with that text
     """
 
     TAIL_TOKENS = 16
@@ -175,45 +172,45 @@ class TextStream:
         self._tokenizer = tokenizer
         self._marks = marks or {}
         self._ids = list(prompt[-self.TAIL_TOKENS :])
-        self._seen = tokenizer.decode(self._ids)
-        self._held = ""
-        self.shown = ""  # everything that was given out so far
+        self._decoded = tokenizer.decode(self._ids)
+        self._pending = ""
+        self.shown = ""  # all text released so far
         self._stop = tuple(s for s in stop if s)
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take a token; returns the text that may be shown. Sets `stopped` when a stop string was met."""
+        """Add a token; return the text that may be shown. Sets `stopped` at a stop string."""
         self._ids.append(token)
-        self._held += self._marks.get(token, "")
+        self._pending += self._marks.get(token, "")
         text = self._tokenizer.decode(self._ids)
         if text.endswith("�"):
-            return ""  # a character that is not complete yet
-        self._held += text[len(self._seen) :]
-        self._seen = text
+            return ""  # an incomplete character
+        self._pending += text[len(self._decoded) :]
+        self._decoded = text
         if len(self._ids) > 2 * self.TAIL_TOKENS:
             self._ids = self._ids[-self.TAIL_TOKENS :]
-            self._seen = self._tokenizer.decode(self._ids)
+            self._decoded = self._tokenizer.decode(self._ids)
         return self._release()
 
     def finish(self) -> str:
-        """What was held back, at the end of the text."""
-        rest = "" if self.stopped else self._held + self._tokenizer.decode(self._ids)[len(self._seen) :]
-        self._held = ""
-        self.shown += rest
-        return rest
+        """Return the text that was held back, at the end of the sequence."""
+        remainder = "" if self.stopped else self._pending + self._tokenizer.decode(self._ids)[len(self._decoded) :]
+        self._pending = ""
+        self.shown += remainder
+        return remainder
 
     def _release(self) -> str:
-        """Cut the held text at a stop string; keep back its longest end that begins one."""
+        """Cut the pending text at a stop string; hold back its longest end that is the beginning of one."""
         for stop in self._stop:
-            at = self._held.find(stop)
+            at = self._pending.find(stop)
             if at >= 0:
                 self.stopped = True
-                self._held = self._held[:at]
+                self._pending = self._pending[:at]
         keep = 0
         if not self.stopped:
-            ends = (n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n]))
+            ends = (n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n]))
             keep = max(ends, default=0)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._pending) - keep
+        out, self._pending = self._pending[:cut], self._pending[cut:]
         self.shown += out
         return out
