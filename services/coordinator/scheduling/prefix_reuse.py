@@ -6,8 +6,15 @@ requests delays only itself.
 Keys and values of a position depend on the tokens up to it and on the numerics that computed them. A sequence may use
 those of another sequence with the same beginning, if its own run would compute them in the same numerics. A slot keeps
 its content after its sequence has ended until another sequence takes it: the least recently used slot, so that a
-conversation finds its previous turn. Content unused for `FORGET_AFTER_S` is forgotten when the next prompt has been
-computed; its memory is then lent to weights.
+conversation finds its previous turn.
+
+    slot                                 event                                        next
+    free, with content                   a request matches half of it, or the slot    taken; only the match stays
+                                         is the least recently used
+    taken, its prompt is not computed    before a chunk, another slot has more of it  the next `Prefill` copies it
+    taken                                the sequence ends                            free, with the tokens of
+                                                                                      finished steps
+    free, unused for FORGET_AFTER_S      a prompt was computed two seconds ago        empty; weights borrow its memory
 """
 
 from __future__ import annotations
