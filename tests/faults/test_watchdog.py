@@ -91,6 +91,7 @@ class SleepingCache(CacheService):
         # Two watch the cache: the watchdog its pulse, the coordinator what it owes to others.
         ("cache", "SleepingCache", f"{HANGS}|ended by the supervisor: it has granted loader.0 no slots"),
     ],
+    ids=["coordinator", "cache"],
 )
 def test_a_process_that_hangs_at_its_work_is_replaced_and_the_text_goes_on(
     shell: Shell, role: str, name: str, reason: str
