@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -21,8 +21,17 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts
-from neuronpipe.plans.planner.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
+from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, device_facts
+from neuronpipe.plans.planner.search import (
+    ANSWER,
+    MIN_GAIN,
+    PRECISION,
+    PROMPT_ALLOWANCE,
+    USUAL,
+    Search,
+    SearchResult,
+    Space,
+)
 from neuronpipe.plans.planner.sequence_count import plan_for_several
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -38,7 +47,7 @@ class _Result:
     """What a search came to, and what it says of the accelerator."""
 
     search: Search
-    found: Found
+    found: SearchResult
     said: tuple[str, ...] = ()
 
     @property
@@ -53,10 +62,10 @@ class _Result:
 
 def searched(
     arguments: argparse.Namespace, subject: Subject, *, several: bool, gateway: bool
-) -> tuple[Search, Found, Plan]:
+) -> tuple[Search, SearchResult, Plan]:
     """The search, what it found, and the plan. several: room for further texts is made, where the arguments do not say
     for how many, and no speed is asked for: each takes memory."""
-    wanted = Wanted(
+    wanted = PlanOptions(
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
         sequences=1 if arguments.sequences is None else arguments.sequences,
@@ -67,7 +76,7 @@ def searched(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    heat = Heat.of(subject.manifest, subject.read_activity)
+    heat = AccessFrequencies.of(subject.manifest, subject.read_activity)
     result = _Searching(arguments, subject, gateway, wanted, heat).result()
     chosen, made, target = result.found.chosen, result.found.chosen.plan, arguments.target_speed
     if several and arguments.sequences is None and target is None:
@@ -87,8 +96,8 @@ class _Searching:
     arguments: argparse.Namespace
     subject: Subject
     gateway: bool
-    wanted: Wanted
-    heat: Heat | None
+    wanted: PlanOptions
+    heat: AccessFrequencies | None
 
     def result(self) -> _Result:
         asked, limit_bytes = dict(self.arguments.backend).get(ACCELERATOR), self.arguments.gpu_memory

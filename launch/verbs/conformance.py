@@ -14,7 +14,7 @@ from neuronpipe.launch.searching import asked_accelerator
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.planner import PlanOptions, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation
 
@@ -70,7 +70,7 @@ def _plan(package: Package, role: str) -> Plan:
     accelerator = asked_accelerator(backends.get(ACCELERATOR), None, package.manifest)
     device = device_facts(probe(package.path), WORKERS, backends=backends, accelerator=accelerator)
     specs = tuple(replace(spec, core=None) for spec in device.processes)
-    wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
+    wanted = PlanOptions(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
     return plan(package.manifest, replace(device, processes=specs), wanted)
 
 

@@ -21,7 +21,7 @@ CALLS_OF_STEP = 2  # beside those of layers: counters are cleared and read
 
 
 @frozen(kw_only=True)
-class Held:
+class OffloadedWork:
     """What of a step is a device's. trigger_bytes, value_bytes: of the rows that it computes; share: of its neurons,
     those whose rows a text reads."""
 
@@ -33,7 +33,7 @@ class Held:
 
 
 @frozen
-class DeviceCost:
+class AcceleratorCost:
     """Of one device that was measured, for one package."""
 
     measured: AcceleratorProfile
@@ -41,7 +41,7 @@ class DeviceCost:
     mode: Mode
 
     @classmethod
-    def of(cls, manifest: Manifest, compute: Compute, profile: DeviceProfile | None) -> DeviceCost | None:
+    def of(cls, manifest: Manifest, compute: Compute, profile: DeviceProfile | None) -> AcceleratorCost | None:
         """Of the device of this plan; None where that was not measured."""
         measured = profile.accelerator if profile is not None else None
         if measured is None or not compute.held_blocks or measured.name != compute.device_name:
@@ -50,7 +50,7 @@ class DeviceCost:
             return None
         return cls(measured, manifest, compute.mode)
 
-    def step_ms(self, held: Held) -> float:
+    def step_ms(self, held: OffloadedWork) -> float:
         """All layers of a step."""
         if not held.blocks:
             return 0.0

@@ -10,7 +10,7 @@ from neuronpipe.plans.package.activity_profile import BATCHES, Activity, Profile
 from neuronpipe.plans.package.manifest import Manifest
 
 
-class Heat:
+class AccessFrequencies:
     """Of a package whose first neurons are its hottest. Rankings are made when they are first asked for."""
 
     def __init__(self, manifest: Manifest, activity: Activity) -> None:
@@ -21,7 +21,7 @@ class Heat:
         self._bin_clusters = [end - start for start, end in itertools.pairwise(ends)]
 
     @classmethod
-    def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> Heat | None:
+    def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> AccessFrequencies | None:
         """None for a package whose order does not tell, or which was not measured: then nothing is read."""
         ordered = manifest.layout.neuron_order == "frequency" and bool(manifest.profiles)
         return cls(manifest, read()) if ordered else None

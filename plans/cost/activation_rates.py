@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
 from neuronpipe.plans.package.activity_profile import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
@@ -54,7 +54,7 @@ UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is posi
 
 
 @frozen(kw_only=True)
-class Rates:
+class ActivationRates:
     """Shares of the neurons of a feed-forward that a token is computed by, means over layers and tokens: those whose
     rows it reads."""
 
@@ -64,7 +64,7 @@ class Rates:
     down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
     curve: Points = HOTTEST  # share of the neurons -> share of the activations that they make
-    heat: Heat | None = None  # which clusters are wanted how often, where that was measured
+    heat: AccessFrequencies | None = None  # which clusters are wanted how often, where that was measured
 
     def activations_within(self, share: float) -> float:
         """Share of activations that the first `share` of the neurons make."""
@@ -78,7 +78,7 @@ class Rates:
         first `share`."""
         if not self.by_frequency:
             return share
-        parts = [(x0, x1, touched(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
+        parts = [(x0, x1, touched_share(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
         within = sum((min(x1, share) - x0) * wanted for x0, x1, wanted in parts if x0 < share)
         wanted_in_all = sum((x1 - x0) * wanted for x0, x1, wanted in parts)
         return within / wanted_in_all if wanted_in_all else share
@@ -99,8 +99,8 @@ class Rates:
         """Return the share of the clusters of so many neurons that a token wants of a chosen expert. Where the order of
         neurons tells how hot they are, neighbours are alike, so that fewer clusters hold all that is wanted."""
         if not self.by_frequency or read >= 1.0:
-            return touched(read, neurons)
-        return sum((x1 - x0) * touched(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
+            return touched_share(read, neurons)
+        return sum((x1 - x0) * touched_share(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
 
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
@@ -109,7 +109,7 @@ class Rates:
             for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
         )
 
-    def neurons_firing_in(self, token_share: float) -> float:
+    def neurons_active_in(self, token_share: float) -> float:
         """Share of the neurons that fire in at least this share of the tokens; 0 when their order does not tell."""
         if not self.by_frequency:
             return 0.0
@@ -183,7 +183,7 @@ def assumed_expert_misses(chosen: float, resident_share: float) -> float:
 
 
 def ranking(
-    manifest: Manifest, mode: Mode, heat: Heat | None, texts: int, *, whole_experts: bool = False
+    manifest: Manifest, mode: Mode, heat: AccessFrequencies | None, texts: int, *, whole_experts: bool = False
 ) -> Ranking | None:
     """The clusters by how often a step of so many texts wants them; None where that was not measured."""
     if heat is None:
@@ -196,12 +196,12 @@ def ranking(
     )
 
 
-def touched(share: float, neurons: int) -> float:
+def touched_share(share: float, neurons: int) -> float:
     """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
     return 1 - (1 - share) ** neurons
 
 
-def rates(manifest: Manifest, mode: Mode, heat: Heat | None = None) -> Rates:
+def rates(manifest: Manifest, mode: Mode, heat: AccessFrequencies | None = None) -> ActivationRates:
     """What one token reads in this mode. heat: of this package, where it was measured."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
@@ -217,7 +217,7 @@ def rates(manifest: Manifest, mode: Mode, heat: Heat | None = None) -> Rates:
         triggers = _mean(tuple(layer.predicted for layer in by_layer)) or min(1.0, ASSUMED_PREDICTED * fired)
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     profile = manifest.profile(mode) or manifest.profile("exact")
-    return Rates(
+    return ActivationRates(
         chosen=manifest.model.experts_per_token / manifest.model.experts,
         trigger_read=triggers,
         value_read=trigger_fired,

@@ -16,8 +16,8 @@ from neuronpipe.plans.cost.activation_rates import (
     ASSUMED_PREDICTED,
     ASSUMED_ROUTED_MISSES,
     HOTTEST,
-    Rates,
-    touched,
+    ActivationRates,
+    touched_share,
 )
 from neuronpipe.plans.cost.cluster_ranking import Bins, Ranking
 from neuronpipe.plans.package.activity_profile import Points, interpolated
@@ -55,7 +55,9 @@ ROUTED = (
 )
 
 
-def assumed_miss_rate(rates: Rates, read: float, neurons: int, resident_share: float, pinned_share: float) -> float:
+def assumed_miss_rate(
+    rates: ActivationRates, read: float, neurons: int, resident_share: float, pinned_share: float
+) -> float:
     """Return the assumed share of the clusters that a token wants and that are not in memory.
 
     read: share of the neurons of a chosen expert that a token reads
@@ -77,7 +79,7 @@ def _reference(neurons: int, *, mixture: bool) -> Ranking:
     """Return the ranking of the measured model whose clusters are most like these: its factors hold for others."""
     measured = min(ROUTED if mixture else DENSE, key=lambda model: abs(math.log(model.neurons / neurons)))
     read = ASSUMED_PREDICTED * ASSUMED_FIRED
-    rates = Rates(
+    rates = ActivationRates(
         chosen=measured.chosen, trigger_read=read, value_read=read, down_read=read, by_frequency=True, curve=HOTTEST
     )
     bins = _bins(rates.rates_along_curve(read), measured.neurons, measured.chosen)
@@ -87,6 +89,6 @@ def _reference(neurons: int, *, mixture: bool) -> Ranking:
 def _bins(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float) -> Bins:
     """Return how often a step wants each cluster of so many neurons, hottest first."""
     return [
-        (chosen * touched(rate, neurons), round(last * CLUSTERS) - round(first * CLUSTERS))
+        (chosen * touched_share(rate, neurons), round(last * CLUSTERS) - round(first * CLUSTERS))
         for first, last, rate in stretches
     ]

@@ -21,7 +21,7 @@ TIMES = (0.0, *(2 ** (n / 4) for n in range(-12, 57)))
 GRAINS = 512  # of all slots: as finely as pins are looked for
 SPREAD = 0.1  # T varies by so much from step to step: steps do not want equally much
 CLASSES_PER_OCTAVE = 16  # of frequencies that count as one
-LEAST_FREQUENCY = 1e-6
+MIN_FREQUENCY = 1e-6
 # Misses that are this near are the same: then what adapts to the text is better than what stays.
 ALIKE = 0.05
 ALIKE_RATE = 0.005  # of what is wanted
@@ -39,7 +39,7 @@ class Ranking:
     def __init__(self, ffns: Sequence[Bins], measured: Callable[[float], float] | Ranking) -> None:
         self._members: dict[int, list[tuple[float, int, int]]] = {}  # class -> frequency, feed-forward, clusters
         for ffn, bins in enumerate(ffns):
-            for frequency, clusters in falling(bins):
+            for frequency, clusters in merge_rising_bins(bins):
                 self._members.setdefault(_class_of(frequency), []).append((frequency, ffn, clusters))
         for members in self._members.values():
             members.sort(key=lambda one: (-one[0], one[1]))
@@ -55,8 +55,8 @@ class Ranking:
             self._before.append(self._before[-1] + clusters)
         self.clusters = int(self._before[-1])
         sizes = [after - before for before, after in itertools.pairwise(self._before)]
-        self._there = [_sums(sizes, [occupied(f, time) for f in frequencies]) for time in TIMES]
-        self._missed = [_sums(sizes, [missed(f, time) for f in frequencies]) for time in TIMES]
+        self._there = [_sums(sizes, [residency_probability(f, time) for f in frequencies]) for time in TIMES]
+        self._missed = [_sums(sizes, [miss_frequency(f, time) for f in frequencies]) for time in TIMES]
         self.wanted = self._missed[0][-1]
         if isinstance(measured, Ranking):
             self._factors: list[float] = measured._factors
@@ -160,18 +160,18 @@ class Ranking:
         return max(0.0, min(unpinned, self._factors[n] * left)) / self.wanted
 
 
-def holding(slots: int, reserved: int) -> int:
+def occupied_slots(slots: int, reserved: int) -> int:
     """Of so many slots, of which some are to be kept free, how many hold something on average: half of those are taken
     before the cache frees others."""
     return slots - reserved // 2
 
 
-def occupied(frequency: float, time_steps: float) -> float:
+def residency_probability(frequency: float, time_steps: float) -> float:
     """How probably a cluster is there that stays for so many steps after it was wanted."""
     return 1 - math.pow(1 - frequency, time_steps) if time_steps else 0.0
 
 
-def missed(frequency: float, time_steps: float) -> float:
+def miss_frequency(frequency: float, time_steps: float) -> float:
     """How often it is wanted while it is not there, tokens being independent."""
     return frequency * math.pow(1 - frequency, whole_steps(time_steps))
 
@@ -183,7 +183,7 @@ def whole_steps(time_steps: float) -> float:
     return (_floors(high) - _floors(low)) / (high - low) if high > low else 0.0
 
 
-def falling(bins: Bins) -> list[tuple[float, int]]:
+def merge_rising_bins(bins: Bins) -> list[tuple[float, int]]:
     """Bins with neighbours that rise put together, by their mean: what comes first is pinned first. None is empty."""
     kept: list[tuple[float, int]] = []
     for frequency, clusters in bins:
@@ -198,7 +198,7 @@ def falling(bins: Bins) -> list[tuple[float, int]]:
 
 
 def _class_of(frequency: float) -> int:
-    return round(-CLASSES_PER_OCTAVE * math.log2(max(frequency, LEAST_FREQUENCY)))
+    return round(-CLASSES_PER_OCTAVE * math.log2(max(frequency, MIN_FREQUENCY)))
 
 
 def _floors(x: float) -> float:

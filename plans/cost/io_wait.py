@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import math
 
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.protocol.frozen import frozen
 
 
-class Named(enum.Enum):
+class IssueTime(enum.Enum):
     """When workers name the reads of a layer: with how much of the work flash time then overlaps."""
 
     AHEAD = "while the layer before is computed: the same for every token"
@@ -21,23 +21,23 @@ class Named(enum.Enum):
 class Reads:
     """Reads of a step. hidden_ms: of all layers, the work that goes on from when the first ones are named."""
 
-    named: Named
+    named: IssueTime
     reads: int
     read_bytes: int
     hidden_ms: float | None
 
 
 @frozen
-class Waiting:
+class IoWait:
     """For the reads of a step of so many layers, so many of them under way."""
 
-    cost: Cost
+    cost: WorkCost
     layers: int
     depth: int
 
     def at_once(self, found: Reads) -> float:
         """How many are asked for together."""
-        return found.reads if found.named == Named.AHEAD else max(1.0, found.reads / self.layers)
+        return found.reads if found.named == IssueTime.AHEAD else max(1.0, found.reads / self.layers)
 
     def flash_ms(self, found: Reads) -> float | None:
         """The time of the storage for all of them, or of a loader on a core of its own where that is longer."""
@@ -55,28 +55,28 @@ class Waiting:
         flash_ms = self.flash_ms(found)
         if flash_ms is None or found.hidden_ms is None:
             return None
-        if found.named == Named.AHEAD or not found.reads:
+        if found.named == IssueTime.AHEAD or not found.reads:
             return max(0.0, flash_ms - found.hidden_ms)
         layers = self.layers * (1 - math.exp(-found.reads / self.layers))  # those in which something misses
         each_ms, hidden_ms = flash_ms / layers, found.hidden_ms / self.layers
         if delay_ms is None:
-            delay_ms = self.cost.read_delay_ms(together=found.named == Named.TOGETHER)
-        if found.named == Named.TOGETHER:
+            delay_ms = self.cost.read_delay_ms(together=found.named == IssueTime.TOGETHER)
+        if found.named == IssueTime.TOGETHER:
             left_ms = hidden_ms - delay_ms
             return layers * (each_ms * math.exp(-max(0.0, left_ms) / each_ms) + max(0.0, -left_ms))
         reads, size_bytes = found.reads / layers, found.read_bytes // found.reads
         one_ms = self.cost.flash_ms(1, size_bytes, 1, 1)
-        busy_ms = self.cost.busy_with_read_ms(size_bytes, reads, self.depth, in_groups=False)
-        least_ms = self.cost.busy_with_read_ms(size_bytes, reads, self.depth, in_groups=True)
+        busy_ms = self.cost.read_service_ms(size_bytes, reads, self.depth, in_groups=False)
+        least_ms = self.cost.read_service_ms(size_bytes, reads, self.depth, in_groups=True)
         assert one_ms is not None
         assert busy_ms is not None
         assert least_ms is not None
         if self.cost.shares_core:
-            takes_ms = queued(one_ms + delay_ms, reads, busy_ms, least_ms, hidden_ms)
+            takes_ms = queued_read_time(one_ms + delay_ms, reads, busy_ms, least_ms, hidden_ms)
         else:
             left_ms = min(backlog(reads, busy_ms, hidden_ms), reads * least_ms)
             takes_ms = one_ms + delay_ms + left_ms
-        last_ms = waited_for_last(takes_ms, hidden_ms / (1 + reads))
+        last_ms = wait_for_last_read(takes_ms, hidden_ms / (1 + reads))
         return layers * max(last_ms, each_ms + delay_ms - hidden_ms)
 
     def delay_ms(self, found: Reads, exposed_ms: float) -> float | None:
@@ -95,7 +95,7 @@ class Waiting:
         return most_ms
 
 
-def queued(alone: float, reads: float, busy: float, least_busy: float, within: float) -> float:
+def queued_read_time(alone: float, reads: float, busy: float, least_busy: float, within: float) -> float:
     """How long a read takes among so many that come at random times within some time, where it takes `alone` by itself
     and each of the others keeps it waiting for `busy`: longer by the share of the time that these take (as in an M/M/1
     queue), and at most as if it came after all of them, which then queue and are done in groups, in `least_busy` each.
@@ -121,7 +121,7 @@ def backlog(reads: float, busy: float, within: float) -> float:
     return max(0.0, mean * below + deviation * (density + overshoot))
 
 
-def waited_for_last(takes: float, before_end: float) -> float:
+def wait_for_last_read(takes: float, before_end: float) -> float:
     """How long a read is waited for that takes so long and is named so long before the end of all other work: on the
     average where the latter is spread exponentially. In any unit of time."""
     return takes - before_end * (1 - math.exp(-takes / before_end)) if before_end else takes

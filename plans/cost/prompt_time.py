@@ -13,15 +13,15 @@ In a 1B (width 2048) the last three are two fifths of the time; the narrower the
 
 from __future__ import annotations
 
-from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.expected_misses import union
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.package.manifest import Manifest
 
 SUM_PASSES = 3  # over a block's sums: written as zeros, read and written by Down's rows (often in the cache), read
 
 
-def products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int) -> float:
+def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, tokens: int) -> float:
     """Return how long the workers multiply weights for a chunk of so many tokens. Reading the weights goes on
     meanwhile."""
     model = manifest.model
@@ -36,18 +36,18 @@ def products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int) -> fl
     )
 
 
-def between_products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int, before: int) -> float:
+def between_products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, tokens: int, before: int) -> float:
     """Return what the workers take besides, for the chunk with so many tokens before it: attention, gates, sums."""
     model, pairs = manifest.model, _pairs(manifest, rates, tokens)
     sums_bytes = pairs * SUM_PASSES * 4 * manifest.layout.blocks * model.width
     return (
-        cost.attended_ms(2 * model.query_width * _attended(manifest, tokens, before))
+        cost.attention_ms(2 * model.query_width * _attended(manifest, tokens, before))
         + cost.gates_ms(pairs * model.neurons)
-        + (cost.read_from_end_to_end_ms(sums_bytes) or 0.0)
+        + (cost.sequential_read_ms(sums_bytes) or 0.0)
     )
 
 
-def _pairs(manifest: Manifest, rates: Rates, tokens: int) -> float:
+def _pairs(manifest: Manifest, rates: ActivationRates, tokens: int) -> float:
     """Of a token and an expert that computes it, in all layers."""
     return tokens * rates.chosen * manifest.model.ffns
 

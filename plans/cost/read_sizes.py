@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronpipe.plans.cost.activation_rates import Rates, miss_rate, rates, touched
+from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, rates, touched_share
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
@@ -22,7 +22,7 @@ UNMEASURED_DEPTH = 32
 
 
 @frozen(kw_only=True)
-class Demand:
+class ClusterDemand:
     """What a token wants of the clusters of a chosen feed-forward, and how much of that memory would hold. Shares.
 
     in_order: every trigger part is wanted, one after the other: neighbours are read together. Else those of neurons
@@ -39,19 +39,27 @@ class Demand:
     # with its trigger part
 
     @classmethod
-    def of(cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode = "exact") -> tuple[Demand, ...]:
+    def of(
+        cls, manifest: Manifest, rates: ActivationRates, slots_bytes: int, mode: Mode = "exact"
+    ) -> tuple[ClusterDemand, ...]:
         """With so many bytes for slots, gates first or pairs; one for each way to lay slots out that there is."""
         values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
         if rates.trigger_read < 1.0:
             return (cls(in_order=False, values_per_trigger=values_per_trigger),)
-        per_trigger = touched(values_per_trigger, manifest.layout.cluster_neurons)
+        per_trigger = touched_share(values_per_trigger, manifest.layout.cluster_neurons)
         ways = (False, True) if manifest.slots(moved=True).moved_bytes else (False,)
         return tuple(cls._gates_first(manifest, rates, slots_bytes, mode, per_trigger, moved) for moved in ways)
 
     @classmethod
     def _gates_first(
-        cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode, values_per_trigger: float, moved: bool
-    ) -> Demand:
+        cls,
+        manifest: Manifest,
+        rates: ActivationRates,
+        slots_bytes: int,
+        mode: Mode,
+        values_per_trigger: float,
+        moved: bool,
+    ) -> ClusterDemand:
         places = manifest.slots(moved=moved)
         triggers_bytes = manifest.clusters * places.trigger_bytes
         values_bytes = manifest.clusters * places.value_bytes
@@ -68,7 +76,7 @@ class Demand:
 
 
 @frozen(kw_only=True)
-class Cost:
+class ClusterReadCost:
     """Microseconds of flash for a cluster of a chosen feed-forward: of both parts in one read, or of the trigger part
     and a value part one after the other. As planes: if the trigger parts of a feed-forward lay together, and then the
     value parts, nothing between them would be read, and no read would bring both."""
@@ -80,7 +88,7 @@ class Cost:
     planes_us: float
 
     @classmethod
-    def of(cls, layout: Layout, curve: FlashCurve, demand: Demand, depth: int) -> Cost:
+    def of(cls, layout: Layout, curve: FlashCurve, demand: ClusterDemand, depth: int) -> ClusterReadCost:
         """By the curve, with so many reads at once."""
         both, trigger, value = (
             _read_us(curve, size, depth)
@@ -117,7 +125,7 @@ class Cost:
 
 
 @frozen(kw_only=True)
-class Reading:
+class ReadSizes:
     """The plan's `flash`, less the engine and the reserves."""
 
     depth: int
@@ -138,16 +146,16 @@ class Reading:
         return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
-def reading(
+def choose_read_sizes(
     layout: Layout,
     curve: FlashCurve | None,
     *,
-    demands: tuple[Demand, ...],
+    demands: tuple[ClusterDemand, ...],
     bundle: bool | None,
     depth: int | None,
     prefetch: bool,
     staging_most_bytes: int,
-) -> Reading:
+) -> ReadSizes:
     """demands: as `Demand.of` makes them; with slots laid out as the one that takes flash the least time.
     bundle: whether both parts are read together; None: where the curve says that it pays.
     depth: reads at once at most; None: as many as the curve says that it takes.
@@ -156,7 +164,7 @@ def reading(
     knee = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
     demand = demands[-1] if curve is None else _laid_out(layout, curve, demands, knee, bundle)
     if curve:
-        cost = Cost.of(layout, curve, demand, knee)
+        cost = ClusterReadCost.of(layout, curve, demand, knee)
         bundle = cost.whole if bundle is None else bundle
         if bundle == cost.whole and demand.pairs_stay < 1.0:  # else nothing is read after warm-up
             reasons.append(_reason(cost, demand))
@@ -184,7 +192,7 @@ def reading(
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
     left = (staging_most_bytes - depth * most) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
     warm_up_read = min(left, MAX_READ_BYTES) if left > most else 0
-    return Reading(
+    return ReadSizes(
         depth=depth,
         bundle=bundle,
         moved_scales=demand.moved,
@@ -199,15 +207,15 @@ def reading(
 
 
 def _laid_out(
-    layout: Layout, curve: FlashCurve, demands: tuple[Demand, ...], depth: int, bundle: bool | None
-) -> Demand:
+    layout: Layout, curve: FlashCurve, demands: tuple[ClusterDemand, ...], depth: int, bundle: bool | None
+) -> ClusterDemand:
     """The one whose reads take the least time, the first of equals. Read whole, a cluster is as large in any."""
     if bundle:
         return demands[0]
-    return min(demands, key=lambda demand: Cost.of(layout, curve, demand, depth).apart_us)
+    return min(demands, key=lambda demand: ClusterReadCost.of(layout, curve, demand, depth).apart_us)
 
 
-def _reason(cost: Cost, demand: Demand) -> str:
+def _reason(cost: ClusterReadCost, demand: ClusterDemand) -> str:
     unit = f"{'feed-forwards' if demand.in_order else 'bundles'} are read whole"
     return (
         f"{unit if cost.whole else 'the trigger part is read first, the value part if it fired'}: flash takes "
@@ -268,7 +276,7 @@ def _gap_bytes(curve: FlashCurve, depth: int) -> int:
 RESIDENT_SHARES = (0.1, 0.3, 0.5, 0.75)
 
 
-def units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
+def read_units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
     """How the neurons of a package are read from this flash, and what planes would take, as JSON values: a row for each
     mode and resident share."""
     depth = _knee_depth(curve, manifest.layout.value_part_bytes)
@@ -278,9 +286,9 @@ def units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
     for mode in modes:
         wanted = rates(manifest, mode)
         for share in RESIDENT_SHARES if wanted.trigger_read == 1.0 else (0.0,):
-            demands = Demand.of(manifest, wanted, int(share * slots_bytes), mode)
+            demands = ClusterDemand.of(manifest, wanted, int(share * slots_bytes), mode)
             demand = _laid_out(manifest.layout, curve, demands, depth, None)
-            cost = Cost.of(manifest.layout, curve, demand, depth)
+            cost = ClusterReadCost.of(manifest.layout, curve, demand, depth)
             whole = "feed-forward" if demand.in_order else "cluster"
             rows.append(
                 {

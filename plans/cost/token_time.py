@@ -14,20 +14,20 @@ import dataclasses
 import functools
 from typing import Any
 
-from neuronpipe.plans.cost.accelerator_cost import DeviceCost, Held
-from neuronpipe.plans.cost.activation_rates import Rates
-from neuronpipe.plans.cost.cluster_ranking import holding
-from neuronpipe.plans.cost.expected_misses import Parts, Slots, joined_reads, parts, union
-from neuronpipe.plans.cost.io_wait import Named, Reads, Waiting
+from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost, OffloadedWork
+from neuronpipe.plans.cost.activation_rates import ActivationRates
+from neuronpipe.plans.cost.cluster_ranking import occupied_slots
+from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, joined_reads, part_accesses, union
+from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
-from neuronpipe.plans.plan.borrowed_memory import with_lent_slots
+from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Compute, Expected, Flash, Memory, backend_of, reads_whole
-from neuronpipe.plans.plan.offloaded_blocks import MATRICES, held_clusters, matrix_bytes
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES, matrix_bytes, offloaded_clusters
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.protocol.frozen import frozen
@@ -37,13 +37,13 @@ from neuronpipe.protocol.frozen import frozen
 VALUES_ALONE = 0.2
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
 
-Measured = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
+Measurements = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
 """Of a device: how fast flash and memory are, and its profile; None where that was not measured."""
 
 
 def expected(
     manifest: Manifest,
-    rates: Rates,
+    rates: ActivationRates,
     compute: Compute,
     memory: Memory,
     flash: Flash,
@@ -88,14 +88,21 @@ def expected(
 
 
 def step_ms(
-    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, measured: Measured, *, batch: int
+    manifest: Manifest,
+    rates: ActivationRates,
+    compute: Compute,
+    memory: Memory,
+    flash: Flash,
+    measured: Measurements,
+    *,
+    batch: int,
 ) -> float | None:
     """A decode step of so many texts at half of the context; None where something was not measured."""
     return _run(manifest, rates, compute, memory, flash, *measured).decode_step(batch, compute.context_tokens // 2).ms
 
 
 def matrices_saved_ms(
-    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, measured: Measured
+    manifest: Manifest, rates: ActivationRates, compute: Compute, memory: Memory, flash: Flash, measured: Measurements
 ) -> dict[str, float]:
     """What a text's decode step takes less for each matrix that a device holds, by its name; none where it is not
     known, or the device computes on the workers' own cores."""
@@ -112,19 +119,27 @@ def matrices_saved_ms(
 
 
 def decode_reads(
-    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, *measured: Any, tokens: int
-) -> tuple[Waiting, Reads]:
+    manifest: Manifest,
+    rates: ActivationRates,
+    compute: Compute,
+    memory: Memory,
+    flash: Flash,
+    *measured: Any,
+    tokens: int,
+) -> tuple[IoWait, Reads]:
     """The reads of one text's decode step that are waited for, after so many tokens, and what waiting for them costs.
     measured: of the device, as for `expected`."""
     run = _run(manifest, rates, compute, memory, flash, *measured)
     return run.waiting, run.decode_step(1, tokens).named[-1]
 
 
-def _run(manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, *measured: Any) -> _Run:
+def _run(
+    manifest: Manifest, rates: ActivationRates, compute: Compute, memory: Memory, flash: Flash, *measured: Any
+) -> _Run:
     curve, speed, profile = measured
     workers = len(compute.decode_workers())
-    cost = Cost(manifest, compute.mode, workers, shares_core(compute), curve, speed, profile)
-    return _Run(manifest, rates, compute, memory, flash, cost, DeviceCost.of(manifest, compute, profile))
+    cost = WorkCost(manifest, compute.mode, workers, shares_core(compute), curve, speed, profile)
+    return _Run(manifest, rates, compute, memory, flash, cost, AcceleratorCost.of(manifest, compute, profile))
 
 
 @frozen(kw_only=True)
@@ -139,8 +154,8 @@ class _Step:
     miss_rate: float = 0.0
     sequential_ms: float | None
     pieces_ms: float | None
-    reading_ms: float = 0.0  # processor time of reads
-    meetings_ms: float = 0.0  # barriers, messages
+    read_overhead_ms: float = 0.0  # processor time of reads
+    synchronization_ms: float = 0.0  # barriers, messages
     flash_ms: float | None
     exposed_ms: float | None  # of flash time, what no work hides
     device_ms: float = 0.0  # of an accelerator that was measured, beside the workers
@@ -155,8 +170,8 @@ class _Step:
     def overhead_ms(self) -> float:
         """While workers wait, reading takes nothing from them."""
         if not self.exposed_ms or not self.work_ms:
-            return self.meetings_ms + self.reading_ms
-        return self.meetings_ms + self.reading_ms * self.work_ms / (self.work_ms + self.exposed_ms)
+            return self.synchronization_ms + self.read_overhead_ms
+        return self.synchronization_ms + self.read_overhead_ms * self.work_ms / (self.work_ms + self.exposed_ms)
 
     @property
     def ms(self) -> float | None:
@@ -167,23 +182,23 @@ class _Step:
 @frozen
 class _Run:
     manifest: Manifest
-    rates: Rates
+    rates: ActivationRates
     compute: Compute
     memory: Memory
     flash: Flash
-    cost: Cost
-    device: DeviceCost | None
+    cost: WorkCost
+    device: AcceleratorCost | None
 
     # ---- steps -----------------------------------------------------------------------------------------------
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
         """Of so many texts, each with so many tokens before. A neuron's row is counted once for each text that reads
         it, up to all rows: so do the participants' counters."""
-        if self.memory.lends:
-            memory = with_lent_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
+        if self.memory.has_borrowed_slots:
+            memory = with_borrowed_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
             return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
         rates, flash = self.rates, self.flash
         in_order = rates.trigger_read == 1.0  # all triggers, one after the other
-        blocks = self.compute.held_blocks_of(batch)
+        blocks = self.compute.offloaded_blocks(batch)
         triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
         trigger_bytes, value_bytes, device_ms = self._shared_out(batch, blocks)
         fixed_bytes, kv_bytes = (
@@ -199,7 +214,7 @@ class _Run:
         factor = self.cost.step_factor()
         piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else neuron_row_bytes(self.manifest)
         fixed_ms = _times(factor, self.cost.fixed_ms(fixed_bytes))
-        kv_ms = _times(factor, self.cost.read_from_end_to_end_ms(kv_bytes))
+        kv_ms = _times(factor, self.cost.sequential_read_ms(kv_bytes))
         if in_order:
             triggers_ms = _times(factor, self.cost.triggers_ms(trigger_bytes))
             pieces_ms = _times(factor, self.cost.values_ms(value_bytes, rates.value_read, piece_bytes))
@@ -227,8 +242,10 @@ class _Run:
             miss_rate=missed / max(1.0, wanted),
             sequential_ms=sequential_ms,
             pieces_ms=pieces_ms,
-            reading_ms=sum(self.cost.reading_ms(one.reads, one.read_bytes, self.waiting.at_once(one)) for one in found),
-            meetings_ms=self.cost.meetings_ms(),
+            read_overhead_ms=sum(
+                self.cost.read_overhead_ms(one.reads, one.read_bytes, self.waiting.at_once(one)) for one in found
+            ),
+            synchronization_ms=self.cost.synchronization_ms(),
             flash_ms=_sum(*map(self.waiting.flash_ms, found)),
             exposed_ms=_sum(*map(self.waiting.exposed_ms, found)),
             device_ms=device_ms,
@@ -237,9 +254,9 @@ class _Run:
         )
 
     @functools.cached_property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> IoWait:
         """For the reads of its decode steps."""
-        return Waiting(self.cost, self.manifest.model.layers, self.flash.depth)
+        return IoWait(self.cost, self.manifest.model.layers, self.flash.depth)
 
     def _shared_out(self, batch: int, blocks: int) -> tuple[float, float, float]:
         """Bytes of the rows that workers compute, of triggers and of values, and what a device takes for the others.
@@ -248,9 +265,9 @@ class _Run:
         trigger_bytes, value_bytes = self._trigger_rows(batch), self._value_rows(batch)
         if self.device is None or not blocks:
             return trigger_bytes, value_bytes, 0.0
-        share = held_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
+        share = offloaded_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
         of_activations = rates.activations_within(share)
-        held = Held(
+        held = OffloadedWork(
             blocks=blocks,
             texts=batch,
             trigger_bytes=trigger_bytes * (of_activations if self.compute.mode == "predicted" else share),
@@ -262,7 +279,7 @@ class _Run:
         return trigger_bytes - held.trigger_bytes, value_bytes - held.value_bytes, self.device.step_ms(held)
 
     def _step_reads(
-        self, triggers: Parts, values: Parts, attention_ms: float | None, neurons_ms: float | None
+        self, triggers: PartAccesses, values: PartAccesses, attention_ms: float | None, neurons_ms: float | None
     ) -> list[Reads]:
         """The reads of a decode step, by when they are named; the layer's attention goes on meanwhile where it does not
         decide which neurons are wanted."""
@@ -270,9 +287,9 @@ class _Run:
         all_triggers = self.compute.mode != "predicted"
         before_attention = self.compute.prefetch and known_before_attention(self.manifest, self.compute)
         if all_triggers and self.manifest.model.experts == 1:
-            first, hidden_ms = Named.AHEAD, _sum(attention_ms, neurons_ms)
+            first, hidden_ms = IssueTime.AHEAD, _sum(attention_ms, neurons_ms)
         else:
-            first, hidden_ms = Named.TOGETHER, _sum(attention_ms, neurons_ms) if before_attention else neurons_ms
+            first, hidden_ms = IssueTime.TOGETHER, _sum(attention_ms, neurons_ms) if before_attention else neurons_ms
         if not self.compute.pipeline:
             hidden_ms = neurons_ms = 0.0
         if flash.bundle:
@@ -288,7 +305,7 @@ class _Run:
             return [Reads(first, trigger_reads + value_reads, trigger_bytes + value_bytes, hidden_ms)]
         return [
             Reads(first, trigger_reads, trigger_bytes, hidden_ms),
-            Reads(Named.ONE_BY_ONE, value_reads, value_bytes, neurons_ms),
+            Reads(IssueTime.ONE_BY_ONE, value_reads, value_bytes, neurons_ms),
         ]
 
     def prompt_ms(self, tokens: int) -> float | None:
@@ -317,7 +334,7 @@ class _Run:
         neuron_bytes = int(wanted_bytes * layout.cluster_neurons)
         read_bytes = triggers.missed * layout.trigger_part_bytes + values.missed * layout.value_part_bytes
         reads = -(-read_bytes // self.flash.most_read_bytes)
-        moved_ms = self.cost.read_from_end_to_end_ms(
+        moved_ms = self.cost.sequential_read_ms(
             self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
         )
         computed_ms = products_ms(self.manifest, rates, self.cost, tokens)
@@ -326,7 +343,7 @@ class _Run:
         return _Step(
             sequential_ms=work_ms,
             pieces_ms=0.0,
-            reading_ms=self.cost.reading_ms(reads, read_bytes, reads),
+            read_overhead_ms=self.cost.read_overhead_ms(reads, read_bytes, reads),
             flash_ms=(flash_ms := self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)),
             exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
         )
@@ -382,20 +399,24 @@ class _Run:
         return joined_reads(missed, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
 
     # ---- parts -----------------------------------------------------------------------------------------------
-    def _triggers(self, tokens: int, blocks: int = 0) -> Parts:
+    def _triggers(self, tokens: int, blocks: int = 0) -> PartAccesses:
         """blocks: of every feed-forward, those that a device computes."""
-        slots = holding(self.memory.trigger_slots, self.flash.reserved_triggers), self._pinned(tokens, 0)
+        slots = occupied_slots(self.memory.trigger_slots, self.flash.reserved_triggers), self._pinned(tokens, 0)
         return self._parts(self.rates.trigger_read, slots, tokens, blocks, self.compute.mode != "predicted")
 
-    def _values(self, tokens: int, share: float, blocks: int = 0) -> Parts:
-        slots = holding(self.memory.value_slots, self.flash.reserved_values), self._pinned(tokens, 1)
+    def _values(self, tokens: int, share: float, blocks: int = 0) -> PartAccesses:
+        slots = occupied_slots(self.memory.value_slots, self.flash.reserved_values), self._pinned(tokens, 1)
         return self._parts(share, slots, tokens, blocks, share == 1.0)
 
-    def _parts(self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_wanted: bool) -> Parts:
+    def _parts(
+        self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_accessed: bool
+    ) -> PartAccesses:
         """slots: those that hold something, and of them those whose clusters stay."""
-        on_device = self.manifest.model.ffns * held_clusters(self.manifest.layout, blocks)
-        there = Slots(held=slots[0], pinned=slots[1], on_device=on_device)
-        return parts(self.manifest, self.rates, self.compute.mode, share, there, tokens, all_wanted=all_wanted)
+        on_device = self.manifest.model.ffns * offloaded_clusters(self.manifest.layout, blocks)
+        there = ResidentSlots(held=slots[0], pinned=slots[1], on_device=on_device)
+        return part_accesses(
+            self.manifest, self.rates, self.compute.mode, share, there, tokens, all_accessed=all_accessed
+        )
 
     def _pinned(self, tokens: int, part: int) -> int:
         """How many of all triggers (0) or values (1) stay in a step of so many tokens; of a prompt's, what stays for

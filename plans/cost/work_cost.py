@@ -36,7 +36,7 @@ BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection;
 
 
 @frozen
-class Cost:
+class WorkCost:
     """Of so many decode workers together, for one package's matrices. shares_core: the loader runs on one of their
     cores, so that its work is theirs."""
 
@@ -70,7 +70,7 @@ class Cost:
             return triggers_ms + 1e3 * value_bytes / speed
         return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
 
-    def read_from_end_to_end_ms(self, size_bytes: float) -> float | None:
+    def sequential_read_ms(self, size_bytes: float) -> float | None:
         """Memory that is read and hardly computed on, as keys and values are."""
         if self.profile is not None and self.profile.dram:
             return 1e3 * size_bytes / self.profile.dram_bytes_per_s(self.workers)
@@ -84,7 +84,7 @@ class Cost:
         measured = self._measured(lambda profile: profile.step_factor(self.mode, self.workers))
         return measured or (assumed if self._no_run_measured else 1.0)
 
-    def meetings_ms(self) -> float:
+    def synchronization_ms(self) -> float:
         """What lies between steps; and, where no step was measured, a step's barriers. 0 where nothing was measured."""
         if self.profile is None:
             return 0.0
@@ -112,7 +112,7 @@ class Cost:
         each_s = self._measured(seconds_per_weight)
         return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
 
-    def attended_ms(self, products: float) -> float:
+    def attention_ms(self, products: float) -> float:
         """Heads times keys, and weights times values: f16 rows that the token before has left in the cache."""
 
         def seconds_each(profile: DeviceProfile) -> float:
@@ -148,14 +148,14 @@ class Cost:
             return flash_ms
         return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
 
-    def reading_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
+    def read_overhead_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
         """The processor time of reads, so many asked for together, as it delays workers that compute meanwhile: spread
         over their cores, or on a core of its own."""
         if not self.shares_core or not reads:
             return 0.0
         return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
 
-    def busy_with_read_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
+    def read_service_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
         """How long one read among many keeps the next one waiting: the loader, or the storage. in_groups: the loader
         has so many to do that it takes and completes them by large groups, as where it was measured by itself."""
         if self.curve is None:
@@ -195,7 +195,7 @@ class Cost:
     # ---- speeds ----------------------------------------------------------------------------------------------
     def _in_order_ms(self, kind: DecodeKind, size_bytes: float, rows: dict[str, Any] | None = None) -> float | None:
         """The slower of kernel and memory: what a kernel was measured on may have stayed in a large cache in part."""
-        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.read_from_end_to_end_ms(size_bytes)
+        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.sequential_read_ms(size_bytes)
         return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
 
     def _kernel_ms(self, kind: DecodeKind, size_bytes: float, share: float, rows: dict[str, Any]) -> float | None:

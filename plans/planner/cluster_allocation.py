@@ -11,8 +11,8 @@ import dataclasses
 import functools
 
 from neuronpipe.plans.cost import expected_misses as missing
-from neuronpipe.plans.cost.activation_rates import Rates, ranking
-from neuronpipe.plans.cost.cluster_ranking import Ranking, holding
+from neuronpipe.plans.cost.activation_rates import ActivationRates, ranking
+from neuronpipe.plans.cost.cluster_ranking import Ranking, occupied_slots
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
@@ -26,7 +26,7 @@ TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 
 @frozen(kw_only=True)
-class Slots:
+class PartSlots:
     """Of one part: all its slots, those that must be free to move, of these those that are kept free. lent: how many of
     all may go (plans/plan/borrowed_memory.py)."""
 
@@ -37,16 +37,16 @@ class Slots:
     slot_bytes: int
     lent: int = 0
 
-    def safe_for(self, wanted: float) -> Slots:
+    def safe_for(self, wanted: float) -> PartSlots:
         """With the lent ones; without, where others would not hold what a step wants: it must stay when they go."""
         if wanted < self.count - self.lent:
             return self
         return dataclasses.replace(self, count=self.count - self.lent, lent=0)
 
     @property
-    def holding(self) -> int:
+    def occupied_slots(self) -> int:
         """How many hold something, on average."""
-        return holding(self.count, self.reserved)
+        return occupied_slots(self.count, self.reserved)
 
     @property
     def most_pinned(self) -> int:
@@ -55,7 +55,7 @@ class Slots:
 
 
 @frozen(kw_only=True)
-class Allocation:
+class PinAllocation:
     """What stays, by number of texts; the most clusters that ever do, (triggers, values); and why."""
 
     pins: tuple[Pins, ...]
@@ -67,7 +67,7 @@ class Allocation:
 class _Share:
     """What stays of one part: clusters of each feed-forward. ranking: by which they were chosen."""
 
-    slots: Slots
+    slots: PartSlots
     counts: tuple[int, ...]
     ranking: Ranking | None = None
 
@@ -79,24 +79,32 @@ class _Share:
         """What a step reads, were so many pinned."""
         if self.ranking is None:
             return 0.0
-        return self.slots.slot_bytes * self.ranking.wanted * self.ranking.miss_rate(self.slots.holding, pinned)
+        return self.slots.slot_bytes * self.ranking.wanted * self.ranking.miss_rate(self.slots.occupied_slots, pinned)
 
 
-def allocate(
-    manifest: Manifest, rates: Rates, mode: Mode, *, whole: bool, texts: int, slots: tuple[Slots, Slots]
-) -> Allocation:
+def allocate_pins(
+    manifest: Manifest,
+    rates: ActivationRates,
+    mode: Mode,
+    *,
+    whole: bool,
+    texts: int,
+    slots: tuple[PartSlots, PartSlots],
+) -> PinAllocation:
     """Share the slots of both parts out, for steps of one to so many texts. whole: a neuron is wanted whole or not at
     all."""
-    return _Allocating(manifest, rates, mode, whole, slots).allocate(texts)
+    return _Allocating(manifest, rates, mode, whole, slots).allocate_pins(texts)
 
 
 class _Allocating:
-    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, whole: bool, slots: tuple[Slots, Slots]) -> None:
+    def __init__(
+        self, manifest: Manifest, rates: ActivationRates, mode: Mode, whole: bool, slots: tuple[PartSlots, PartSlots]
+    ) -> None:
         self._manifest, self._rates, self._mode, self._whole, self._slots = manifest, rates, mode, whole, slots
         self._ffns, self._clusters = manifest.model.ffns, manifest.layout.clusters
         self._mixture = manifest.model.experts > 1
 
-    def allocate(self, texts: int) -> Allocation:
+    def allocate_pins(self, texts: int) -> PinAllocation:
         table: list[tuple[int, tuple[_Share, _Share]]] = []
         reasons: list[str] = []
         for count in range(1, min(texts, max(BATCHES)) + 1):
@@ -110,7 +118,7 @@ class _Allocating:
             table.append((count, shares))
         if texts > 1 and len(table) == 1:
             reasons.append(self._said_of_one_entry(table[0][1]))
-        return Allocation(
+        return PinAllocation(
             pins=tuple(
                 Pins(texts=count, triggers=write_counts(one.counts), values=write_counts(other.counts))
                 for count, (one, other) in table
@@ -119,7 +127,7 @@ class _Allocating:
             reasons=tuple(reasons),
         )
 
-    def _share(self, slots: Slots, texts: int) -> _Share:
+    def _share(self, slots: PartSlots, texts: int) -> _Share:
         everything = slots.count >= self._manifest.clusters
         if self._mode != "predicted" and not self._mixture and (slots.part == "trigger" or self._whole):
             # Every cluster in turn, for every token: what is not pinned is gone before its next turn.
@@ -130,16 +138,16 @@ class _Allocating:
         if ranked is None:
             return self._alike(slots, self._unmeasured(slots))
         safe = slots.safe_for(ranked.wanted)
-        return _Share(slots, ranked.pins(ranked.best_pinned(safe.holding, safe.most_pinned)), ranked)
+        return _Share(slots, ranked.pins(ranked.best_pinned(safe.occupied_slots, safe.most_pinned)), ranked)
 
-    def _alike(self, slots: Slots, each: int) -> _Share:
+    def _alike(self, slots: PartSlots, each: int) -> _Share:
         return _Share(slots, (each,) * self._ffns)
 
-    def _ranking(self, slots: Slots, texts: int) -> Ranking | None:
+    def _ranking(self, slots: PartSlots, texts: int) -> Ranking | None:
         by_expert = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
         return ranking(self._manifest, self._mode, self._rates.heat, texts, whole_experts=by_expert)
 
-    def _unmeasured(self, slots: Slots) -> int:
+    def _unmeasured(self, slots: PartSlots) -> int:
         """Return how many clusters of each feed-forward stay, where no profile says how often each is wanted: all that
         may, or the few that fire in half of all tokens (of a mixture none), whichever is expected to miss less.
 
@@ -148,16 +156,16 @@ class _Allocating:
         they are in the middle of a text."""
         owned = dataclasses.replace(slots, count=slots.count - slots.lent // 2, lent=0)
         most = slots.most_pinned // self._ffns
-        hottest = min(int(self._rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
+        hottest = min(int(self._rates.neurons_active_in(PINNED_FROM) * self._clusters), most // 2)
         few = 0 if self._mixture else hottest
         return most if self._missed(owned, most) < self._missed(owned, few) else few
 
-    def _missed(self, slots: Slots, each: int) -> int:
+    def _missed(self, slots: PartSlots, each: int) -> int:
         """Return how many clusters a token is expected to miss where so many of each feed-forward stay."""
         share = self._rates.trigger_read if self._whole or slots.part == "trigger" else self._rates.value_read
-        there = missing.Slots(held=slots.holding, pinned=min(each * self._ffns, slots.most_pinned))
-        all_wanted = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
-        return missing.parts(self._manifest, self._rates, self._mode, share, there, 1, all_wanted=all_wanted).missed
+        there = missing.PartSlots(held=slots.occupied_slots, pinned=min(each * self._ffns, slots.most_pinned))
+        all_accessed = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
+        return missing.parts(self._manifest, self._rates, self._mode, share, there, 1, all_accessed=all_accessed).missed
 
     # ---- several texts ---------------------------------------------------------------------------------------
     def _saves(self, own: tuple[_Share, _Share], other: tuple[_Share, _Share]) -> bool:
@@ -174,7 +182,7 @@ class _Allocating:
         triggers, values = shares
         ranked = self._looked_up(shares)
         if ranked.ranking is not None:
-            slots = ranked.slots.holding
+            slots = ranked.slots.occupied_slots
             if not ranked.total:
                 return (
                     f"{self._fit(shares)}, and stay while they are used: {ranked.ranking.miss_rate(slots, 0):.1%} of "
@@ -212,7 +220,7 @@ class _Allocating:
     def _said_of_several(self, texts: int, own: tuple[_Share, _Share], one: tuple[_Share, _Share]) -> str:
         share, other = self._looked_up(own), self._looked_up(one)
         assert share.ranking is not None
-        rates = (share.ranking.miss_rate(share.slots.holding, pinned) for pinned in (share.total, other.total))
+        rates = (share.ranking.miss_rate(share.slots.occupied_slots, pinned) for pinned in (share.total, other.total))
         return (
             "with {} texts in a step {} stay: {:.1%} of what it wants is missed, {:.1%} with what stays for one".format(
                 texts, share.total, *rates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.errors import UserError
@@ -48,7 +48,7 @@ def show_quality(quality: Quality) -> str:
     return quality if isinstance(quality, str) else f"{100 * quality:g}%"
 
 
-def mode_reason(manifest: Manifest, mode: Mode, rates: Rates) -> str:
+def mode_reason(manifest: Manifest, mode: Mode, rates: ActivationRates) -> str:
     """What decides which neurons are computed in this mode, as a plan's reason."""
     if mode == "thresholded" and manifest.silent is not None:
         return (

@@ -16,13 +16,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from neuronpipe.plans.cost.accelerator_cost import DeviceCost
-from neuronpipe.plans.cost.activation_rates import Rates
-from neuronpipe.plans.cost.token_time import Measured, matrices_saved_ms, step_ms
+from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost
+from neuronpipe.plans.cost.activation_rates import ActivationRates
+from neuronpipe.plans.cost.token_time import Measurements, matrices_saved_ms, step_ms
 from neuronpipe.plans.device.accelerator import MAX_TEXTS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Memory, Plan
-from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, held_matrices_bytes
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, offloaded_matrices_bytes
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -39,9 +39,9 @@ class BestSplit:
     """What a device is best given: `make` is asked for plans with more or less of it."""
 
     manifest: Manifest
-    rates: Rates
+    rates: ActivationRates
     accelerator: Accelerator
-    measured: Measured
+    measured: Measurements
     make: Make
 
     def of(self, made: Plan) -> Plan:
@@ -49,7 +49,7 @@ class BestSplit:
         is kept then."""
         saved_ms = matrices_saved_ms(self.manifest, self.rates, made.compute, made.memory, made.flash, self.measured)
         worth = [name for name, ms in saved_ms.items() if ms > 0 and fits_buffer(self.manifest, self.accelerator, name)]
-        worth.sort(key=lambda name: saved_ms[name] / held_matrices_bytes(self.manifest, (name,), 1), reverse=True)
+        worth.sort(key=lambda name: saved_ms[name] / offloaded_matrices_bytes(self.manifest, (name,), 1), reverse=True)
         choices = [made]
         for count in range(1, len(worth) + 1):
             with contextlib.suppress(UserError):  # no block fits beside them
@@ -58,28 +58,30 @@ class BestSplit:
 
     def with_best_blocks(self, made: Plan) -> Plan:
         """The same with so many blocks that steps are shortest; as it is where that is not known."""
-        held = best_held(self.manifest, self.rates, made, self.measured)
+        held = best_offloaded_blocks(self.manifest, self.rates, made, self.measured)
         return made if held in (None, made.compute.held_blocks) else self.make(held, made.compute.held_matrices)
 
 
-def best_held(manifest: Manifest, rates: Rates, made: Plan, measured: Measured) -> tuple[int, ...] | None:
+def best_offloaded_blocks(
+    manifest: Manifest, rates: ActivationRates, made: Plan, measured: Measurements
+) -> tuple[int, ...] | None:
     """What the device of this plan is best given, up to what it has, as `Compute.held_blocks`; None where it was not
     measured."""
-    compute, most = made.compute, made.compute.most_held_blocks()
-    if DeviceCost.of(manifest, compute, measured[2]) is None:
+    compute, most = made.compute, made.compute.max_offloaded_blocks()
+    if AcceleratorCost.of(manifest, compute, measured[2]) is None:
         return None
 
     def time_ms(blocks: int, texts: int) -> float | None:
         memory = made.memory
         if compute.device_shares_memory:
-            memory = without_some(manifest, memory, most - blocks)
+            memory = with_fewer_offloaded_blocks(manifest, memory, most - blocks)
         other = dataclasses.replace(compute, held_blocks=(blocks,))
         return step_ms(manifest, rates, other, memory, made.flash, measured, batch=texts)
 
-    return best_by_texts(time_ms, most, compute.sequences)
+    return best_blocks_by_batch(time_ms, most, compute.sequences)
 
 
-def best_by_texts(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...] | None:
+def best_blocks_by_batch(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...] | None:
     """`Compute.held_blocks`: of one text, two, and so on; with more than MAX_TEXTS as with so many. At least one block
     of one of them; None where no time is known."""
     if step_ms(0, 1) is None:
@@ -96,7 +98,7 @@ def best_by_texts(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...]
     return tuple(found)
 
 
-def without_some(manifest: Manifest, memory: Memory, left: int) -> Memory:
+def with_fewer_offloaded_blocks(manifest: Manifest, memory: Memory, left: int) -> Memory:
     """The memory of a plan where a device that shares it holds so many blocks of every feed-forward less: what these
     took are slots."""
     more = manifest.model.ffns * left * manifest.layout.block_clusters

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import has_hints, rates, unmeasured_predictor
-from neuronpipe.plans.cost.read_sizes import Demand, Reading, reading
-from neuronpipe.plans.cost.token_time import Measured, expected
+from neuronpipe.plans.cost.read_sizes import ClusterDemand, ReadSizes, choose_read_sizes
+from neuronpipe.plans.cost.token_time import Measurements, expected
 from neuronpipe.plans.device.cores import Core, assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import lent_at_most
+from neuronpipe.plans.plan.borrowed_memory import max_borrowed_bytes
 from neuronpipe.plans.plan.document import (
     ACCELERATOR,
     GATEWAY,
@@ -33,17 +33,17 @@ from neuronpipe.plans.plan.memory_budget import (
     MIB,
     Budgets,
     accelerator_bytes,
-    least_chunk_tokens,
+    min_chunk_tokens,
     trusted_bytes,
     untrusted_bytes,
 )
-from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_reasons, most_held
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons, offload_shape
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape
 from neuronpipe.plans.planner.assumptions import assumptions
 from neuronpipe.plans.planner.mode_choice import mode_reason
 from neuronpipe.plans.planner.offload_split import BestSplit
-from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, fill
+from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, allocate_slots
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -70,7 +70,7 @@ class LimitTooSmall(UserError):
 
 
 @frozen(kw_only=True)
-class Wanted:
+class PlanOptions:
     """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner. `without` and
     `baseline` are for experiments: they take techniques away."""
 
@@ -104,7 +104,7 @@ class DeviceFacts:
     accelerator: Accelerator | None = None  # that decode steps are to use
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurements:
         """As `plans/cost/token_time.py` takes it."""
         return self.flash, self.memory_speed, self.profile
 
@@ -148,9 +148,9 @@ def device_facts(
 def plan(
     manifest: Manifest,
     device: DeviceFacts,
-    wanted: Wanted,
+    wanted: PlanOptions,
     budgets: Budgets | None = None,
-    heat: Heat | None = None,
+    heat: AccessFrequencies | None = None,
 ) -> Plan:
     """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had.
     budgets: of this package, for whoever makes many plans of it; heat: how often its clusters are wanted, where
@@ -168,7 +168,7 @@ def plan(
     return best.of(made) if wanted.held_matrices is None else best.with_best_blocks(made)
 
 
-def _as_baseline(wanted: Wanted) -> Wanted:
+def _as_baseline(wanted: PlanOptions) -> PlanOptions:
     """A windowed cache, up and down in one read, a predictor; no pipeline, nothing ahead of time."""
     if wanted.baseline is None:
         return wanted
@@ -179,7 +179,12 @@ def _as_baseline(wanted: Wanted) -> Wanted:
 
 class _Planning:
     def __init__(
-        self, manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets, heat: Heat | None
+        self,
+        manifest: Manifest,
+        device: DeviceFacts,
+        wanted: PlanOptions,
+        budgets: Budgets,
+        heat: AccessFrequencies | None,
     ) -> None:
         self._manifest, self._device, self._wanted, self._budgets = manifest, device, wanted, budgets
         context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
@@ -212,7 +217,7 @@ class _Planning:
         if "pipeline" in self._wanted.without:
             raise UserError("--without pipeline and an accelerator: it is part of the pipeline; leave one of them out")
         room = accelerator, self._device.profile, self._limit_bytes, self._shape
-        return most_held(self._manifest, *room, self._wanted.held_blocks, self._wanted.held_matrices)
+        return offload_shape(self._manifest, *room, self._wanted.held_blocks, self._wanted.held_matrices)
 
     def _mode(self) -> Mode:
         mode: Mode = self._wanted.mode or "exact"
@@ -250,7 +255,7 @@ class _Planning:
     def plan(self) -> Plan:
         manifest, shape, wanted = self._manifest, self._shape, self._wanted
         least = self._budgets.least(shape)
-        least_slots = self._budgets.least_slots_bytes(shape.workers)
+        least_slots = self._budgets.min_slots_bytes(shape.workers)
         if self._usable_bytes < least.total_bytes() + least_slots:
             self._refuse_limit(least, least_slots)
         chunk, read, others, regions = self._fitted(least, least_slots, wanted.prefill_chunk_tokens)
@@ -300,7 +305,7 @@ class _Planning:
             expected=expected(manifest, self._rates, compute, memory, flash, *self._device.measured),
             reasons=(
                 *self._mode_reasons(),
-                *held_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
+                *offload_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
                 *regions.reasons,
                 *read.reasons,
                 self._chunk_reason(chunk, others),
@@ -310,7 +315,7 @@ class _Planning:
 
     def _fitted(
         self, least: MemoryBudget, least_slots: int, asked_tokens: int | None
-    ) -> tuple[int, Reading, MemoryBudget, Regions]:
+    ) -> tuple[int, ReadSizes, MemoryBudget, Regions]:
         """The chunk, the reads, what both take with all else, and the neurons in what is left. A chunk that is asked
         for comes before more staging."""
         if asked_tokens is not None:
@@ -321,18 +326,18 @@ class _Planning:
         others = self._budgets.of(self._shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
         return chunk, read, others, self._regions(others, least_slots, read)
 
-    def _reading(self, least: MemoryBudget) -> Reading:
+    def _reading(self, least: MemoryBudget) -> ReadSizes:
         """The reads, with staging for them beside this least budget: a share of the limit, and no less than it has."""
         manifest, wanted = self._manifest, self._wanted
-        spare_bytes = self._usable_bytes - least.total_bytes() - self._budgets.least_slots_bytes(self._shape.workers)
+        spare_bytes = self._usable_bytes - least.total_bytes() - self._budgets.min_slots_bytes(self._shape.workers)
         slots_bytes = spare_bytes
         if wanted.ffn_resident_share is not None:
             ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
             slots_bytes = min(slots_bytes, int(wanted.ffn_resident_share * ffn_bytes))
-        return reading(
+        return choose_read_sizes(
             manifest.layout,
             self._device.flash,
-            demands=Demand.of(manifest, self._rates, slots_bytes, self._shape.mode),
+            demands=ClusterDemand.of(manifest, self._rates, slots_bytes, self._shape.mode),
             bundle=False if "bundle" in wanted.without else wanted.bundle,
             depth=wanted.depth,
             prefetch="prefetch" not in wanted.without,
@@ -344,7 +349,7 @@ class _Planning:
         """The largest chunk that leaves room for the fewest slots: of those asked for, or whose buffers take a small
         share of the limit."""
         context = self._shape.context_tokens
-        least = least_chunk_tokens(self._shape)
+        least = min_chunk_tokens(self._shape)
         anyway = self._budgets.least(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
         sizes = (size for size in CHUNK_TOKENS if (size > least if asked is None else size <= asked))
         for tokens in (min(size, context) for size in sizes):
@@ -355,14 +360,14 @@ class _Planning:
                 return tokens
         return least if asked is None else min(least, asked)
 
-    def _regions(self, others: MemoryBudget, least_slots: int, read: Reading) -> Regions:
+    def _regions(self, others: MemoryBudget, least_slots: int, read: ReadSizes) -> Regions:
         manifest, wanted = self._manifest, self._wanted
         usable = self._usable_bytes - others.total_bytes() - (read.set_aside_bytes - read.staging_bytes)
         budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
         ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
         if wanted.ffn_resident_share is not None and wanted.ffn_resident_share < 1:
             budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
-        regions = fill(
+        regions = allocate_slots(
             manifest,
             self._rates,
             mode=self._shape.mode,
@@ -373,7 +378,7 @@ class _Planning:
             moved=read.moved_scales,
             cache="cache" not in wanted.without,
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
-            lendable_bytes=0 if wanted.ffn_resident_share else lent_at_most(others),
+            lendable_bytes=0 if wanted.ffn_resident_share else max_borrowed_bytes(others),
         )
         if regions is not None:
             return self._behind_held(regions)
@@ -396,7 +401,7 @@ class _Planning:
         return Memory(
             **{field.name: getattr(others, field.name) for field in dataclasses.fields(MemoryBudget)},
             limit_bytes=self._limit_bytes,
-            least_bytes=self._budgets.least_limit_bytes(self._shape),
+            least_bytes=self._budgets.min_limit_bytes(self._shape),
             **untrusted_bytes(self._manifest, self._shape, self._limit_bytes),
             **regions.memory(self._manifest),
             follows=self._wanted.follows,
@@ -405,7 +410,7 @@ class _Planning:
         )
 
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
-        limit = self._budgets.least_limit_bytes(self._shape)
+        limit = self._budgets.min_limit_bytes(self._shape)
         chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
         reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
         raise LimitTooSmall(

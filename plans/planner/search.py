@@ -21,14 +21,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.read_sizes import depths
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Mode, Plan
-from neuronpipe.plans.plan.memory_budget import MIB, Budgets, least_chunk_tokens, usable_bytes
+from neuronpipe.plans.plan.memory_budget import MIB, Budgets, min_chunk_tokens, usable_bytes
 from neuronpipe.plans.plan.segment_sizes import RunShape
-from neuronpipe.plans.planner.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.planner.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSmall, PlanOptions, plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -89,7 +89,7 @@ class Candidate:
     """A choice: the device and the wish that name it, and the plan that it makes."""
 
     device: DeviceFacts
-    wanted: Wanted
+    wanted: PlanOptions
     plan: Plan
 
     @property
@@ -119,7 +119,7 @@ class Candidate:
 
 
 @frozen(kw_only=True)
-class Found:
+class SearchResult:
     """What was tried within a limit, and what is best.
 
     candidates: of each way the best
@@ -160,9 +160,9 @@ class Search:
         self,
         manifest: Manifest,
         space: Space,
-        wanted: Wanted,
+        wanted: PlanOptions,
         request: Request = USUAL,
-        heat: Heat | None = None,
+        heat: AccessFrequencies | None = None,
     ) -> None:
         self.manifest, self.space, self.wanted, self.request = manifest, space, wanted, request
         self._budgets, self._heat = Budgets(manifest), heat
@@ -171,13 +171,13 @@ class Search:
         self._ways: dict[int, Way | None] = {}
         self._limits: tuple[int, ...] | None = None
 
-    def within(self, limit_bytes: int | None) -> Found:
+    def within(self, limit_bytes: int | None) -> SearchResult:
         """The best choice within this limit (None: the device's share of what is available). Raises LimitTooSmall,
         and what `plan` raises for what the rules choose."""
         tried = self._try(limit_bytes)
         own_bytes = self.space.place(self.space.workers[0]).memory_bytes
         way = self._way_within(own_bytes if limit_bytes is None else limit_bytes)
-        return Found(
+        return SearchResult(
             candidates=tried.candidates,
             points=tried.points,
             rules=tried.rules,
@@ -208,7 +208,7 @@ class Search:
             self._limits = *(min(step, most) for step in steps), most
         return self._limits
 
-    def reaching(self, tokens_per_s: float, most_bytes: int | None = None) -> Found:
+    def reaching(self, tokens_per_s: float, most_bytes: int | None = None) -> SearchResult:
         """The smallest limit, up to most_bytes, within which this speed is expected, to within PRECISION of it; and
         of the choices that reach it within PROMPT_ALLOWANCE more, the one with the fastest usual request. Of a search
         whose request is ANSWER: its best speed grows with memory.
@@ -231,11 +231,11 @@ class Search:
                 low = middle
         return self._with_prompts(min(most, int(high * (1 + PROMPT_ALLOWANCE))), tokens_per_s)
 
-    def with_memory(self, found: Found, limit_bytes: int) -> Candidate:
+    def with_memory(self, found: SearchResult, limit_bytes: int) -> Candidate:
         """What would be chosen within another limit, for the same target. Raises as `within`."""
         return self._of_target(self.best(limit_bytes), found.target)
 
-    def with_more_workers(self, found: Found) -> Candidate | None:
+    def with_more_workers(self, found: SearchResult) -> Candidate | None:
         """The best with the way that was chosen and another worker on a core that no worker has; None where there is no
         such core, or no memory for it."""
         chosen = found.chosen
@@ -260,7 +260,7 @@ class Search:
         expected = self.best(limit_bytes).tokens_per_s
         return expected is not None and expected >= tokens_per_s
 
-    def _with_prompts(self, limit_bytes: int, tokens_per_s: float) -> Found:
+    def _with_prompts(self, limit_bytes: int, tokens_per_s: float) -> SearchResult:
         found = self.within(limit_bytes)
         way, chosen = found.chosen, self._of_target(found.chosen, tokens_per_s)
         candidates = tuple(chosen if one is way else one for one in found.candidates)
@@ -374,7 +374,7 @@ class Search:
         matrices = start.plan.compute.held_matrices if held else None
         made = {_shares(start.plan): start}
         for depth in self._depths(start):
-            least = least_chunk_tokens(RunShape.of(start.plan.compute))
+            least = min_chunk_tokens(RunShape.of(start.plan.compute))
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > least), least):
                 wanted = dataclasses.replace(
                     start.wanted,
@@ -394,7 +394,7 @@ class Search:
             return (start.plan.flash.depth,)
         return depths(start.device.flash)
 
-    def _candidate(self, device: DeviceFacts, wanted: Wanted) -> Candidate:
+    def _candidate(self, device: DeviceFacts, wanted: PlanOptions) -> Candidate:
         made = plan(self.manifest, device, wanted, self._budgets, self._heat)
         return Candidate(device=device, wanted=wanted, plan=made)
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, PlanOptions, plan
 
 MAX_SEQUENCES = 4  # more are to be had by asking for them
 MAX_LOSS = 0.1  # of the speed that one text has where there is room for no other
 
 
-def plan_for_several(manifest: Manifest, device: DeviceFacts, wanted: Wanted, heat: Heat | None = None) -> Plan:
+def plan_for_several(
+    manifest: Manifest, device: DeviceFacts, wanted: PlanOptions, heat: AccessFrequencies | None = None
+) -> Plan:
     """The plan with room for the most texts, up to MAX_SEQUENCES, that loses at most MAX_LOSS of the expected speed of
     one text; `wanted.sequences` does not count. Its first reason says why so many.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from neuronpipe.plans.cost.activation_rates import Rates, touched
+from neuronpipe.plans.cost.activation_rates import ActivationRates, touched_share
 from neuronpipe.plans.package.layout import PAGE_BYTES, SlotPlaces
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.plans.plan.segment_sizes import slots_layout
-from neuronpipe.plans.planner.cluster_allocation import Slots, allocate
+from neuronpipe.plans.planner.cluster_allocation import PartSlots, allocate_pins
 from neuronpipe.protocol.frozen import frozen
 
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
@@ -62,9 +62,9 @@ class Regions:
         }
 
 
-def fill(
+def allocate_slots(
     manifest: Manifest,
-    rates: Rates,
+    rates: ActivationRates,
     *,
     mode: Mode,
     workers: int,
@@ -86,7 +86,7 @@ def fill(
         filling = _Filling(manifest, rates, mode, workers, texts, whole, places, lendable_bytes)
         # Value slots begin with a page; larger than one, the last of them may end in another than the budget does.
         left = budget - PAGE_BYTES if places.moved_bytes else budget
-        if (made := filling.fill(left, cache=cache, cache_tokens=cache_tokens)) is not None:
+        if (made := filling.allocate_slots(left, cache=cache, cache_tokens=cache_tokens)) is not None:
             return made
     return None
 
@@ -95,7 +95,7 @@ class _Filling:
     def __init__(
         self,
         manifest: Manifest,
-        rates: Rates,
+        rates: ActivationRates,
         mode: Mode,
         workers: int,
         texts: int,
@@ -117,7 +117,7 @@ class _Filling:
         self._trigger_bytes, self._value_bytes = places.trigger_bytes, places.value_bytes
         self._both_bytes = places.both_bytes
 
-    def fill(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
+    def allocate_slots(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
         if cache and not cache_tokens and budget >= self._all * self._both_bytes:
             return self._everything()
         window_blocks, moving = self._block_window(budget if cache else 0)
@@ -128,7 +128,7 @@ class _Filling:
             triggers = values = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
         elif cache_tokens:
-            used = touched(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
+            used = touched_share(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
             triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
             reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         else:
@@ -140,14 +140,16 @@ class _Filling:
         if cache and not cache_tokens:
             lent = self._lent(moving, triggers, values) if self._lendable_bytes else lent
             of_triggers, of_values = (
-                Slots(part=part, count=own + more, moving=moving, reserved=reserved, slot_bytes=size, lent=more)
+                PartSlots(part=part, count=own + more, moving=moving, reserved=reserved, slot_bytes=size, lent=more)
                 for part, own, more, reserved, size in (
                     ("trigger", triggers, lent[0], reserved_triggers, self._trigger_bytes),
                     ("value", values, lent[1], reserved_values, self._value_bytes),
                 )
             )
             slots = of_triggers, of_values
-            made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
+            made = allocate_pins(
+                self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots
+            )
             pins, free = made.pins, self._least_free(slots, made.most)
             reasons += made.reasons
         if self._mixture and free >= OPEN_LAYER_FROM * self._experts * self._layout.clusters:
@@ -236,7 +238,7 @@ class _Filling:
         """Return the clusters that may be moving while every worker has such a part of a layer open."""
         return 2 * window_blocks * self._workers * self._layout.block_clusters
 
-    def _least_free(self, slots: tuple[Slots, Slots], pinned: tuple[int, int]) -> int:
+    def _least_free(self, slots: tuple[PartSlots, PartSlots], pinned: tuple[int, int]) -> int:
         """Slots of either part that nothing stays in; a part that is all there counts as what a whole model has."""
         free = (
             one.count if one.count == self._all else one.count - staying
@@ -249,6 +251,6 @@ class _Filling:
         evicted."""
         if slots == self._all:
             return 0
-        wanted = self._rates.chosen * touched(share, self._layout.cluster_neurons) * self._all
+        wanted = self._rates.chosen * touched_share(share, self._layout.cluster_neurons) * self._all
         missed = wanted * (1 - self._rates.activations_within(slots / self._all))
         return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))

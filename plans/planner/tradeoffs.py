@@ -11,7 +11,7 @@ from typing import Any
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected
 from neuronpipe.plans.plan.memory_budget import MIB
-from neuronpipe.plans.planner.search import MIN_GAIN, USUAL, Candidate, Found, Search
+from neuronpipe.plans.planner.search import MIN_GAIN, USUAL, Candidate, Search, SearchResult
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def binds(expected: Expected) -> str | None:
     return max(times_ms, key=lambda name: times_ms[name])
 
 
-def describe(search: Search, found: Found) -> dict[str, Any]:
+def describe(search: Search, found: SearchResult) -> dict[str, Any]:
     """The candidates within the limit of what was found, fastest first; what a GiB or a core more would buy; speed over
     memory."""
     chosen = found.chosen
@@ -50,7 +50,7 @@ def describe(search: Search, found: Found) -> dict[str, Any]:
     }
 
 
-def _speed_over_memory(search: Search, found: Found) -> list[dict[str, Any]]:
+def _speed_over_memory(search: Search, found: SearchResult) -> list[dict[str, Any]]:
     rows = []
     for limit in search.limits_bytes()[::2]:
         try:

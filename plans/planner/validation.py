@@ -114,7 +114,7 @@ class _Check:
         self._within("compute.held_blocks", len(compute.held_blocks), 0, compute.sequences)
         for held in compute.held_blocks:
             self._within("compute.held_blocks", held, 0, blocks)
-        if compute.held_blocks and not compute.most_held_blocks():
+        if compute.held_blocks and not compute.max_offloaded_blocks():
             self._fail("compute.held_blocks", "none at all; leave the accelerator out")
         if len(compute.held_blocks) > 1 and runtime_of(compute.accelerator_backend()):
             self._fail("compute.held_blocks", "as many for any number of texts: else its numerics would depend on that")
@@ -238,7 +238,7 @@ class _Check:
             "moved_scales_bytes": places.moved_bytes,
             "slots_bytes": slots_layout(self._manifest, *slots, moved=memory.are_scales_moved).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
-            "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
+            "least_bytes": Budgets(self._manifest).min_limit_bytes(shape),
             **untrusted_bytes(self._manifest, shape, memory.limit_bytes),
             "accelerator_bytes": accelerator_bytes(self._manifest, shape),
         }

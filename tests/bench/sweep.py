@@ -34,7 +34,7 @@ from neuronpipe.launch.planning import DEMO, Planned, add_package_argument, add_
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.plan.document import Plan  # noqa: E402
 from neuronpipe.plans.planner.planner import LimitTooSmall  # noqa: E402
-from neuronpipe.plans.planner.search import USUAL, Candidate, Found, Search  # noqa: E402
+from neuronpipe.plans.planner.search import USUAL, Candidate, Search, SearchResult  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402
@@ -59,7 +59,7 @@ def knobs(made: Plan) -> dict[str, Any]:
     return dict(zip(KNOBS, values, strict=True))
 
 
-def trials(search: Search, found: Found, names: Iterable[str] = KNOBS) -> list[Trial]:
+def trials(search: Search, found: SearchResult, names: Iterable[str] = KNOBS) -> list[Trial]:
     """The chosen plan first; then the best of every other way, and those of its own way with one knob turned. Only the
     knobs named are turned."""
     chosen, turned = knobs(found.chosen.plan), set(names)

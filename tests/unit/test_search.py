@@ -16,7 +16,7 @@ from neuronpipe.plans.plan.document import Mode, Plan
 from neuronpipe.plans.plan.memory_budget import Budgets
 from neuronpipe.plans.planner import search as searching
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, PlanOptions, plan
 from neuronpipe.plans.planner.search import (
     ANSWER,
     MIN_GAIN,
@@ -47,9 +47,9 @@ def space(*workers: int, modes: tuple[Mode, ...] = ("exact",), memory_bytes: int
 
 
 def search(
-    made_for: Manifest = LARGE, wanted: Wanted | None = None, request: Request = USUAL, **of_space: Any
+    made_for: Manifest = LARGE, wanted: PlanOptions | None = None, request: Request = USUAL, **of_space: Any
 ) -> Search:
-    return Search(made_for, space(**of_space), wanted or Wanted(), request)
+    return Search(made_for, space(**of_space), wanted or PlanOptions(), request)
 
 
 def speed(made: Plan) -> float:
@@ -119,7 +119,7 @@ def test_going_back_to_the_rules_never_loses_speed(monkeypatch: pytest.MonkeyPat
     least, *_, most = search().limits_bytes()
 
     def expecting(
-        made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None, heat: None = None
+        made_for: Manifest, facts: DeviceFacts, wanted: PlanOptions, budgets: Budgets | None = None, heat: None = None
     ) -> Plan:
         made = plan(made_for, facts, wanted, budgets)
         share = math.log((wanted.memory_bytes or 1) / least) / math.log(most / least)
@@ -146,7 +146,9 @@ def test_a_chunk_of_prompts_is_small_where_its_memory_is_worth_more_to_neurons()
     assert tight.plan.compute.prefill_chunk_tokens < 512 == everything.plan.compute.prefill_chunk_tokens
     for limit in one.limits_bytes()[3:]:
         found = one.within(limit)
-        by_rules = plan(LARGE, found.chosen.device, Wanted(memory_bytes=limit, bundle=found.chosen.plan.flash.bundle))
+        by_rules = plan(
+            LARGE, found.chosen.device, PlanOptions(memory_bytes=limit, bundle=found.chosen.plan.flash.bundle)
+        )
         assert one.ms(found.chosen) <= USUAL.ms(by_rules.expected)
 
 
@@ -162,7 +164,7 @@ def test_more_reads_at_once_are_planned_where_they_are_worth_their_buffers(monke
     def place(count: int) -> DeviceFacts:
         return dataclasses.replace(device(count, GIB), flash=curve)
 
-    one = Search(LARGE, dataclasses.replace(space(2), place=place), Wanted())
+    one = Search(LARGE, dataclasses.replace(space(2), place=place), PlanOptions())
     found = one.within(300 * MIB)
     assert found.by_rules is not None
     assert found.by_rules.plan.flash.depth == 8
@@ -171,7 +173,7 @@ def test_more_reads_at_once_are_planned_where_they_are_worth_their_buffers(monke
 
 
 def test_a_usual_request_is_its_prompt_and_its_answer() -> None:
-    expected = plan(LARGE, device(memory_bytes=8 * GIB), Wanted()).expected
+    expected = plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
     known = dataclasses.replace(expected, tokens_per_s=10.0, prefill_tokens_per_s=100.0)
     assert Request(prompt_tokens=200, answer_tokens=50).ms(known) == pytest.approx(2000 + 5000)
     assert ANSWER.ms(known) == pytest.approx(100)
@@ -225,7 +227,7 @@ def test_without_measurements_the_rules_decide_and_it_is_said() -> None:
     found = one.within(GIB)
     assert found.chosen is found.rules
     assert found.reasons() == ()
-    assert found.chosen.plan == plan(LARGE, one.space.place(2), Wanted(memory_bytes=GIB, mode="exact"))
+    assert found.chosen.plan == plan(LARGE, one.space.place(2), PlanOptions(memory_bytes=GIB, mode="exact"))
     assert "so nothing can be compared: the rules decide" in render(describe(one, found))
 
 
@@ -236,7 +238,7 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
     """What plans/cost/token_time.py expects is replaced, so that the difference is what the name says."""
 
     def expecting(
-        made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None, heat: None = None
+        made_for: Manifest, facts: DeviceFacts, wanted: PlanOptions, budgets: Budgets | None = None, heat: None = None
     ) -> Plan:
         made = plan(made_for, facts, wanted, budgets)
         tokens_per_s = 10.0 * (slower if len(made.compute.decode_workers()) == 2 else 1.0)
@@ -253,7 +255,7 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
 def test_of_choices_that_are_alike_the_one_with_fewer_workers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reaches 28 of the 33 GB/s that two reach; a third and a fourth add nothing."""
     monkeypatch.setattr(searching, "MIN_GAIN", 0.1)
-    found = Search(manifest(), space(1, 2, 3, 4), Wanted(), ANSWER).within(GIB)
+    found = Search(manifest(), space(1, 2, 3, 4), PlanOptions(), ANSWER).within(GIB)
     speeds = {one.workers: one.tokens_per_s for one in found.candidates}
     assert speeds[2] == speeds[3] == speeds[4]
     assert found.chosen.workers == 2
@@ -271,7 +273,7 @@ def test_a_limit_that_is_too_small_for_the_workers_of_the_rules_is_met_with_fewe
 
 
 def test_how_clusters_are_read_is_tried_both_ways_unless_it_was_left_out() -> None:
-    half = Wanted(ffn_resident_share=0.3)
+    half = PlanOptions(ffn_resident_share=0.3)
     assert {one.plan.flash.bundle for one in search(wanted=half).within(None).candidates} == {True, False}
     for wanted in (dataclasses.replace(half, without=frozenset({"bundle"})), dataclasses.replace(half, bundle=False)):
         assert {one.plan.flash.bundle for one in search(wanted=wanted).within(None).candidates} == {False}
@@ -351,14 +353,14 @@ def test_a_core_that_makes_requests_slower_is_said_to_buy_nothing() -> None:
 
 
 def test_there_is_no_core_to_add_where_all_compute() -> None:
-    one = Search(LARGE, space(4), Wanted())
+    one = Search(LARGE, space(4), PlanOptions())
     described = describe(one, one.within(GIB))
     assert described["one_more_core"] is None
     assert "there is none that computes as fast" in render(described)
 
 
 def test_what_neither_memory_nor_flash_explains_is_computing() -> None:
-    expected = plan(LARGE, device(memory_bytes=8 * GIB), Wanted()).expected
+    expected = plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
     assert binds(expected) == "DRAM"
     assert expected.tokens_per_s is not None
     assert binds(dataclasses.replace(expected, tokens_per_s=expected.tokens_per_s / 3)) == "compute"
@@ -371,7 +373,7 @@ def test_a_47b_is_searched_in_seconds() -> None:
     large = mixture_of_3_700_000_clusters()
     assert large.clusters > 3_600_000
     of_space: dict[str, Any] = {"modes": ("exact", "predicted"), "memory_bytes": 16 * GIB}
-    one = Search(large, space(3, 1, 2, 4, **of_space), Wanted(), ANSWER)
+    one = Search(large, space(3, 1, 2, 4, **of_space), PlanOptions(), ANSWER)
     described: dict[str, Any] = {}
     assert python_loops(lambda: described.update(describe(one, one.reaching(1.0)))) < 100  # some five seconds
     assert described["plans_compared"] > 300

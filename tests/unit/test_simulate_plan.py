@@ -12,7 +12,7 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.simulate.device_description import described
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel, read_device
 from neuronpipe.plans.lab.simulate.models import model_named
@@ -21,13 +21,13 @@ from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
 from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
 from neuronpipe.plans.lab.simulate.task_times import PlannedCosts
 from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
-from neuronpipe.plans.lab.simulate.workload import Wanted as WantedNeurons
+from neuronpipe.plans.lab.simulate.workload import PlanOptions as WantedNeurons
 from neuronpipe.plans.lab.simulate.workload import Workload, in_clusters
 from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts, plan
+from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 
 
@@ -46,7 +46,7 @@ def facts_of(phone: DeviceModel, manifest: Manifest) -> DeviceFacts:
 
 
 def planned(phone: DeviceModel, manifest: Manifest, share: float, *, bundle: bool | None = None) -> Plan:
-    return plan(manifest, facts_of(phone, manifest), Wanted(ffn_resident_share=share, bundle=bundle))
+    return plan(manifest, facts_of(phone, manifest), PlanOptions(ffn_resident_share=share, bundle=bundle))
 
 
 def steps(seed: int, tokens: int, layers: int, clusters: int) -> list[list[Ids]]:
@@ -144,7 +144,7 @@ def test_a_loader_without_a_core_of_its_own_takes_the_workers_time(phone: Device
     facts, made = facts_of(phone, manifest), planned(phone, manifest, 0.5)
 
     def costs(shared: bool) -> PlannedCosts:
-        cost = Cost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
+        cost = WorkCost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
         return PlannedCosts(manifest, made, cost, 1000.0, 100.0)
 
     assert costs(False).read(8, 4096, 8, first=False).loader_s == 0
@@ -202,7 +202,7 @@ def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode:
     """Experts of a mixture were simulated neuron by neuron: nine times slower than planned, with nothing ever found."""
     phone, made_for = read_device(device), unmade_manifest(model_named(name))
     facts = facts_of(phone, made_for)
-    wanted = Wanted(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
+    wanted = PlanOptions(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
     made = plan(made_for, facts, wanted)
     run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
     texts, sampled = texts_of(made_for, mode, Wishes(tokens=12), None)
