@@ -20,19 +20,12 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, device_facts
-from neuronpipe.plans.planner.search import (
-    ANSWER,
-    MIN_GAIN,
-    PRECISION,
-    PROMPT_ALLOWANCE,
-    USUAL,
-    Search,
-    SearchResult,
-    Space,
-)
-from neuronpipe.plans.planner.sequence_count import plan_for_several
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
+from neuronpipe.plans.planner.sequence_count import plan_for_sequences
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -76,12 +69,12 @@ def searched(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    heat = AccessFrequencies.of(subject.manifest, subject.read_activity)
-    result = _Searching(arguments, subject, gateway, wanted, heat).result()
+    frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
+    result = _Searching(arguments, subject, gateway, wanted, frequencies).result()
     chosen, made, target = result.found.chosen, result.found.chosen.plan, arguments.target_speed
     if several and arguments.sequences is None and target is None:
-        anew = dataclasses.replace(chosen.wanted, held_blocks=None, held_matrices=None)
-        made = plan_for_several(subject.manifest, chosen.device, anew, heat)
+        anew = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
+        made = plan_for_sequences(subject.manifest, chosen.device, anew, frequencies)
     said = [*result.found.reasons(), *result.said, *filter(None, [subject.prompts.reason])]
     if target is not None:
         said.append(
@@ -97,7 +90,7 @@ class _Searching:
     subject: Subject
     gateway: bool
     wanted: PlanOptions
-    heat: AccessFrequencies | None
+    frequencies: AccessFrequencies | None
 
     def result(self) -> _Result:
         asked, limit_bytes = dict(self.arguments.backend).get(ACCELERATOR), self.arguments.gpu_memory
@@ -132,7 +125,9 @@ class _Searching:
         if self.wanted.follows:
             memory_bytes = int(FOLLOWED_LIMIT * self.subject.device.memory_total_bytes)
         space = self._space(accelerator, backend)
-        search = Search(self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.heat)
+        search = Search(
+            self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.frequencies
+        )
         if target is None:
             return _Result(search, search.within(memory_bytes))
         most_bytes = space.place(space.workers[0]).memory_bytes

@@ -74,7 +74,7 @@ class Bench:
     measured: list[Case] = field(default_factory=list)
 
     @cached_property
-    def _heat(self) -> AccessFrequencies | None:
+    def _frequencies(self) -> AccessFrequencies | None:
         return AccessFrequencies.of(self.package.manifest, self.package.read_activity)
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
-        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._heat)
+        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._frequencies)
         return row | {"planned": figures, "error": errors(row, figures)}
 
 

@@ -25,14 +25,14 @@ def planned(
     case: Case,
     batch: int,
     before: Sequence[Case] = (),
-    heat: AccessFrequencies | None = None,
+    frequencies: AccessFrequencies | None = None,
 ) -> dict[str, float]:
     """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, as
     these count for its memory; heat: of the package. A figure that is not planned, or that nothing was measured for, is
     absent: what a prompt reads is not planned, only its time."""
     one = expected(
         manifest,
-        rates(manifest, plan.compute.mode, heat),
+        rates(manifest, plan.compute.mode, frequencies),
         plan.compute,
         plan.memory,
         plan.flash,
@@ -62,7 +62,9 @@ def planned(
 
 
 def _held_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
-    return peak_bytes(manifest, plan, texts=batch, text_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens)
+    return peak_bytes(
+        manifest, plan, sequences=batch, sequence_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens
+    )
 
 
 def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, float | None]:

@@ -21,8 +21,9 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import GATEWAY, Plan
 from neuronpipe.plans.plan.memory_budget import Budgets
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions
-from neuronpipe.plans.planner.planner import plan as make_plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.runtime.implementations import Implementations
@@ -73,7 +74,7 @@ def small_plan(package: Package, plan: Plan) -> Plan:
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
         context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),
         mode=plan.compute.mode,
-        held_blocks=(plan.compute.max_offloaded_blocks(),) if plan.compute.held_blocks else None,
+        offloaded_blocks=(plan.compute.max_offloaded_blocks(),) if plan.compute.held_blocks else None,
     )
     made = make_plan(manifest, facts, wanted)
     return replace(made, compute=replace(made.compute, spin_us=0))

@@ -34,8 +34,9 @@ PartCounts = tuple[int, int]
 class BorrowableMemory:
     """The memory of a run that slots may borrow, and how much of it sequences and prompts reserve.
 
-    chunk_tokens: maximum of a prompt's step kv_bytes: of all KV slots at full length stage_bytes: of the stage of
-    the largest prompt step
+    chunk_tokens: maximum of a prompt's step
+    kv_bytes: of all KV slots at full length
+    stage_bytes: of the stage of the largest prompt step
     """
 
     manifest: Manifest
@@ -76,7 +77,8 @@ class BorrowableMemory:
     def reserved_bytes(self, kv_tokens: Sequence[int], stage_tokens: int) -> int:
         """Return the bytes reserved for keys and values of these lengths, and for a prompt's stage.
 
-        kv_tokens: one length for every KV slot stage_tokens: as returned by stage_tokens; 0 without a prompt
+        kv_tokens: one length for every KV slot
+        stage_tokens: as returned by stage_tokens; 0 without a prompt
         """
         kv_bytes = min(self.kv_bytes, sum(map(self._slot_bytes, kv_tokens)))
         if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
@@ -138,10 +140,11 @@ def reclaim_slots(
 ) -> PartCounts:
     """Return the slots that remain after `reclaimed_bytes` are given back.
 
-    If every token reads all triggers in turn, a trigger without a slot evicts another one, so value slots are
-    reclaimed first. Otherwise neurons are used whole or not at all, and equal numbers of both parts are reclaimed.
+    If every token reads all triggers in turn, a trigger without a slot evicts another one, so value slots are reclaimed
+    first. Otherwise neurons are used whole or not at all, and equal numbers of both parts are reclaimed.
 
-    min_slots: slots of either part that always remain in_pairs: reclaim equal numbers of both parts
+    min_slots: slots of either part that always remain
+    in_pairs: reclaim equal numbers of both parts
     """
     if in_pairs:
         count = -(-reclaimed_bytes // sum(slot_bytes))

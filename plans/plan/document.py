@@ -209,8 +209,8 @@ class Flash:
 class Expected:
     """The planner's expectation for one decoded token and for a prompt.
 
-    A time is None if the device was not measured. miss_rate is the share of the cluster parts looked up by a token
-    that are not in memory; where a value part is read with its trigger part, only trigger parts count.
+    A time is None if the device was not measured. miss_rate is the share of the cluster parts looked up by a token that
+    are not in memory; where a value part is read with its trigger part, only trigger parts count.
     """
 
     sequential_bytes_per_token: int  # from memory, sequentially

@@ -200,8 +200,8 @@ def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens:
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:
     """Return the private memory of participants.
 
-    It has prepared vectors of each token (in two types, if predictors need another), results of rows, attention
-    scores, and the state of a mixture's open clusters.
+    It has prepared vectors of each token (in two types, if predictors need another), results of rows, attention scores,
+    and the state of a mixture's open clusters.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(model.width, model.query_width)
@@ -221,8 +221,8 @@ def min_chunk_tokens(shape: RunShape) -> int:
 
 
 class Budgets:
-    """A cache of memory budgets of one package, for a planner that makes many plans: each shape and chunk is laid out
-    once."""
+    """A cache of memory budgets of one package, for a planner that makes many plans: each shape and chunk is laid
+    out once."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -252,8 +252,8 @@ class Budgets:
         return self._min_budgets[shape]
 
     def min_slots_bytes(self, workers: int) -> int:
-        """Return the bytes of the fewest slots: every worker has one block open, and an equal number is free or being
-        read."""
+        """Return the bytes of the fewest slots: every worker has one block open, and an equal number is free or
+        being read."""
         if workers not in self._min_slots:
             slots = 2 * workers * self._manifest.layout.block_clusters
             self._min_slots[workers] = slots_layout(self._manifest, slots, slots).total_bytes

@@ -29,8 +29,8 @@ MATRICES = ("output", "qkv", "attention_output")
 class Accelerator:
     """A device that computes the hottest blocks of decode steps.
 
-    is_processor: it computes on the decode workers' cores limit_bytes: maximum of its memory that it may take, by
-    request
+    is_processor: it computes on the decode workers' cores
+    limit_bytes: maximum of its memory that it may take, by request
     """
 
     name: str
@@ -115,7 +115,8 @@ def offload_bytes(manifest: Manifest, blocks: int, batch: int, backend: str) -> 
 
 
 def blocks_within(manifest: Manifest, limit_bytes: int, batch: int, backend: str = "") -> int:
-    """Return the maximum of blocks of every feed-forward that fit the limit with steps of `batch` sequences; may be 0."""
+    """Return the maximum of blocks of every feed-forward that fit the limit with steps of `batch` sequences; may be
+    0."""
     numbers = range(manifest.layout.blocks, 0, -1)
     return next((blocks for blocks in numbers if offload_bytes(manifest, blocks, batch, backend) <= limit_bytes), 0)
 
@@ -184,8 +185,8 @@ def offload_shape(
 ) -> RunShape:
     """Return the shape with the blocks and matrices that the accelerator is to have room for.
 
-    blocks, matrices: by request, as in `Compute`; None: the blocks that fit and, for an unmeasured device, the
-    matrices that fit besides all blocks
+    blocks, matrices: by request, as in `Compute`; None: the blocks that fit and, for an unmeasured device, the matrices
+    that fit besides all blocks
 
     Raises UserError if not one block fits.
     """
@@ -235,7 +236,8 @@ def offload_reasons(
         if accelerator.is_processor:
             why += "; it computes on the decode workers' own cores, so that it makes none shorter"
     return (
-        f"the first {show_offloaded_blocks(compute.held_blocks)} of {manifest.layout.blocks} blocks of every feed-forward"
+        f"the first {show_offloaded_blocks(compute.held_blocks)} of {manifest.layout.blocks} blocks of every "
+        f"feed-forward"
         f"{show_offloaded_matrices(compute.held_matrices)} are computed by {accelerator.name}, {bits}: "
         f"{memory.accelerator_bytes >> 20} MiB{location} ({why}); "
         f"while it is lost the decode workers compute them{fallback}, from memory and flash",

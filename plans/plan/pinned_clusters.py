@@ -82,8 +82,8 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
 def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:
     """Return the clusters that stay pinned when there are fewer slots than the plan has.
 
-    The counts of all feed-forwards shrink by the same share, so that `moving` slots remain unpinned. If every
-    cluster has a slot, all pins stay.
+    The counts of all feed-forwards shrink by the same share, so that `moving` slots remain unpinned. If every cluster
+    has a slot, all pins stay.
 
     clusters: of the whole model
     """

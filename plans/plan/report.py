@@ -63,13 +63,15 @@ def explain(plan: Plan) -> str:
     lines += [
         "",
         f"compute  mode {compute.mode}, "
-        f"{compute.sequences} sequence(s) of {compute.context_tokens} tokens, prefill {compute.prefill_chunk_tokens} tokens at a time",
+        f"{compute.sequences} sequence(s) of {compute.context_tokens} tokens, "
+        f"prefill {compute.prefill_chunk_tokens} tokens at a time",
     ]
     for process in compute.processes:
         core = "any core" if process.core is None else f"core {process.core}"
         by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
         if process.role == ACCELERATOR:
-            by += f": {named(compute.device_name)}, {show_offloaded_blocks(compute.held_blocks)} blocks of every feed-forward"
+            blocks = show_offloaded_blocks(compute.held_blocks)
+            by += f": {named(compute.device_name)}, {blocks} blocks of every feed-forward"
             by += show_offloaded_matrices(compute.held_matrices)
         lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
     flash = plan.flash
@@ -131,9 +133,8 @@ def _expectation_lines(plan: Plan) -> list[str]:
         size_cell = " " * 13 if size is None else _size(size)
         lines.append(f"  {name:<19}{size_cell}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
     if expected.prefill_tokens_per_s is not None:
-        lines.append(
-            f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {show_number(expected.prefill_tokens_per_s)} tokens/s"
-        )
+        speed = show_number(expected.prefill_tokens_per_s)
+        lines.append(f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {speed} tokens/s")
     return lines
 
 

@@ -28,8 +28,8 @@ FLOAT_BYTES = 4
 class RuntimeCost:
     """Memory of one runtime, in bytes.
 
-    Some runtimes store a graph's weights as long as the graph exists (`keeps`); others free them after each product,
-    so that only the largest counts, once.
+    Some runtimes store a graph's weights as long as the graph exists (`keeps`); others free them after each product, so
+    that only the largest counts, once.
     """
 
     base_bytes: int  # libraries, with numpy
@@ -56,7 +56,8 @@ def runtime_of(backend: str) -> RuntimeCost | None:
 
 
 def graph_tokens(max_tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the graphs for steps of up to `max_tokens` tokens. Longer steps run several graphs in turn."""
+    """Return the lengths of the graphs for steps of up to `max_tokens` tokens. Longer steps run several graphs in
+    turn."""
     shorter = [tokens for tokens in GRAPH_TOKENS if tokens < max_tokens]
     return (*shorter, *GRAPH_TOKENS[len(shorter) : len(shorter) + 1])
 
@@ -64,8 +65,8 @@ def graph_tokens(max_tokens: int) -> tuple[int, ...]:
 def graphs_for(tokens: int, lengths: Sequence[int]) -> list[int]:
     """Return the lengths of the graphs that compute these tokens one after the other.
 
-    The longest graph is used while it is full. The remaining tokens take the shortest graph that fits them, or
-    several of the next shorter one if these cost less.
+    The longest graph is used while it is full. The remaining tokens take the shortest graph that fits them, or several
+    of the next shorter one if these cost less.
 
     lengths: available lengths, ascending
     """

@@ -71,8 +71,7 @@ class RunShape:
 def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
     """Return the blocks of neurons in one external matrix product.
 
-    All products of a layer have nearly the same size, since their graphs have one size. A small block window limits
-    it.
+    All products of a layer have nearly the same size, since their graphs have one size. A small block window limits it.
     """
     return min(_even_blocks(layout, layout.blocks), window_blocks)
 

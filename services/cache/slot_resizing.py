@@ -7,7 +7,7 @@ while memory is short.
     requested   the loader has freed their memory: the reservation holds                        steady
     steady      more slots are needed: they are used at once                                    steady
 
-PartCounts beyond the new end are emptied whatever they hold; hot clusters among them are read again. A loader that does not
+Slots beyond the new end are emptied whatever they hold; hot clusters among them are read again. A loader that does not
 answer `Trim` within a second never will: `Trim` is optional in the protocol.
 """
 

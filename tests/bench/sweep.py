@@ -33,8 +33,9 @@ from neuronpipe.launch.formats import parse_bytes, parse_share, parse_speed, sho
 from neuronpipe.launch.planning import DEMO, Planned, add_package_argument, add_plan_arguments, planned  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.plan.document import Plan  # noqa: E402
-from neuronpipe.plans.planner.planner import LimitTooSmall  # noqa: E402
-from neuronpipe.plans.planner.search import USUAL, Candidate, Search, SearchResult  # noqa: E402
+from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult  # noqa: E402
+from neuronpipe.plans.planner.plan_options import LimitTooSmall  # noqa: E402
+from neuronpipe.plans.planner.search import Search  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402
@@ -65,7 +66,7 @@ def trials(search: Search, found: SearchResult, names: Iterable[str] = KNOBS) ->
     chosen, turned = knobs(found.chosen.plan), set(names)
     made = [chosen | {"chosen": True}]
     plans = [found.chosen.plan]
-    for one in (*found.candidates, *search.variants(found.chosen)):
+    for one in (*found.candidates, *search.refinements(found.chosen)):
         others = knobs(one.plan)
         differ = {name for name in KNOBS if others[name] != chosen[name]}
         by_way = differ & set(WAY)

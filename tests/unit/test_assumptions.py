@@ -8,7 +8,8 @@ import pytest
 from neuronpipe.plans.package.activity_profile import ActivityProfile
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.planner.planner import PlanOptions, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import CURVE, device, manifest, predicted
@@ -23,7 +24,7 @@ COUNTED = ActivityProfile(
 
 def assumed(made_for: Manifest, wanted: PlanOptions = TIGHT, **facts: object) -> str:
     """The reasons that say so."""
-    made = plan(made_for, dataclasses.replace(device(), **facts), wanted)  # type: ignore[arg-type]
+    made = make_plan(made_for, dataclasses.replace(device(), **facts), wanted)  # type: ignore[arg-type]
     return "\n".join(reason for reason in made.reasons if "assumed, " in reason or "was measured through" in reason)
 
 

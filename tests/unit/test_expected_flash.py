@@ -18,7 +18,9 @@ from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Expected, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import GIB, SPEED, device, manifest, predicted
@@ -35,7 +37,7 @@ def with_read_delay(us: float) -> DeviceProfile:
 
 def planned(measured: DeviceProfile | None, **wishes: object) -> Plan:
     facts: DeviceFacts = dataclasses.replace(device(memory_bytes=8 * GIB), profile=measured, memory_speed=SPEED)
-    return plan(M, facts, PlanOptions(**wishes))  # type: ignore[arg-type]
+    return make_plan(M, facts, PlanOptions(**wishes))  # type: ignore[arg-type]
 
 
 def exposed_ms(expected: Expected) -> float:

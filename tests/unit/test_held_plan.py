@@ -20,7 +20,9 @@ from neuronpipe.plans.plan.offloaded_blocks import (
 )
 from neuronpipe.plans.plan.report import explain
 from neuronpipe.plans.plan.runtime_memory import offload_runtime_bytes
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -58,7 +60,7 @@ def made(
         flash=CURVE if measured else None,
         memory_speed=SPEED if measured else None,
     )
-    return plan(MANIFEST, facts, PlanOptions(**wanted))  # type: ignore[arg-type]
+    return make_plan(MANIFEST, facts, PlanOptions(**wanted))  # type: ignore[arg-type]
 
 
 def test_it_gets_as_many_blocks_as_its_memory_holds() -> None:

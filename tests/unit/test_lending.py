@@ -23,7 +23,8 @@ from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import peak_bytes
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.segment_sizes import RunShape, fixed_layouts, open_clusters
-from neuronpipe.plans.planner.planner import PlanOptions, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.cache.memory_pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
@@ -60,8 +61,8 @@ CHUNK = 256
 
 def made(extra_bytes: int = 12 << 20, **wanted: Any) -> Plan:
     wish = PlanOptions(**{"sequences": 4, "prefill_chunk_tokens": CHUNK, **wanted})
-    least = plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=16 << 30)).memory.least_bytes
-    return plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=least + extra_bytes))
+    least = make_plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=16 << 30)).memory.least_bytes
+    return make_plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=least + extra_bytes))
 
 
 def lendable_of(one: Plan) -> BorrowableMemory:

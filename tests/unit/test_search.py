@@ -15,18 +15,12 @@ from neuronpipe.plans.package.manifest import FileEntry, Manifest
 from neuronpipe.plans.plan.document import Mode, Plan
 from neuronpipe.plans.plan.memory_budget import Budgets
 from neuronpipe.plans.planner import search as searching
+from neuronpipe.plans.planner.candidates import ANSWER, USUAL, Request, Space
+from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, LimitTooSmall, PlanOptions, plan
-from neuronpipe.plans.planner.search import (
-    ANSWER,
-    MIN_GAIN,
-    PRECISION,
-    PROMPT_ALLOWANCE,
-    USUAL,
-    Request,
-    Search,
-    Space,
-)
+from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
+from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
 from neuronpipe.plans.planner.tradeoffs import binds, describe, render
 from neuronpipe.protocol.errors import UserError
 
@@ -119,15 +113,19 @@ def test_going_back_to_the_rules_never_loses_speed(monkeypatch: pytest.MonkeyPat
     least, *_, most = search().limits_bytes()
 
     def expecting(
-        made_for: Manifest, facts: DeviceFacts, wanted: PlanOptions, budgets: Budgets | None = None, heat: None = None
+        made_for: Manifest,
+        facts: DeviceFacts,
+        wanted: PlanOptions,
+        budgets: Budgets | None = None,
+        frequencies: None = None,
     ) -> Plan:
-        made = plan(made_for, facts, wanted, budgets)
+        made = make_plan(made_for, facts, wanted, budgets)
         share = math.log((wanted.memory_bytes or 1) / least) / math.log(most / least)
         tokens_per_s = 20 + 10 * share if len(made.compute.decode_workers()) == 1 else 10 + 22 * share
         expected = dataclasses.replace(made.expected, tokens_per_s=tokens_per_s, prefill_tokens_per_s=1e9)
         return dataclasses.replace(made, expected=expected)
 
-    monkeypatch.setattr(searching, "plan", expecting)
+    monkeypatch.setattr(searching, "make_plan", expecting)
     one = search()
     found = [one.within(int(least * (most / least) ** (n / 50))) for n in range(51)]
     speeds = [speed(each.chosen.plan) for each in found]
@@ -146,7 +144,7 @@ def test_a_chunk_of_prompts_is_small_where_its_memory_is_worth_more_to_neurons()
     assert tight.plan.compute.prefill_chunk_tokens < 512 == everything.plan.compute.prefill_chunk_tokens
     for limit in one.limits_bytes()[3:]:
         found = one.within(limit)
-        by_rules = plan(
+        by_rules = make_plan(
             LARGE, found.chosen.device, PlanOptions(memory_bytes=limit, bundle=found.chosen.plan.flash.bundle)
         )
         assert one.ms(found.chosen) <= USUAL.ms(by_rules.expected)
@@ -173,7 +171,7 @@ def test_more_reads_at_once_are_planned_where_they_are_worth_their_buffers(monke
 
 
 def test_a_usual_request_is_its_prompt_and_its_answer() -> None:
-    expected = plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
+    expected = make_plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
     known = dataclasses.replace(expected, tokens_per_s=10.0, prefill_tokens_per_s=100.0)
     assert Request(prompt_tokens=200, answer_tokens=50).ms(known) == pytest.approx(2000 + 5000)
     assert ANSWER.ms(known) == pytest.approx(100)
@@ -227,7 +225,7 @@ def test_without_measurements_the_rules_decide_and_it_is_said() -> None:
     found = one.within(GIB)
     assert found.chosen is found.rules
     assert found.reasons() == ()
-    assert found.chosen.plan == plan(LARGE, one.space.place(2), PlanOptions(memory_bytes=GIB, mode="exact"))
+    assert found.chosen.plan == make_plan(LARGE, one.space.place(2), PlanOptions(memory_bytes=GIB, mode="exact"))
     assert "so nothing can be compared: the rules decide" in render(describe(one, found))
 
 
@@ -238,13 +236,17 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
     """What plans/cost/token_time.py expects is replaced, so that the difference is what the name says."""
 
     def expecting(
-        made_for: Manifest, facts: DeviceFacts, wanted: PlanOptions, budgets: Budgets | None = None, heat: None = None
+        made_for: Manifest,
+        facts: DeviceFacts,
+        wanted: PlanOptions,
+        budgets: Budgets | None = None,
+        frequencies: None = None,
     ) -> Plan:
-        made = plan(made_for, facts, wanted, budgets)
+        made = make_plan(made_for, facts, wanted, budgets)
         tokens_per_s = 10.0 * (slower if len(made.compute.decode_workers()) == 2 else 1.0)
         return dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=tokens_per_s))
 
-    monkeypatch.setattr(searching, "plan", expecting)
+    monkeypatch.setattr(searching, "make_plan", expecting)
     one = search(request=ANSWER)
     found = one.within(one.limits_bytes()[-1])  # where everything is resident
     assert (found.chosen is found.rules) is kept
@@ -360,7 +362,7 @@ def test_there_is_no_core_to_add_where_all_compute() -> None:
 
 
 def test_what_neither_memory_nor_flash_explains_is_computing() -> None:
-    expected = plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
+    expected = make_plan(LARGE, device(memory_bytes=8 * GIB), PlanOptions()).expected
     assert binds(expected) == "DRAM"
     assert expected.tokens_per_s is not None
     assert binds(dataclasses.replace(expected, tokens_per_s=expected.tokens_per_s / 3)) == "compute"

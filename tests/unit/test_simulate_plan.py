@@ -27,7 +27,9 @@ from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, device_facts, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 
 
@@ -46,7 +48,7 @@ def facts_of(phone: DeviceModel, manifest: Manifest) -> DeviceFacts:
 
 
 def planned(phone: DeviceModel, manifest: Manifest, share: float, *, bundle: bool | None = None) -> Plan:
-    return plan(manifest, facts_of(phone, manifest), PlanOptions(ffn_resident_share=share, bundle=bundle))
+    return make_plan(manifest, facts_of(phone, manifest), PlanOptions(ffn_resident_share=share, bundle=bundle))
 
 
 def steps(seed: int, tokens: int, layers: int, clusters: int) -> list[list[Ids]]:
@@ -203,7 +205,7 @@ def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode:
     phone, made_for = read_device(device), unmade_manifest(model_named(name))
     facts = facts_of(phone, made_for)
     wanted = PlanOptions(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
-    made = plan(made_for, facts, wanted)
+    made = make_plan(made_for, facts, wanted)
     run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
     texts, sampled = texts_of(made_for, mode, Wishes(tokens=12), None)
     result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=512, prompt_tokens=64)

@@ -30,8 +30,10 @@ from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, matrix_bytes, offloaded_clusters, show_offloaded_blocks
 from neuronpipe.plans.plan.report import explain
+from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.offload_split import best_blocks_by_batch
-from neuronpipe.plans.planner.planner import DeviceFacts, PlanOptions, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_accelerator_profile import figure
 from tests.unit.test_device_profile import profile
@@ -89,7 +91,7 @@ def facts(of: DeviceProfile, accelerator: Accelerator | None, memory_bytes: int 
 
 def made(of: DeviceProfile, accelerator: Accelerator | None = GPU, memory_bytes: int = 8 * GIB, **wanted: Any) -> Plan:
     options = {"context_tokens": 1024} | wanted
-    return plan(MANIFEST, facts(of, accelerator, memory_bytes), PlanOptions(**options))
+    return make_plan(MANIFEST, facts(of, accelerator, memory_bytes), PlanOptions(**options))
 
 
 def time_ms(one: Plan, of: DeviceProfile, blocks: int, texts: int) -> float:

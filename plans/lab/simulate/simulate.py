@@ -25,7 +25,7 @@ from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts
+from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
