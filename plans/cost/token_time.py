@@ -16,13 +16,14 @@ from typing import Any
 from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost, OffloadedWork
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.cluster_ranking import occupied_slots
-from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, joined_reads, part_accesses, union
+from neuronpipe.plans.cost.expected_misses import PartAccesses, ResidentSlots, joined_reads, part_accesses
 from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
+from neuronpipe.plans.cost.step_bytes import StepBytes
 from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Compute, Expected, Flash, Memory, backend_of, reads_whole
@@ -212,12 +213,12 @@ class _RunCost:
         triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
         trigger_bytes, value_bytes, device_ms = self._divide_rows(batch, blocks)
         fixed_bytes, kv_bytes = (
-            self._fixed_bytes(batch) - self._offloaded_fixed_bytes(),
-            batch * self._kv_bytes(position_tokens),
+            self._bytes.fixed(batch) - (0 if self.device is None else self._bytes.offloaded()),
+            batch * self._bytes.kv(position_tokens),
         )
         # The size of a piece is that of one sequence: others read the same rows, or rows of the same size.
         one_sequence = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
-        one_sequence_bytes = self._value_rows(1) + (0.0 if in_order else self._trigger_rows(1))
+        one_sequence_bytes = self._bytes.value_rows(1) + (0.0 if in_order else self._bytes.trigger_rows(1))
         one_sequence_pieces = one_sequence[1].accesses + (0.0 if in_order else one_sequence[0].accesses)
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         misses, accesses = sum(part.misses for part in looked_up), sum(part.accesses for part in looked_up)
@@ -273,13 +274,17 @@ class _RunCost:
         """The model of waiting for the reads of decode steps."""
         return IoWait(self.cost, self.manifest.model.layers, self.flash.depth)
 
+    @functools.cached_property
+    def _bytes(self) -> StepBytes:
+        return StepBytes(self.manifest, self.rates, self.compute, self.memory)
+
     def _divide_rows(self, batch: int, blocks: int) -> tuple[float, float, float]:
         """Return the trigger bytes and value bytes of the workers' rows, and the time of a device for the other rows.
 
         Rows of an unmeasured device all count as the workers'.
         """
         rates = self.rates
-        trigger_bytes, value_bytes = self._trigger_rows(batch), self._value_rows(batch)
+        trigger_bytes, value_bytes = self._bytes.trigger_rows(batch), self._bytes.value_rows(batch)
         if self.device is None or not blocks:
             return trigger_bytes, value_bytes, 0.0
         share = offloaded_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
@@ -360,7 +365,7 @@ class _RunCost:
         read_bytes = triggers.misses * layout.trigger_part_bytes + values.misses * layout.value_part_bytes
         reads = -(-read_bytes // self.flash.most_read_bytes)
         moved_ms = self.cost.sequential_read_ms(
-            self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
+            self._bytes.fixed(tokens) + self._bytes.kv(before + tokens) + neuron_bytes
         )
         computed_ms = products_ms(self.manifest, rates, self.cost, tokens)
         between_ms = between_products_ms(self.manifest, rates, self.cost, tokens, before)
@@ -372,51 +377,6 @@ class _RunCost:
             flash_ms=(flash_ms := self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)),
             exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
         )
-
-    # ---- bytes -----------------------------------------------------------------------------------------------
-    def _fixed_bytes(self, tokens: int) -> int:
-        """Return the bytes of fixed tensors that a step reads. Of a mixture's predictors, only those of chosen
-        experts count."""
-        manifest, total = self.manifest, self.memory.fixed_bytes
-        if not manifest.model.tied_embeddings:
-            total -= matrix_bytes(manifest, "output")  # the embedding has this size, and only one row of it is read
-        if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
-            total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
-        return total
-
-    def _offloaded_fixed_bytes(self) -> int:
-        """Return the bytes of fixed tensors that a measured device reads instead of the workers."""
-        if self.device is None:
-            return 0
-        return sum(
-            matrix_bytes(self.manifest, name) * (1 if name == "output" else self.manifest.model.layers)
-            for name in self.compute.held_matrices
-        )
-
-    def _kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of `tokens` keys and values in all layers, within the attention window of each."""
-        model = self.manifest.model
-        return (
-            model.key_heads
-            * 2
-            * model.head_width
-            * 2
-            * sum(kind.layers * min(tokens, kind.window_tokens or tokens) for kind in model.layer_kinds)
-        )
-
-    def _rows(self, tokens: int, share: float) -> float:
-        """Return the rows of one matrix that `tokens` tokens read, each this share of its chosen experts' neurons."""
-        model = self.manifest.model
-        read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
-        return read * model.ffns * model.neurons
-
-    def _trigger_rows(self, tokens: int) -> float:
-        """Return the bytes of the trigger rows that `tokens` tokens read."""
-        return self._rows(tokens, self.rates.trigger_read) * trigger_row_bytes(self.manifest)
-
-    def _value_rows(self, tokens: int) -> float:
-        up = self._rows(tokens, self.rates.value_read) if self.manifest.model.gated else 0.0
-        return (up + self._rows(tokens, self.rates.down_read)) * neuron_row_bytes(self.manifest)
 
     # ---- reads -----------------------------------------------------------------------------------------------
     def _reads(self, misses: int, part_bytes: int, *, in_order: bool = False) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def workers(self) -> int:
-        """Number of decode workers."""
+        """Number of decode workers of the plan."""
         return len(self.plan.compute.decode_workers())
 
     @property

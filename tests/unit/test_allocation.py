@@ -195,11 +195,11 @@ def test_greedy_is_within_one_cluster_of_an_exact_solver(
         assert least - 1e-6 <= greedy <= least + one_cluster + 1e-6
         computed = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: miss_frequency(f, at))  # type: ignore[misc]
         held = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: residency_probability(f, at))  # type: ignore[misc]
-        measured = (1 - held / ranking.clusters) ** 3 * ranking.wanted / computed if computed else 0.0
+        measured = (1 - held / ranking.clusters) ** 3 * ranking.accesses / computed if computed else 0.0
         measured = measured if whole_steps(time_steps) else 1.0
         best = min(best, measured * (least + one_cluster))
-    chosen = ranking.miss_rate(slots, ranking.best_pinned(slots, most)) * ranking.wanted
-    alike = max(best * (1 + ALIKE), best + ALIKE_RATE * ranking.wanted, LEFT_TO_CLOCK * ranking.wanted)
+    chosen = ranking.miss_rate(slots, ranking.best_pinned(slots, most)) * ranking.accesses
+    alike = max(best * (1 + ALIKE), best + ALIKE_RATE * ranking.accesses, LEFT_TO_CLOCK * ranking.accesses)
     assert chosen <= alike + 1e-6
 
 

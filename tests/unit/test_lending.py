@@ -156,7 +156,7 @@ def test_speed_is_expected_with_the_slots_that_texts_leave() -> None:
 
 def test_a_run_is_expected_to_hold_what_it_was_given() -> None:
     one = made(mode="predicted")
-    held = peak_bytes(MODEL, one, texts=1, text_tokens=100, prompt_tokens=20)
+    held = peak_bytes(MODEL, one, sequences=1, sequence_tokens=100, prompt_tokens=20)
     assert 0.99 * one.memory.total_bytes() <= held <= one.memory.total_bytes()
 
 

@@ -138,7 +138,7 @@ def test_a_larger_block_window_takes_no_slots_from_what_stays(experts: int) -> N
             rates(m, "exact"),
             mode="exact",
             workers=2,
-            texts=1,
+            max_batch=1,
             budget=budget,
             whole=True,
             cache=True,

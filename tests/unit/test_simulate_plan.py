@@ -21,7 +21,7 @@ from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
 from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
 from neuronpipe.plans.lab.simulate.task_times import PlannedCosts
 from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
-from neuronpipe.plans.lab.simulate.workload import PlanOptions as WantedNeurons
+from neuronpipe.plans.lab.simulate.workload import Wanted as WantedNeurons
 from neuronpipe.plans.lab.simulate.workload import Workload, in_clusters
 from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest

@@ -159,7 +159,7 @@ def test_its_memory_counts_like_ram_where_flash_bounds() -> None:
     alone = made(of, None, memory_bytes=3 * GIB)
     for blocks in (12, 18):
         limit = Accelerator(**dataclasses.asdict(GPU) | {"limit_bytes": blocks * 95 << 20})
-        one = made(of, limit, memory_bytes=3 * GIB, held_matrices=())
+        one = made(of, limit, memory_bytes=3 * GIB, offloaded_matrices=())
         assert one.compute.max_offloaded_blocks() == blocks
         assert one.expected.flash_bytes_per_token < alone.expected.flash_bytes_per_token
     whole = made(of, memory_bytes=3 * GIB)
@@ -176,10 +176,10 @@ def test_it_gets_the_matrices_whose_calls_take_less_than_the_workers(call_us: fl
     one = made(of)
     assert one.compute.held_matrices == held
     for others in ((), ("output",), ("output", "qkv", "attention_output")):
-        other = made(of, held_matrices=others)
+        other = made(of, offloaded_matrices=others)
         assert other.compute.held_matrices == others
         assert (one.expected.tokens_per_s or 0.0) >= (other.expected.tokens_per_s or 0.0), others
-    sums = made(of, held_matrices=())
+    sums = made(of, offloaded_matrices=())
     left = sums.expected.sequential_bytes_per_token - one.expected.sequential_bytes_per_token
     layers = MANIFEST.model.layers
     assert left == sum(matrix_bytes(MANIFEST, name) * (1 if name == "output" else layers) for name in held)
@@ -206,22 +206,28 @@ def test_clusters_on_a_device_are_pinned_clusters_that_nobody_looks_for(mode: An
     for share in (0.05, 0.3, 0.6):
         slots = int(share * clusters)
         in_ram = part_accesses(
-            MANIFEST, found, mode, 0.12, ResidentSlots(held=slots + held, pinned=held), texts, all_accessed=False
+            MANIFEST, found, mode, 0.12, ResidentSlots(occupied=slots + held, pinned=held), texts, all_accessed=False
         )
         beside = part_accesses(
-            MANIFEST, found, mode, 0.12, ResidentSlots(held=slots, pinned=0, on_device=held), texts, all_accessed=False
+            MANIFEST,
+            found,
+            mode,
+            0.12,
+            ResidentSlots(occupied=slots, pinned=0, offloaded=held),
+            texts,
+            all_accessed=False,
         )
-        assert beside.wanted < in_ram.wanted
-        assert beside.missed == pytest.approx(in_ram.missed, rel=0.25)
+        assert beside.accesses < in_ram.accesses
+        assert beside.misses == pytest.approx(in_ram.misses, rel=0.25)
         nothing = part_accesses(
-            MANIFEST, found, mode, 0.12, ResidentSlots(held=slots, pinned=0), texts, all_accessed=False
+            MANIFEST, found, mode, 0.12, ResidentSlots(occupied=slots, pinned=0), texts, all_accessed=False
         )
-        assert beside.missed < nothing.missed
-    all_there = ResidentSlots(held=clusters - held, pinned=0, on_device=held)
-    assert part_accesses(MANIFEST, found, mode, 0.12, all_there, texts, all_accessed=False).missed == 0
+        assert beside.misses < nothing.misses
+    all_there = ResidentSlots(occupied=clusters - held, pinned=0, offloaded=held)
+    assert part_accesses(MANIFEST, found, mode, 0.12, all_there, texts, all_accessed=False).misses == 0
     left = clusters - held
-    half = ResidentSlots(held=3 * left // 4, pinned=left // 2, on_device=held)
-    assert part_accesses(MANIFEST, found, mode, 1.0, half, 1, all_accessed=True).missed == pytest.approx(
+    half = ResidentSlots(occupied=3 * left // 4, pinned=left // 2, offloaded=held)
+    assert part_accesses(MANIFEST, found, mode, 1.0, half, 1, all_accessed=True).misses == pytest.approx(
         left / 2, rel=0.01
     )
 
@@ -233,7 +239,7 @@ def test_memory_that_is_shared_is_given_back_where_the_device_needs_less() -> No
     assert 0 < one.compute.max_offloaded_blocks() < 12
     assert one.memory.device_bytes == one.memory.accelerator_bytes < 2 * GIB
     assert one.memory.total_bytes() <= 4 * GIB
-    asked = made(slow, shared, memory_bytes=4 * GIB, held_blocks=(12,))
+    asked = made(slow, shared, memory_bytes=4 * GIB, offloaded_blocks=(12,))
     assert one.memory.value_slots > asked.memory.value_slots
 
 
