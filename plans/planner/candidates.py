@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected, Mode, Plan
+from neuronpipe.plans.plan.memory_budget import MIB
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import PlanOptions
 from neuronpipe.protocol.frozen import frozen
@@ -96,6 +97,7 @@ class SearchResult:
     rules: the best of the rules' variant; None if it does not fit
     by_rules: the rules' variant with the rules' chunk and depth
     target: tokens/s to be reached; None if the request is to be fast
+    smaller_limit_bytes: of the plan that is kept although the limit is larger, since no other is as fast
     """
 
     candidates: tuple[Candidate, ...]
@@ -104,6 +106,7 @@ class SearchResult:
     by_rules: Candidate | None
     chosen: Candidate
     target: float | None = None
+    smaller_limit_bytes: int | None = None
 
     def reasons(self) -> tuple[str, ...]:
         """Return why the choice is not that of the rules; empty if it is."""
@@ -116,7 +119,14 @@ class SearchResult:
                 f"{chosen.description()}: {show_speed(chosen.tokens_per_s)} expected, "
                 f"by the rules alone ({rules.description()}) {show_speed(rules.tokens_per_s)}"
             )
-        if self.by_rules is not None and chosen.variant == self.by_rules.variant and chosen.plan != self.by_rules.plan:
+        if self.smaller_limit_bytes is not None:
+            reasons.append(
+                f"the plan of {self.smaller_limit_bytes / MIB:,.1f} MiB is kept: none with more memory is expected "
+                "to be faster"
+            )
+        elif (
+            self.by_rules is not None and chosen.variant == self.by_rules.variant and chosen.plan != self.by_rules.plan
+        ):
             reasons.append(_chunk_and_depth_reason(chosen.plan, self.by_rules.plan))
         return tuple(reasons)
 

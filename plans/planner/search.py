@@ -11,12 +11,14 @@ the smallest limit with which a speed is expected. It is pure, as the planner is
 More memory is never expected to be slower. Each choice by itself gains from memory, so the best of them does; but a
 variant other than the rules' must be clearly faster, and where it ceases to be, returning to the rules would lose
 speed. So variants are chosen at fixed limits, upwards from the smallest, and the search returns to the rules only where
-they are as fast. Between two of these limits the variant stays.
+they are as fast. Between two of these limits the variant stays. What is left are small steps of the cost model, and the
+limit at which the rules first fit: there the search keeps the plan of a smaller limit, which fits as well.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -25,7 +27,7 @@ from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.read_sizes import depths
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.plan.memory_budget import MIB, Budgets, min_chunk_tokens, usable_bytes
+from neuronpipe.plans.plan.memory_budget import MIB, Budgets, min_chunk_tokens, untrusted_bytes, usable_bytes
 from neuronpipe.plans.plan.segment_sizes import RunShape
 from neuronpipe.plans.planner.candidates import (
     ANSWER,
@@ -72,7 +74,7 @@ class Search:
         self.manifest, self.space, self.options, self.request = manifest, space, options, request
         self._budgets, self._frequencies = Budgets(manifest), frequencies
         self._trials: dict[int | None, _Trial] = {}
-        self._best: dict[int, Candidate] = {}
+        self._chosen: dict[int, Candidate] = {}  # by limit, before a smaller limit's plan may be kept
         self._variants: dict[int, Variant | None] = {}
         self._limits: tuple[int, ...] | None = None
 
@@ -82,22 +84,27 @@ class Search:
         Raises LimitTooSmall, and what `make_plan` raises for the choice of the rules.
         """
         trial = self._try(limit_bytes)
-        default_bytes = self.space.place(self.space.workers[0]).memory_bytes
-        variant = self._variant_within(default_bytes if limit_bytes is None else limit_bytes)
-        return SearchResult(
+        if limit_bytes is None:
+            limit_bytes = self.space.place(self.space.workers[0]).memory_bytes
+        variant = self._variant_within(limit_bytes)
+        chosen = _with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
+        self._chosen.setdefault(limit_bytes, chosen)
+        result = SearchResult(
             candidates=trial.candidates,
             points=trial.points,
             rules=trial.rules,
             by_rules=trial.by_rules,
-            chosen=_with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0],
+            chosen=chosen,
         )
+        smaller = self._faster_with_less(limit_bytes, chosen)
+        return result if smaller is None else self._keeping(smaller, limit_bytes, result)
 
     def best(self, limit_bytes: int) -> Candidate:
         """Return what `within` chooses, without making all plans again if the variant is already chosen. Raises as
         it does."""
-        if limit_bytes not in self._best:
-            self._best[limit_bytes] = self._find_best(limit_bytes)
-        return self._best[limit_bytes]
+        chosen = self._choose(limit_bytes)
+        smaller = self._faster_with_less(limit_bytes, chosen)
+        return chosen if smaller is None else self._with_limit(smaller, limit_bytes)
 
     def ms(self, candidate: Candidate) -> float:
         """Return the compared time: of the request, or of its answer alone if the speed of prompts is not known."""
@@ -163,12 +170,63 @@ class Search:
             return None
         return self._with_fast_prompts(self._fastest(self.refinements(start)), result.target)
 
-    def _find_best(self, limit_bytes: int) -> Candidate:
-        variant = self._variant_within(limit_bytes)
-        if variant is None or limit_bytes in self._trials:
-            return self.within(limit_bytes).chosen
-        start = _with_variant(variant, self._starts(limit_bytes, variant))
-        return self.within(limit_bytes).chosen if start is None else self._fastest(self.refinements(start))
+    def _choose(self, limit_bytes: int) -> Candidate:
+        """Return the choice by itself, whatever is expected of smaller limits."""
+        if limit_bytes not in self._chosen:
+            variant = self._variant_within(limit_bytes)
+            start = None
+            if variant is not None and limit_bytes not in self._trials:
+                start = _with_variant(variant, self._starts(limit_bytes, variant))
+            if start is None:
+                trial = self._try(limit_bytes)
+                chosen = _with_variant(variant, trial.candidates) or trial.rules or trial.candidates[0]
+            else:
+                chosen = self._fastest(self.refinements(start))
+            self._chosen[limit_bytes] = chosen
+        return self._chosen[limit_bytes]
+
+    # ---- smaller limits --------------------------------------------------------------------------------------
+    def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
+        """Return the fastest choice within a smaller limit if it is faster than this one, else None.
+
+        Smaller are the limits of `limits_bytes`, and all that this search has been asked for.
+        """
+        if chosen.tokens_per_s is None:
+            return None
+        for limit in self.limits_bytes():
+            if limit < limit_bytes:
+                with contextlib.suppress(UserError):  # an --ffn-resident that not all choices can obey
+                    self._choose(limit)
+        smaller = [candidate for limit, candidate in self._chosen.items() if limit < limit_bytes]
+        fastest = min(smaller, key=self.ms, default=None)
+        return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
+
+    def _with_limit(self, candidate: Candidate, limit_bytes: int) -> Candidate:
+        """Return the candidate with a larger limit than the one it was made for.
+
+        Its plan fits: what remains besides memory for untrusted programs never shrinks while the limit grows.
+        """
+        plan = candidate.plan
+        untrusted = untrusted_bytes(self.manifest, RunShape.of(plan.compute), limit_bytes)
+        memory = dataclasses.replace(plan.memory, limit_bytes=limit_bytes, **untrusted)
+        return dataclasses.replace(
+            candidate,
+            options=dataclasses.replace(candidate.options, memory_bytes=limit_bytes),
+            plan=dataclasses.replace(plan, memory=memory),
+        )
+
+    def _keeping(self, smaller: Candidate, limit_bytes: int, result: SearchResult) -> SearchResult:
+        """Return this result with the choice of a smaller limit, in place of the candidate of the same variant."""
+        chosen = self._with_limit(smaller, limit_bytes)
+        others = (candidate for candidate in result.candidates if candidate.variant != chosen.variant)
+        rules = result.rules
+        return dataclasses.replace(
+            result,
+            candidates=(chosen, *others),
+            rules=chosen if rules is not None and rules.variant == chosen.variant else rules,
+            chosen=chosen,
+            smaller_limit_bytes=smaller.plan.memory.limit_bytes,
+        )
 
     # ---- a speed ---------------------------------------------------------------------------------------------
     def _reaches(self, limit_bytes: int, tokens_per_s: float) -> bool:
