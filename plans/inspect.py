@@ -237,7 +237,7 @@ def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
         if better
         else "no planes are faster"
     )
-    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/plan/README.md)"]
+    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/cost/DECISIONS.md)"]
 
 
 def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
