@@ -11,8 +11,9 @@ the smallest limit with which a speed is expected. It is pure, as the planner is
 More memory is never expected to be slower. Each choice by itself gains from memory, so the best of them does; but a
 variant other than the rules' must be clearly faster, and where it ceases to be, returning to the rules would lose
 speed. So variants are chosen at fixed limits, upwards from the smallest, and the search returns to the rules only where
-they are as fast. Between two of these limits the variant stays. What is left are small steps of the cost model, and the
-limit at which the rules first fit: there the search keeps the plan of a smaller limit, which fits as well.
+they are as fast. Between two of these limits the variant stays. Against small steps of the cost model, the search keeps
+the plan of a smaller limit, which fits as well, if that is faster. One leap is left: the smallest limit that the rules
+fit. Plans of still smaller limits are not kept beyond it, or a small error of the model would waste most of the memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -115,7 +117,7 @@ class Search:
         """Return limits at equal ratios, from the smallest of any choice to one with which everything is resident
         with any choice."""
         if self._limits is None:
-            plans = [candidate.plan for candidate in self._starts(UNLIMITED_BYTES)]
+            plans = [candidate.plan for candidate in self._unlimited]
             max_total_bytes = max(start.memory.total_bytes() for start in plans) + MIB
             min_limit, max_limit = min(start.memory.least_bytes for start in plans), max_total_bytes
             while usable_bytes(max_limit) < max_total_bytes:
@@ -189,17 +191,25 @@ class Search:
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
         """Return the fastest choice within a smaller limit if it is faster than this one, else None.
 
-        Smaller are the limits of `limits_bytes`, and all that this search has been asked for.
+        Smaller are the limits of `limits_bytes`, and all that this search has been asked for; if the rules fit this
+        limit, only those that they fit, too.
         """
         if chosen.tokens_per_s is None:
             return None
+        min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
+        lowest_bytes = min_rules_bytes if limit_bytes >= min_rules_bytes else 0
         for limit in self.limits_bytes():
-            if limit < limit_bytes:
+            if lowest_bytes <= limit < limit_bytes:
                 with contextlib.suppress(UserError):  # an --ffn-resident that not all choices can obey
                     self._choose(limit)
-        smaller = [candidate for limit, candidate in self._chosen.items() if limit < limit_bytes]
+        smaller = [candidate for limit, candidate in self._chosen.items() if lowest_bytes <= limit < limit_bytes]
         fastest = min(smaller, key=self.ms, default=None)
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
+
+    @functools.cached_property
+    def _unlimited(self) -> list[Candidate]:
+        """A candidate of every variant with memory for everything; those of the rules first."""
+        return self._starts(UNLIMITED_BYTES)
 
     def _with_limit(self, candidate: Candidate, limit_bytes: int) -> Candidate:
         """Return the candidate with a larger limit than the one it was made for.
