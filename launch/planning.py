@@ -36,9 +36,10 @@ from neuronpipe.plans.plan.document import (
     read_plan,
 )
 from neuronpipe.plans.plan.memory_budget import MIB
+from neuronpipe.plans.planner.candidates import SearchResult
 from neuronpipe.plans.planner.mode_choice import Quality, show_quality
-from neuronpipe.plans.planner.planner import BASELINES, TECHNIQUES, Technique
-from neuronpipe.plans.planner.search import Found, Search
+from neuronpipe.plans.planner.plan_options import BASELINES, TECHNIQUES, Technique
+from neuronpipe.plans.planner.search import Search
 from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.plans.pull.package_library import FIRST_MODEL, package_path, refuse_unknown
@@ -254,7 +255,7 @@ class Planned:
 
     manifest: Manifest
     plan: Plan
-    search: tuple[Search, Found] | None = None
+    search: tuple[Search, SearchResult] | None = None
 
     @property
     def least_bytes(self) -> int:

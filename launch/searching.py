@@ -12,7 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -20,10 +20,12 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts
-from neuronpipe.plans.planner.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
-from neuronpipe.plans.planner.sequence_count import plan_for_several
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
+from neuronpipe.plans.planner.sequence_count import plan_for_sequences
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -38,7 +40,7 @@ class _Result:
     """What a search came to, and what it says of the accelerator."""
 
     search: Search
-    found: Found
+    found: SearchResult
     said: tuple[str, ...] = ()
 
     @property
@@ -53,10 +55,10 @@ class _Result:
 
 def searched(
     arguments: argparse.Namespace, subject: Subject, *, several: bool, gateway: bool
-) -> tuple[Search, Found, Plan]:
+) -> tuple[Search, SearchResult, Plan]:
     """The search, what it found, and the plan. several: room for further texts is made, where the arguments do not say
     for how many, and no speed is asked for: each takes memory."""
-    wanted = Wanted(
+    wanted = PlanOptions(
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
         sequences=1 if arguments.sequences is None else arguments.sequences,
@@ -67,12 +69,12 @@ def searched(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    heat = Heat.of(subject.manifest, subject.read_activity)
-    result = _Searching(arguments, subject, gateway, wanted, heat).result()
+    frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
+    result = _Searching(arguments, subject, gateway, wanted, frequencies).result()
     chosen, made, target = result.found.chosen, result.found.chosen.plan, arguments.target_speed
     if several and arguments.sequences is None and target is None:
-        anew = dataclasses.replace(chosen.wanted, held_blocks=None, held_matrices=None)
-        made = plan_for_several(subject.manifest, chosen.device, anew, heat)
+        anew = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
+        made = plan_for_sequences(subject.manifest, chosen.device, anew, frequencies)
     said = [*result.found.reasons(), *result.said, *filter(None, [subject.prompts.reason])]
     if target is not None:
         said.append(
@@ -87,8 +89,8 @@ class _Searching:
     arguments: argparse.Namespace
     subject: Subject
     gateway: bool
-    wanted: Wanted
-    heat: Heat | None
+    wanted: PlanOptions
+    frequencies: AccessFrequencies | None
 
     def result(self) -> _Result:
         asked, limit_bytes = dict(self.arguments.backend).get(ACCELERATOR), self.arguments.gpu_memory
@@ -123,7 +125,9 @@ class _Searching:
         if self.wanted.follows:
             memory_bytes = int(FOLLOWED_LIMIT * self.subject.device.memory_total_bytes)
         space = self._space(accelerator, backend)
-        search = Search(self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.heat)
+        search = Search(
+            self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.frequencies
+        )
         if target is None:
             return _Result(search, search.within(memory_bytes))
         most_bytes = space.place(space.workers[0]).memory_bytes

@@ -14,7 +14,9 @@ from neuronpipe.launch.searching import asked_accelerator
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation
 
@@ -70,8 +72,8 @@ def _plan(package: Package, role: str) -> Plan:
     accelerator = asked_accelerator(backends.get(ACCELERATOR), None, package.manifest)
     device = device_facts(probe(package.path), WORKERS, backends=backends, accelerator=accelerator)
     specs = tuple(replace(spec, core=None) for spec in device.processes)
-    wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
-    return plan(package.manifest, replace(device, processes=specs), wanted)
+    wanted = PlanOptions(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
+    return make_plan(package.manifest, replace(device, processes=specs), wanted)
 
 
 def _line(result: Result) -> str:

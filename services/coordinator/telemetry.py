@@ -357,7 +357,7 @@ class Report:
             return ""
         decoders = self._scheduler.workers.decoders()
         has_accelerator = any(role_name == ACCELERATOR for role_name, _ in decoders)
-        offloaded = compute.held_blocks_of(len(self._scheduler.requests.active)) if has_accelerator else 0
+        offloaded = compute.offloaded_blocks(len(self._scheduler.requests.active)) if has_accelerator else 0
         if role == "decode":
             return _blocks(offloaded + 1, blocks, blocks)
         if has_accelerator:

@@ -34,8 +34,9 @@ from neuronpipe.launch.formats import parse_bytes, parse_share, parse_speed, sho
 from neuronpipe.launch.planning import DEMO, Planned, add_package_argument, add_plan_arguments, planned  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.plan.document import Plan  # noqa: E402
-from neuronpipe.plans.planner.planner import LimitTooSmall  # noqa: E402
-from neuronpipe.plans.planner.search import USUAL, Candidate, Found, Search  # noqa: E402
+from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult  # noqa: E402
+from neuronpipe.plans.planner.plan_options import LimitTooSmall  # noqa: E402
+from neuronpipe.plans.planner.search import Search  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402
@@ -60,7 +61,7 @@ def knobs(plan: Plan) -> dict[str, Any]:
     return dict(zip(KNOBS, values, strict=True))
 
 
-def trials(search: Search, search_result: Found, names: Iterable[str] = KNOBS) -> list[Trial]:
+def trials(search: Search, search_result: SearchResult, names: Iterable[str] = KNOBS) -> list[Trial]:
     """Return the chosen plan, then the best of every other combination, then plans with one knob changed.
 
     Only the knobs in `names` are changed.

@@ -11,7 +11,7 @@ import importlib.util
 import shlex
 import sys
 
-from neuronpipe.plans.plan.runtime_memory import HELD_TOKENS
+from neuronpipe.plans.plan.runtime_memory import OFFLOAD_GRAPH_TOKENS
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.npu.chips import Chip, chip_of, find_chip
@@ -69,7 +69,7 @@ class Provider:
 
         The CPU provider's graph of one token sums in another order, so one sequence is computed with an empty place.
         """
-        return HELD_TOKENS[1:] if self.name == "cpu" else HELD_TOKENS
+        return OFFLOAD_GRAPH_TOKENS[1:] if self.name == "cpu" else OFFLOAD_GRAPH_TOKENS
 
     @property
     def numerics(self) -> str:
