@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import parse_bytes, show_bytes
 from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
-from neuronpipe.launch.profile.beginning import is_demo, refuse_beside, text_name
+from neuronpipe.launch.profile.profile_arguments import is_demo, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
 from neuronpipe.plans.package.activity_profile import ProfileMode
@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_asked(arguments: argparse.Namespace) -> bool:
+def is_requested(arguments: argparse.Namespace) -> bool:
     """Whether `profile` is to do this instead of fitting a predictor."""
     return bool(arguments.activity or arguments.import_activity or arguments.reorder or arguments.import_tokens)
 
 
-def refuse_others(arguments: argparse.Namespace, given: Set[str]) -> None:
+def refuse_unrelated(arguments: argparse.Namespace, given: Set[str]) -> None:
     """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
     if arguments.activity and arguments.import_activity:
         raise UserError("--activity and --import-activity: measure or import; leave one of the two out")
@@ -86,7 +86,7 @@ def refuse_others(arguments: argparse.Namespace, given: Set[str]) -> None:
     known = {"package", "json", "reorder"}
     known |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
     known |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
-    refuse_beside(f"--{min(about).replace('_', '-')}", given, known)
+    refuse_combination(f"--{min(about).replace('_', '-')}", given, known)
 
 
 def main(arguments: argparse.Namespace, package: Package) -> int:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Set
 from typing import Any
 
-from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
+from neuronpipe.launch.profile.profile_arguments import read_calibration_texts, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.npu_section import SCALINGS
 from neuronpipe.plans.package.reader import Package
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_others(given: Set[str]) -> None:
+def refuse_unrelated(given: Set[str]) -> None:
     """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
     if "npu" not in given:
         raise UserError("--scaling: says something about --npu; give that too")
-    refuse_beside("--npu", given, {"package", "npu", "scaling", "text", "tokens", "json"})
+    refuse_combination("--npu", given, {"package", "npu", "scaling", "text", "tokens", "json"})
 
 
 def main(arguments: argparse.Namespace, package: Package) -> int:
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
     from neuronpipe.services.offload.npu.providers import Provider
     from neuronpipe.services.offload.npu.sessions import Runtime
 
-    texts = texts_of(arguments, package)
+    texts = read_calibration_texts(arguments, package)
     with Progress("measuring", "tokens", plain=arguments.json, steady=True) as progress:
         profile = measure(
             package,

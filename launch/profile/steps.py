@@ -28,7 +28,7 @@ from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.io_wait import Named
 from neuronpipe.plans.cost.token_time import decode_reads, expected
-from neuronpipe.plans.device.accelerator import InRun
+from neuronpipe.plans.device.accelerator import RunOverhead
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.measured_figures import MIN_FIGURE, Figure
 from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor, StepMode, StepPoint
@@ -127,7 +127,7 @@ def _in_run(
     accelerator: Accelerator,
     backend: str,
     progress: Callable[[], None],
-) -> InRun:
+) -> RunOverhead:
     assert device.profile is not None
     manifest, blocks = package.manifest, package.manifest.layout.blocks
     limit_bytes = held_weights_bytes(manifest, blocks) + held_steps_bytes(manifest, blocks, 1)
@@ -145,7 +145,7 @@ def _in_run(
         max(LEAST_US, (_token_us(row) * (1 - row["message_share"]) - known_us) / LAYERS)
         for row, _ in _repetitions(package, made, device, progress)
     ]
-    return InRun(mode=mode, us=Figure.of(besides_us))
+    return RunOverhead(mode=mode, us=Figure.of(besides_us))
 
 
 def _measured(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from neuronpipe.plans.activity.recording import Recorded
+from neuronpipe.plans.activity.recording import Recording
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids, Lfu, Lru, Optimal, Policy
 from neuronpipe.plans.package.activity_profile import Points, ProfileMode, Unit
 from neuronpipe.plans.package.activity_profile import Policy as PolicyName
@@ -36,7 +36,7 @@ MAKERS: Mapping[PolicyName, Callable[[Ids, int, Steps], Policy]] = {
 
 def miss_curves(
     manifest: Manifest,
-    recorded: Recorded,
+    recorded: Recording,
     frequency: NDArray[np.float32],
     mode: ProfileMode,
     progress: Callable[[int, int], None] = lambda done, all_: None,
@@ -74,7 +74,7 @@ def _miss_rate(policy: Policy, steps: Steps) -> float:
     return missed / wanted if wanted else 0.0
 
 
-def _clusters(manifest: Manifest, recorded: Recorded, frequency: NDArray[np.float32]) -> tuple[Ids, Steps]:
+def _clusters(manifest: Manifest, recorded: Recording, frequency: NDArray[np.float32]) -> tuple[Ids, Steps]:
     """The sampled clusters by frequency, and the steps: a cluster is wanted when one of its neurons is."""
     model, layout = manifest.model, manifest.layout
     ffns = model.ffns
@@ -96,7 +96,7 @@ def _clusters(manifest: Manifest, recorded: Recorded, frequency: NDArray[np.floa
     return np.argsort(-np.concatenate(heat), kind="stable"), _steps(wanted, together)
 
 
-def _experts(recorded: Recorded) -> tuple[Ids, Steps]:
+def _experts(recorded: Recording) -> tuple[Ids, Steps]:
     """The experts of all layers by frequency, and the steps."""
     chosen, layers = recorded.tokens["expert"][:SAMPLED_TOKENS], recorded.model.layers
     numbers = np.arange(recorded.model.experts)

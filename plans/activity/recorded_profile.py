@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from neuronpipe.plans.activity.expert_prediction import guessed_experts
 from neuronpipe.plans.activity.miss_curves import miss_curves
-from neuronpipe.plans.activity.recording import Recorded
+from neuronpipe.plans.activity.recording import Recording
 from neuronpipe.plans.package.activity_profile import (
     ALWAYS,
     BATCHES,
@@ -89,7 +89,7 @@ class Measured:
 
 
 def measure(
-    manifest: Manifest, recorded: Recorded, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
+    manifest: Manifest, recorded: Recording, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
 ) -> Measured:
     """What a recording says. progress: in feed-forwards, then in miss rates, of all."""
     model, count = manifest.model, len(recorded.tokens)

@@ -24,7 +24,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-NOBODY = -1  # in the place of an expert: none of its neurons was looked at
+NO_EXPERT = -1  # in the place of an expert: none of its neurons was looked at
 Windows = Sequence[Sequence[int]]
 
 
@@ -45,7 +45,7 @@ def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
 def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) -> NDArray[np.void]:
     """One token's record from the bits of np_activity, [layers * experts, neurons or more]."""
     record = np.zeros((), token_dtype(model))
-    record["expert"] = NOBODY
+    record["expert"] = NO_EXPERT
     flags = flags[:, : model.neurons].reshape(model.layers, model.experts, -1)
     wanted = lib.NP_TRIGGERED if mode == "predicted" else lib.NP_FIRED
     for layer, of_layer in enumerate(flags):
@@ -61,7 +61,7 @@ def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) 
 
 
 @frozen
-class Recorded:
+class Recording:
     """A whole recording. windows: how many tokens each context window has."""
 
     model: ModelSpec
@@ -151,10 +151,10 @@ class RecordingFolder:
             raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
         self.windows_done += 1
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> Recording:
         """All of it, mapped."""
         tokens = np.memmap(self.path / "tokens.bin", token_dtype(self._model), "r")
-        return Recorded(self._model, tuple(map(len, self._windows)), tokens)
+        return Recording(self._model, tuple(map(len, self._windows)), tokens)
 
     def remove(self) -> None:
         """The profile is made."""

@@ -56,7 +56,7 @@ class DeviceCost:
             return 0.0
         model, layout, found = self.manifest.model, self.manifest.layout, self.measured
         measured: StepMode = "predicted" if self.mode == "predicted" else "exact"
-        speed = found.held_bytes_per_s(
+        speed = found.offloaded_bytes_per_s(
             measured,
             held.texts,
             max(1e-3, min(1.0, held.share)),
@@ -69,10 +69,10 @@ class DeviceCost:
             sent_bytes += min(model.experts, pairs) * held.blocks * layout.block_neurons * -(-held.texts // 8)
         returned_bytes = 4 * pairs * held.blocks.bit_count() * model.width  # nodes of the tree that the blocks make up
         layer_us = (
-            found.visit_us(held.texts, routed=model.experts > 1)
+            found.layer_call_us(held.texts, routed=model.experts > 1)
             + found.copy_us(sent_bytes, back=False)
             + found.copy_us(returned_bytes, back=True)
-            + found.in_run_us(measured)
+            + found.run_overhead_us(measured)
         )
         kernels_ms = 1e3 * (held.trigger_bytes + held.value_bytes) / speed
         return kernels_ms + (model.layers * layer_us + CALLS_OF_STEP * found.launch_us) / 1e3
@@ -87,9 +87,9 @@ class DeviceCost:
             quantization = self.manifest.quantization_of(name)
             if all(point.quantization != quantization for point in found.held):
                 quantization = self.manifest.quantization  # an old profile
-            speed = found.held_bytes_per_s("exact", texts, 1.0, quantization=quantization, row_weights=columns)
+            speed = found.offloaded_bytes_per_s("exact", texts, 1.0, quantization=quantization, row_weights=columns)
             call_us = (
-                found.visit_us(texts, routed=False)
+                found.layer_call_us(texts, routed=False)
                 + found.copy_us(texts * VECTOR_BYTES_PER_WEIGHT * columns, back=False)
                 + found.copy_us(4 * texts * rows, back=True)
             )

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from neuronpipe.plans.device.measured_figures import Figure, between, between_all
-from neuronpipe.plans.device.measured_points import StepMode, positive
+from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
+from neuronpipe.plans.device.measured_points import StepMode, require_positive
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.frozen import frozen
 
 ACCELERATOR_VERSION = 2
-HeldKind = Literal["exact", "predicted"]
-MAX_TEXTS = 4  # of a step that is measured
+OffloadedKind = Literal["exact", "predicted"]
+MAX_SEQUENCES = 4  # of a step that is measured
 LISTS = ("launches", "copies", "visits", "held", "in_runs")
 
 
 @frozen(kw_only=True)
-class HeldPoint:
+class OffloadedPoint:
     """The kernels on whole blocks: bytes of weights a second of the rows that they compute. A row counts once for each
     text that reads it, up to all rows. exact: all triggers, and Up and Down rows of this share of the neurons, others
     for each text; predicted: the triggers of this share as well."""
 
-    kind: HeldKind
+    kind: OffloadedKind
     quantization: Quantization
     row_weights: int
     share: float
@@ -30,13 +30,13 @@ class HeldPoint:
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "texts")
+        require_positive(self, "row_weights", "texts")
         if not 0 < self.share <= 1:
             raise ValueError(f"share {self.share!r} is not above 0 and up to 1")
 
 
 @frozen(kw_only=True)
-class Visit:
+class LayerCall:
     """One layer's call where there is next to nothing to compute: vectors to the device, kernels, sums back.
     routed: of a mixture, which tells the device each layer's experts."""
 
@@ -45,11 +45,11 @@ class Visit:
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "texts")
+        require_positive(self, "texts")
 
 
 @frozen(kw_only=True)
-class InRun:
+class RunOverhead:
     """What a layer takes longer in a run whose blocks the device computes than its kernels, copies and call do by
     themselves: meeting the decode workers, what else the participant computes, being told who is predicted, and, of a
     device that computes on the workers' cores, their spinning meanwhile."""
@@ -67,7 +67,7 @@ class Copy:
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "copy_bytes")
+        require_positive(self, "copy_bytes")
 
 
 @frozen(kw_only=True)
@@ -91,9 +91,9 @@ class AcceleratorProfile:
     is_processor: bool
     launches: tuple[Launch, ...]
     copies: tuple[Copy, ...]
-    visits: tuple[Visit, ...]
-    held: tuple[HeldPoint, ...]
-    in_runs: tuple[InRun, ...]
+    visits: tuple[LayerCall, ...]
+    held: tuple[OffloadedPoint, ...]
+    in_runs: tuple[RunOverhead, ...]
 
     def __post_init__(self) -> None:
         if self.version != ACCELERATOR_VERSION:
@@ -101,7 +101,7 @@ class AcceleratorProfile:
                 f"version: {self.version!r}, but this program reads {ACCELERATOR_VERSION}; measure again with "
                 "`neuronpipe profile device`"
             )
-        positive(self, "memory_bytes", "max_buffer_bytes")
+        require_positive(self, "memory_bytes", "max_buffer_bytes")
         if len(self.launches) != 1:
             raise ValueError(f"launches: {len(self.launches)} points, one is expected")
         for name in ("copies", "visits", "held"):
@@ -120,12 +120,12 @@ class AcceleratorProfile:
         """Of a kernel by itself."""
         return self.launches[0].us.median
 
-    def visit_us(self, texts: int, *, routed: bool) -> float:
+    def layer_call_us(self, texts: int, *, routed: bool) -> float:
         """What a layer's call takes besides computing and larger copies."""
         found = [visit for visit in self.visits if visit.routed == routed] or list(self.visits)
-        return between({visit.texts: visit.us.median for visit in found}, texts)
+        return interpolate({visit.texts: visit.us.median for visit in found}, texts)
 
-    def in_run_us(self, mode: StepMode) -> float:
+    def run_overhead_us(self, mode: StepMode) -> float:
         """What a layer takes besides in a run; 0 where that was not measured."""
         return next((one.us.median for one in self.in_runs if one.mode == mode), 0.0)
 
@@ -137,10 +137,10 @@ class AcceleratorProfile:
         least = min(line)
         if copy_bytes <= least:
             return 0.0
-        return max(0.0, 1e6 * (copy_bytes / between(line, copy_bytes) - least / line[least]))
+        return max(0.0, 1e6 * (copy_bytes / interpolate(line, copy_bytes) - least / line[least]))
 
-    def held_bytes_per_s(
-        self, kind: HeldKind, texts: int, share: float, *, quantization: Quantization, row_weights: int
+    def offloaded_bytes_per_s(
+        self, kind: OffloadedKind, texts: int, share: float, *, quantization: Quantization, row_weights: int
     ) -> float:
         """Of rows computed. Raises KeyError for a quantization that was not measured."""
         measured = {
@@ -150,4 +150,4 @@ class AcceleratorProfile:
         }
         if not measured:
             raise KeyError(f"held blocks of {quantization}, {kind}: not in this profile")
-        return between_all(measured.items(), (row_weights, texts, share))
+        return interpolate_all(measured.items(), (row_weights, texts, share))

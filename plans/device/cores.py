@@ -65,13 +65,13 @@ def default_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None
     return max(1, workers if cpu_quota is None else min(workers, int(cpu_quota)))
 
 
-def most_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:
+def max_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:
     """As many as there are fast cores; no more than the quota (in cores). More would share cores."""
     fast, _ = _by_speed(cores)
     return max(1, len(fast) if cpu_quota is None else min(len(fast), int(cpu_quota)))
 
 
-def restricted(cores: Sequence[Core], ids: Iterable[int]) -> tuple[Core, ...]:
+def restrict_cores(cores: Sequence[Core], ids: Iterable[int]) -> tuple[Core, ...]:
     """The same cores, of which only these may be used."""
     wanted = frozenset(ids)
     return tuple(replace(core, allowed=core.allowed and core.id in wanted) for core in cores)

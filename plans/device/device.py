@@ -14,7 +14,7 @@ import json
 from typing import TYPE_CHECKING
 
 from neuronpipe.plans.device.cores import Core
-from neuronpipe.plans.device.measured_figures import between, between_all
+from neuronpipe.plans.device.measured_figures import interpolate, interpolate_all
 from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FlashCurve:
         asked = request_bytes, depth
         if asked not in self._known:  # a search asks for the same ones thousands of times
             by_depth = (((point.depth, point.request_bytes), point.bytes_per_s) for point in self.points)
-            self._known[asked] = between_all(by_depth, (depth, request_bytes))
+            self._known[asked] = interpolate_all(by_depth, (depth, request_bytes))
         return self._known[asked]
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class MemorySpeed:
 
     def piece_bytes_per_s(self, piece_bytes: int) -> float:
         """Speed to expect of pieces of this size; between sizes a line on logarithmic scales, flat beyond."""
-        return between({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
+        return interpolate({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
 
 
 @frozen(kw_only=True)

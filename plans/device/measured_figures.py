@@ -42,7 +42,7 @@ def spread_of(repetitions: Sequence[float]) -> float:
     return statistics.median([abs(one - middle) for one in repetitions]) / middle
 
 
-def by_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: int) -> dict[Case, Figure]:
+def measure_in_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: int) -> dict[Case, Figure]:
     """Every case `rounds` times, all cases by turns, so that what disturbs one repetition disturbs few of another."""
     repetitions: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(rounds):
@@ -51,7 +51,7 @@ def by_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: in
     return {case: Figure.of(measured) for case, measured in repetitions.items()}
 
 
-def between(measured: Mapping[float, float], wanted: float) -> float:
+def interpolate(measured: Mapping[float, float], wanted: float) -> float:
     """The value at `wanted`: a line on logarithmic scales between the positions measured, flat beyond them."""
     line = sorted((math.log(position), math.log(value)) for position, value in measured.items())
     place = line[0][0] if wanted <= 0 else min(max(math.log(wanted), line[0][0]), line[-1][0])
@@ -61,13 +61,14 @@ def between(measured: Mapping[float, float], wanted: float) -> float:
     return math.exp(line[0][1])
 
 
-def between_all(measured: Iterable[tuple[Sequence[float], float]], wanted: Sequence[float]) -> float:
+def interpolate_all(measured: Iterable[tuple[Sequence[float], float]], wanted: Sequence[float]) -> float:
     """The same over several positions, of (positions, value): between the values that the others give at each measured
     first position."""
     by_first: dict[float, list[tuple[Sequence[float], float]]] = {}
     for positions, value in measured:
         by_first.setdefault(positions[0], []).append((positions[1:], value))
     rest = wanted[1:]
-    return between(
-        {first: between_all(others, rest) if rest else others[0][1] for first, others in by_first.items()}, wanted[0]
+    return interpolate(
+        {first: interpolate_all(others, rest) if rest else others[0][1] for first, others in by_first.items()},
+        wanted[0],
     )

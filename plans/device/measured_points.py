@@ -21,7 +21,7 @@ StepMode = Literal["exact", "predicted"]
 MAX_SHARE = 10.0  # of a speed that is kept: more says that the other repetition was disturbed
 
 
-def positive(owner: object, *names: str) -> None:
+def require_positive(owner: object, *names: str) -> None:
     """Raises ValueError when one of these fields is not."""
     for name in names:
         if not getattr(owner, name) > 0:
@@ -43,7 +43,7 @@ class CoreClass:
     measured: int
 
     def __post_init__(self) -> None:
-        positive(self, "capacity")
+        require_positive(self, "capacity")
         if self.measured not in self.cores:
             raise ValueError(f"measured core {self.measured} is none of its cores")
 
@@ -57,7 +57,7 @@ class DramPoint:
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers", "piece_bytes")
+        require_positive(self, "workers", "piece_bytes")
 
 
 @frozen(kw_only=True)
@@ -73,7 +73,7 @@ class DecodePoint:
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "workers")
+        require_positive(self, "row_weights", "workers")
         _share(self.share)
 
 
@@ -89,7 +89,7 @@ class PanelPoint:
     token_weights_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "tokens", "workers")
+        require_positive(self, "row_weights", "tokens", "workers")
 
 
 @frozen(kw_only=True)
@@ -105,7 +105,7 @@ class ReusedPoint:
     token_weights_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "workers")
+        require_positive(self, "row_weights", "workers")
         _share(self.share)
 
 
@@ -121,7 +121,7 @@ class FlashRead:
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "request_bytes", "depth", "range_bytes")
+        require_positive(self, "request_bytes", "depth", "range_bytes")
 
 
 @frozen(kw_only=True)
@@ -134,7 +134,7 @@ class ReadCost:
     cpu_us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "request_bytes", "at_once")
+        require_positive(self, "request_bytes", "at_once")
 
 
 @frozen(kw_only=True)
@@ -154,7 +154,7 @@ class Wait:
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
@@ -166,7 +166,7 @@ class ReadFactor:
     factor: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
@@ -182,7 +182,7 @@ class StepPoint:
     between_us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
@@ -196,4 +196,4 @@ class ReadDelay:
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")

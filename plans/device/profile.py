@@ -17,7 +17,7 @@ from typing import Any
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
-from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
 from neuronpipe.plans.device.measured_points import (
     MAX_SHARE,
     SEQUENTIAL_PIECE_BYTES,
@@ -36,7 +36,7 @@ from neuronpipe.plans.device.measured_points import (
     StepMode,
     StepPoint,
     Wait,
-    positive,
+    require_positive,
 )
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.strict_json import read_file
@@ -64,7 +64,7 @@ class FlashProfile:
     costs: tuple[ReadCost, ...]
 
     def __post_init__(self) -> None:
-        positive(self, "file_bytes")
+        require_positive(self, "file_bytes")
         whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
         if not any(read.core is None and not read.sequential for read in whole):
             raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
@@ -81,13 +81,13 @@ class FlashProfile:
             if found:
                 break
         measured = {(r.range_bytes, r.depth, r.request_bytes): r.bytes_per_s.median for r in found}
-        return between_all(measured.items(), (range_bytes, depth, size_bytes))
+        return interpolate_all(measured.items(), (range_bytes, depth, size_bytes))
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
         """Processor time of one of so many reads that are asked for together; by size on a straight line between the
         sizes measured, and beyond them."""
         by_number: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
-        return between(by_number, at_once) if by_number else 0.0
+        return interpolate(by_number, at_once) if by_number else 0.0
 
     def _by_size(self, at_once: int, size_bytes: int) -> float:
         line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == at_once)
@@ -134,7 +134,7 @@ class DeviceProfile:
     accelerator: AcceleratorProfile | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "decode_workers")
+        require_positive(self, "decode_workers")
         if not 0 < self.taken_at <= MAX_TIME_S:
             raise ValueError(f"taken_at {self.taken_at!r} is outside 0..{MAX_TIME_S}")
         for name, points in self._lists().items():
@@ -282,33 +282,33 @@ class DeviceProfile:
         found = {float(one.workers): one.us.median for one in self.read_delays if one.together == together}
         if not found:
             raise KeyError("read_delays: not in this profile")
-        return between(found, workers)
+        return interpolate(found, workers)
 
     def read_factor(self, workers: int) -> float:
         """How many times `read_cpu_us` a read takes in a run. Raises KeyError where that was not measured."""
         if not self.read_factors:
             raise KeyError("read_factors: not in this profile")
-        return between({point.workers: point.factor.median for point in self.read_factors}, workers)
+        return interpolate({point.workers: point.factor.median for point in self.read_factors}, workers)
 
     def barrier_us(self, workers: int) -> float:
         """One barrier of a step."""
-        return between({point.workers: point.us.median for point in self.barriers}, workers)
+        return interpolate({point.workers: point.us.median for point in self.barriers}, workers)
 
     def message_us(self, workers: int) -> float:
         """From sending a step to so many workers to the last one's answer."""
-        return between({point.workers: point.us.median for point in self.messages}, workers)
+        return interpolate({point.workers: point.us.median for point in self.messages}, workers)
 
     def step_factor(self, mode: str, workers: int) -> float:
         """How much longer a step takes than its kernels do by themselves; a mode that was not measured computes as
         exact mode does. Raises KeyError where no step was measured."""
-        return between(
+        return interpolate(
             {point.workers: point.step_us.median / point.kernels_us.median for point in self._steps(mode)}, workers
         )
 
     def between_us(self, mode: str, workers: int) -> float:
         """From the end of a step to the beginning of the next one: messages, sampling, what the coordinator does.
         Raises KeyError where no step was measured."""
-        return between({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
+        return interpolate({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
 
     def _steps(self, mode: str) -> list[StepPoint]:
         found: StepMode = "predicted" if mode == "predicted" else "exact"
@@ -326,7 +326,7 @@ class DeviceProfile:
             points = list(measured)
             if not points:
                 raise KeyError(f"{', '.join(str(word) for word in what if word)}: not in this profile")
-            self._known[what, place] = between_all(points, place)
+            self._known[what, place] = interpolate_all(points, place)
         return self._known[what, place]
 
     @functools.cached_property

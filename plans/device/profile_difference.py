@@ -46,7 +46,7 @@ class Difference:
     added: tuple[str, ...]
 
 
-def difference(before: DeviceProfile, after: DeviceProfile) -> Difference:
+def compare_profiles(before: DeviceProfile, after: DeviceProfile) -> Difference:
     """From the earlier profile to the later one. Figures belong together where all else of their points is equal."""
     old, new = dict(before.figures()), dict(after.figures())
     return Difference(

@@ -50,7 +50,7 @@ class Sensor:
 
 
 @frozen(kw_only=True)
-class Heat:
+class ThermalState:
     """One look. sensors: what could be read, hottest first by distance from its limit. clock_share: highest clocks
     allowed now over highest clocks there are, 0..1, summed over cores; None where it cannot be read."""
 
@@ -74,11 +74,11 @@ class Heat:
         return self.clock_share is not None and self.clock_share < CLOCKS_LOWERED_BELOW
 
 
-def read_heat(root: Path, battery: str = "") -> Heat:
+def read_thermal_state(root: Path, battery: str = "") -> ThermalState:
     """A look at the sensors below `root`; battery: what `termux-battery-status` printed, if it was asked."""
     sensors = [*_zones(root), *_battery(root, battery)]
     sensors.sort(key=lambda sensor: (sensor.limit_celsius - sensor.celsius, sensor.name))
-    return Heat(sensors=tuple(sensors), clock_share=_clock_share(root))
+    return ThermalState(sensors=tuple(sensors), clock_share=_clock_share(root))
 
 
 def _text(path: Path) -> str:

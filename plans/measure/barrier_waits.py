@@ -14,7 +14,7 @@ from pathlib import Path
 
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import Wait
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
 from neuronpipe.protocol.channel import Connection, Listener, Poller, open_context
 from neuronpipe.protocol.errors import Lost
 from neuronpipe.protocol.links import CONTROL
@@ -29,10 +29,12 @@ ANSWER_MS = 10_000
 COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # about as many as a worker reports
 
 
-def measure_barriers(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
+def measure_barriers(
+    cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[Wait, ...]:
     """One barrier, by how many of these cores take part."""
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         def some() -> None:  # by itself each barrier is quick for whoever comes last
             for _ in range(AT_ONCE):
                 member.meet()
@@ -42,19 +44,21 @@ def measure_barriers(cores: Sequence[int | None], *, rounds: int, progress: Told
             yield [_typical_us(some, BARRIERS // AT_ONCE) / AT_ONCE]
 
     return tuple(
-        Wait(workers=count, us=_of_first(measured_together(cores[:count], work, progress)))
+        Wait(workers=count, us=_of_first(measure_together(cores[:count], work, progress)))
         for count in range(1, len(cores) + 1)
     )
 
 
-def measure_messages(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
+def measure_messages(
+    cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[Wait, ...]:
     """From sending a step to the last worker's answer, by how many of these cores answer."""
     found = []
     for count in range(1, len(cores) + 1):
         with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
             members = [None, *cores[:count]]
             work = _messages(f"ipc://{Path(folder) / CONTROL.name}", rounds)
-            found.append(Wait(workers=count, us=_of_first(measured_together(members, work, progress))))
+            found.append(Wait(workers=count, us=_of_first(measure_together(members, work, progress))))
     return tuple(found)
 
 
@@ -71,10 +75,10 @@ def _typical_us(step: Callable[[], None], times: int) -> float:
     return statistics.median(taken_us)
 
 
-def _messages(endpoint: str, rounds: int) -> Callable[[Member], Iterator[Sequence[float]]]:
+def _messages(endpoint: str, rounds: int) -> Callable[[BenchmarkProcess], Iterator[Sequence[float]]]:
     steps = rounds * STEPS + WARM_UP_STEPS
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         if member.index == 0:
             yield from _coordinate(member, endpoint, rounds)
         else:
@@ -84,7 +88,7 @@ def _messages(endpoint: str, rounds: int) -> Callable[[Member], Iterator[Sequenc
     return work
 
 
-def _coordinate(member: Member, endpoint: str, rounds: int) -> Iterator[Sequence[float]]:
+def _coordinate(member: BenchmarkProcess, endpoint: str, rounds: int) -> Iterator[Sequence[float]]:
     with open_context() as context:
         listener, poller = Listener(context, CONTROL, endpoint), Poller()
         poller.add(listener)
@@ -128,7 +132,7 @@ def _send(listener: Listener, worker: str, ask: Step) -> None:
             time.sleep(0.001)
 
 
-def _answer(member: Member, endpoint: str, steps: int) -> None:
+def _answer(member: BenchmarkProcess, endpoint: str, steps: int) -> None:
     number = member.index - 1
     with open_context() as context:
         member.meet()

@@ -26,13 +26,13 @@ END = b"end"
 SPIN_US = 50  # as workers of a run
 PASSES_S = 1.0
 
-Work = Callable[["Member"], Iterator[Sequence[float]]]
+Work = Callable[["BenchmarkProcess"], Iterator[Sequence[float]]]
 """What a member does; yields the figures of one measurement after the other."""
-Told = Callable[[int], None]
+OnMeasured = Callable[[int], None]
 """Called with how many measurements are done now: 1 after each, and 0 every PASSES_S while one is waited for."""
 
 
-class Member:
+class BenchmarkProcess:
     """One process of a crew. `index` of `count`; it runs on `core`, or anywhere (None)."""
 
     def __init__(self, index: int, count: int, core: int | None, page: Any) -> None:
@@ -47,12 +47,12 @@ class Member:
             raise RuntimeError(f"the others did not come within {MEETING_TIMEOUT_MS} ms")
 
 
-def nobody_told(count: int) -> None:
+def ignore_progress(count: int) -> None:
     """For who tells nobody."""
 
 
-def measured_together(
-    cores: Sequence[int | None], work: Work, progress: Told = nobody_told
+def measure_together(
+    cores: Sequence[int | None], work: Work, progress: OnMeasured = ignore_progress
 ) -> Iterator[list[list[float]]]:
     """The figures of each measurement as soon as all members have theirs: those of member 0, of member 1, ...
 
@@ -64,7 +64,7 @@ def measured_together(
     started: list[_Started] = []
     try:
         for index, core in enumerate(cores):
-            started.append(_start(Member(index, len(cores), core, page), work))
+            started.append(_start(BenchmarkProcess(index, len(cores), core, page), work))
         while (lines := _next_lines(started, progress)) != [END] * len(lines):
             yield [json.loads(line) for line in lines]
             progress(1)
@@ -99,7 +99,7 @@ class _Started:
         return line
 
 
-def _next_lines(started: Sequence[_Started], progress: Told) -> list[bytes]:
+def _next_lines(started: Sequence[_Started], progress: OnMeasured) -> list[bytes]:
     """One line of each. Raises UserError as soon as one of them has failed: the others may wait for it."""
     lines: dict[int, bytes] = {}
     while True:
@@ -115,7 +115,7 @@ def _next_lines(started: Sequence[_Started], progress: Told) -> list[bytes]:
             waiting[pipe].read()
 
 
-def _start(member: Member, work: Work) -> _Started:
+def _start(member: BenchmarkProcess, work: Work) -> _Started:
     reading, writing = os.pipe()
     parent = os.getpid()
     process = os.fork()
@@ -132,7 +132,7 @@ def _start(member: Member, work: Work) -> _Started:
         os._exit(0)
 
 
-def _serve(member: Member, work: Work, pipe: int) -> None:
+def _serve(member: BenchmarkProcess, work: Work, pipe: int) -> None:
     try:
         if member.core is not None:
             with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ NEURONS_PER_WEIGHT = 3.5  # of a layer, by its width: so that blocks are as larg
 
 
 @frozen
-class Arena:
+class BenchmarkMemory:
     """Some memory, mapped shared before any fork."""
 
     memory: mmap.mmap
@@ -39,7 +39,9 @@ class Arena:
         return ffi.from_buffer("uint8_t[]", self.memory)
 
 
-def make_arena(available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES) -> Arena | None:
+def allocate_benchmark_memory(
+    available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES
+) -> BenchmarkMemory | None:
     """An arena beyond the caches, of a sixteenth of what is available at most; None where that is too little."""
     wanted = min(MAX_BYTES, max(usual_bytes, CACHES * cache_bytes))
     size = min(wanted, available_bytes // 16) // MIN_BYTES * MIN_BYTES
@@ -49,7 +51,7 @@ def make_arena(available_bytes: int, cache_bytes: int, workers: int, *, usual_by
     ffi.memmove(memory, bytes([WEIGHT_BYTE]) * MIN_BYTES, MIN_BYTES)
     for at in range(MIN_BYTES, size, MIN_BYTES):
         ffi.memmove(ffi.from_buffer(memory)[at : at + MIN_BYTES], ffi.from_buffer(memory)[0:MIN_BYTES], MIN_BYTES)
-    return Arena(memory)
+    return BenchmarkMemory(memory)
 
 
 def largest_cache_bytes(root: Path) -> int:
@@ -108,7 +110,7 @@ class Neurons:
         """All neurons of a block."""
         return range(block * self.block_neurons, (block + 1) * self.block_neurons)
 
-    def some_of(self, block: int, share: float, turn: int) -> list[int]:
+    def sample_block(self, block: int, share: float, turn: int) -> list[int]:
         """About this share of a block's neurons, ascending; others in each of 1 / share turns, always the same."""
         count = max(1, round(share * self.block_neurons))
         all_of_it = random.Random(block).sample(self.whole_block(block), self.block_neurons)

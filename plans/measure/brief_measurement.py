@@ -16,9 +16,15 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile
 from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
-from neuronpipe.plans.measure.benchmark_slots import MIN_BYTES, WORKER_BYTES, Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.benchmark_slots import (
+    MIN_BYTES,
+    WORKER_BYTES,
+    BenchmarkMemory,
+    allocate_benchmark_memory,
+    largest_cache_bytes,
+)
 from neuronpipe.plans.measure.kernel_speed import Case, Point, measure_kernels
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import measure_dram
 
 KINDS: tuple[Kind, ...] = ("big", "mid", "little")
@@ -47,7 +53,7 @@ def measure_briefly(
     """Return a device profile of memory, of these kernels and of waits alone, with a worker on each of `cores`; None
     where too little memory is available to measure on."""
     rounds, repetition_s = (BRIEF_ROUNDS, BRIEF_REPETITION_S) if brief else (FULL_ROUNDS, FULL_REPETITION_S)
-    available_bytes, busy, taken_at = device.memory_available_bytes, Busyness(), time.time()
+    available_bytes, busy, taken_at = device.memory_available_bytes, MachineLoad(), time.time()
     dram = measure_dram(
         cores,
         available_bytes,
@@ -59,7 +65,7 @@ def measure_briefly(
     if not dram:
         return None
     usual_bytes = max(ARENA_BYTES, -(-len(cores) * WORKER_BYTES // MIN_BYTES) * MIN_BYTES)
-    arena = make_arena(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
+    arena = allocate_benchmark_memory(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
     classes = core_classes(device)
     points = tuple(_kernels(arena, cores, classes[0], cases, rounds, repetition_s)) if arena else ()
     return DeviceProfile(
@@ -83,12 +89,12 @@ def measure_briefly(
         steps=(),
         read_delays=(),
         read_factors=(),
-        busy=round(busy.processors(), 3),
+        busy=round(busy.processor_share(), 3),
     )
 
 
 def _kernels(
-    arena: Arena,
+    arena: BenchmarkMemory,
     cores: Sequence[int | None],
     fastest: CoreClass,
     cases: Sequence[Case],

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -54,7 +54,7 @@ def doubt(measured: FlashCurve | DeviceProfile) -> str | None:
 
 
 @frozen(kw_only=True)
-class Kept(Generic[Measured]):
+class CachedMeasurement(Generic[Measured]):
     """A measurement and what became of it. Times are seconds since 1970."""
 
     measured: Measured
@@ -87,24 +87,24 @@ class Kept(Generic[Measured]):
             return "at a start after a day"
         return f"at a start after {MAX_AGE_DAYS} days"
 
-    def followed_by(self, new: Measured, now: float) -> Kept[Measured]:
+    def followed_by(self, new: Measured, now: float) -> CachedMeasurement[Measured]:
         """What to keep after another measurement."""
         ratio, doubtful = _ratio(new, self.measured), doubt(new) is not None
         if 1 - SAME < ratio < 1 + SAME:
             if doubt(self.measured) is None:
                 return dataclasses.replace(self, taken_at=now, agreed=self.agreed + 1, tries=0)
             if not doubtful:
-                return Kept(measured=new, taken_at=now, agreed=self.agreed + 1)
+                return CachedMeasurement(measured=new, taken_at=now, agreed=self.agreed + 1)
         elif ratio > 1 or not doubtful:
-            return Kept(measured=new, taken_at=now, tries=self.tries + 1 if doubtful else 0)
+            return CachedMeasurement(measured=new, taken_at=now, tries=self.tries + 1 if doubtful else 0)
         return dataclasses.replace(self, tries=self.tries + 1, tried_at=now)
 
 
 def is_quiet() -> bool:
     """Look for a moment whether other programs leave the machine alone."""
-    busy = Busyness()
+    busy = MachineLoad()
     time.sleep(QUIET_LOOK_S)
-    return max(busy.processors(), busy.storage()) <= MAX_BUSY
+    return max(busy.processor_share(), busy.storage_share()) <= MAX_BUSY
 
 
 def _figures(measured: FlashCurve | DeviceProfile) -> dict[tuple[object, ...], float]:
@@ -120,7 +120,7 @@ def _ratio(new: Measured, kept: Measured) -> float:
     return statistics.median([mine[key] / theirs[key] for key in mine.keys() & theirs.keys()] or [float("inf")])
 
 
-def kept_or_measured(
+def cached_or_measured(
     path: Path | None,
     what: str,
     kind: type[Measured],
@@ -140,7 +140,7 @@ def kept_or_measured(
     if record is None:
         measured = measure()
         if measured is not None:
-            _write(path, Kept(measured=measured, taken_at=now))
+            _write(path, CachedMeasurement(measured=measured, taken_at=now))
         return measured
     if (why := record.due(now)) is None or (measured := measure()) is None:
         return record.measured
@@ -150,7 +150,7 @@ def kept_or_measured(
     return follower.measured
 
 
-def measured_again(
+def remeasure(
     path: Path | None,
     what: str,
     why: str,
@@ -163,14 +163,16 @@ def measured_again(
     if path is None or (measured := measure()) is None:
         return
     record, now = _read(path, kind), time.time()
-    follower = Kept(measured=measured, taken_at=now) if record is None else record.followed_by(measured, now)
+    follower = (
+        CachedMeasurement(measured=measured, taken_at=now) if record is None else record.followed_by(measured, now)
+    )
     _write(path, follower)
     before = measured if record is None else record.measured
     outcome = shown(measured) if record is None else _outcome(before, measured, follower.measured)
     say(f"measured {what} again, since {why}: {outcome}")
 
 
-def kept_record(path: Path | None, kind: type[Measured]) -> Kept[Measured] | None:
+def read_cached(path: Path | None, kind: type[Measured]) -> CachedMeasurement[Measured] | None:
     """Return what earlier starts measured and what became of it; None when there is none."""
     return None if path is None else _read(path, kind)
 
@@ -181,12 +183,12 @@ def keep(path: Path | None, measured: Measured) -> None:
         return
     record, now = _read(path, type(measured)), time.time()
     if record is None or doubt(measured) is None or doubt(record.measured) is not None:
-        _write(path, Kept(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
+        _write(path, CachedMeasurement(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
     else:
         _write(path, record.followed_by(measured, now))
 
 
-def keep_profile(path: Path, profile: DeviceProfile) -> str | None:
+def cache_profile(path: Path, profile: DeviceProfile) -> str | None:
     """Keep a device profile for later starts. Returns None, or why this one was not kept: it is doubtful, or has less
     in it (as one that was measured within a control group's limits may), and the one measured before holds."""
     before = _read_profile(path, profile.device_id, lambda line: None)
@@ -207,7 +209,7 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
         place.write_text(profile.to_json(), encoding="utf-8")
 
 
-def kept_profile(
+def usable_profile(
     path: Path, device_id: str, allowed: tuple[int, Kind], say: Callable[[str], None]
 ) -> DeviceProfile | None:
     """Return the device profile in the file `path`, if it holds for so many decode workers on cores of this kind. `say`
@@ -274,17 +276,19 @@ def shown(measured: FlashCurve | DeviceProfile) -> str:
     return f"{best / 1e9:.1f} GB/s" if best >= 1e9 else f"{best / 1e6:.0f} MB/s"
 
 
-def _read(path: Path, kind: type[Measured]) -> Kept[Measured] | None:
+def _read(path: Path, kind: type[Measured]) -> CachedMeasurement[Measured] | None:
     """What an earlier probe kept; None when there is none, or none that can be understood."""
-    generic: Any = Kept
+    generic: Any = CachedMeasurement
     try:
-        kept: Kept[Measured] = from_json(generic[kind], json_object(path.read_bytes(), str(path)), str(path))
+        kept: CachedMeasurement[Measured] = from_json(
+            generic[kind], json_object(path.read_bytes(), str(path)), str(path)
+        )
     except (OSError, UserError):
         return None
     return kept
 
 
-def _write(path: Path, record: Kept[Measured]) -> None:
+def _write(path: Path, record: CachedMeasurement[Measured]) -> None:
     """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,11 @@ from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
-from neuronpipe.plans.measure.benchmark_slots import Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.brief_measurement import core_classes
 from neuronpipe.plans.measure.flash_reads import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
 from neuronpipe.plans.measure.kernel_speed import Case, Point, all_cases, measure_kernels
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import PROFILE_PIECES, measure_dram
 from neuronpipe.plans.measure.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.measure.read_cost import COST_CASES, measure_costs, measure_sharing
@@ -87,7 +87,7 @@ class _Measuring:
         self._progress(self._done, self._total)
 
     def profile(self) -> DeviceProfile:
-        device, effort, busy = self._device, self._effort, Busyness()
+        device, effort, busy = self._device, self._effort, MachineLoad()
         taken_at = time.time()
         self._step(0)  # the first measurement takes its time
         cache_bytes = largest_cache_bytes(Path("/"))
@@ -99,7 +99,7 @@ class _Measuring:
             budget_s=effort.pace * DRAM_REPETITION_S,
             progress=self._step,
         )
-        arena = make_arena(device.memory_available_bytes, cache_bytes, len(self._cores))
+        arena = allocate_benchmark_memory(device.memory_available_bytes, cache_bytes, len(self._cores))
         points = self._kernels(arena) if arena else []
         barriers = measure_barriers(self._cores, rounds=rounds, progress=self._step)
         messages = measure_messages(self._cores, rounds=rounds, progress=self._step)
@@ -112,7 +112,7 @@ class _Measuring:
             architecture=device.architecture,
             instruction_set=device.instruction_set,
             taken_at=round(taken_at, 1),
-            busy=round(max(busy.processors(), busy.storage()), 3),
+            busy=round(max(busy.processor_share(), busy.storage_share()), 3),
             cores=self._classes,
             decode_workers=len(self._cores),
             arena_bytes=len(arena.memory) if arena else 0,
@@ -134,14 +134,14 @@ class _Measuring:
         if not self._reads:
             raise UserError(f"{self._file}: too small to measure flash with; name a larger package")
         self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(COST_CASES)
-        busy = Busyness()
+        busy = MachineLoad()
         self._step(0)
         flash = self._flash()
         self._progress(self._total, self._total)
-        busy_share = round(max(busy.processors(), busy.storage()), 3)
+        busy_share = round(max(busy.processor_share(), busy.storage_share()), 3)
         return dataclasses.replace(profile, flash=flash, busy=max(profile.busy, busy_share))
 
-    def _kernels(self, arena: Arena) -> list[Point]:
+    def _kernels(self, arena: BenchmarkMemory) -> list[Point]:
         crews: list[tuple[Sequence[int | None], Kind | None]] = [([one.measured], one.kind) for one in self._classes]
         if len(self._cores) > 1:
             crews.append((self._cores, None))
@@ -172,7 +172,7 @@ class _Measuring:
             engine=engine, direct=direct, file_bytes=self._file.stat().st_size, reads=reads, costs=costs
         )
 
-    def _sharing(self, arena: Arena) -> tuple[Sharing, ...]:
+    def _sharing(self, arena: BenchmarkMemory) -> tuple[Sharing, ...]:
         core = self._classes[0].measured
         others = [other.id for other in self._device.cores if other.allowed and other.id != core]
         return measure_sharing(

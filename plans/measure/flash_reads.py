@@ -19,9 +19,9 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
-from neuronpipe.plans.device.measured_figures import by_turns, spread_of
+from neuronpipe.plans.device.measured_figures import measure_in_turns, spread_of
 from neuronpipe.plans.device.measured_points import CoreClass, FlashRead
-from neuronpipe.plans.measure.benchmark_processes import Told, nobody_told
+from neuronpipe.plans.measure.benchmark_processes import OnMeasured, ignore_progress
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -88,7 +88,7 @@ def measure_reads(
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> tuple[str, bool, tuple[FlashRead, ...]]:
     """(engine, whether it reads directly, the points). budget_s: of a repetition; progress is called after each.
 
@@ -113,7 +113,7 @@ def measure_reads(
             progress(1)
 
     try:
-        figures = by_turns(cases, one, rounds)
+        figures = measure_in_turns(cases, one, rounds)
         engine, direct = ffi.string(lib.np_reader_engine(reader)).decode(), bool(lib.np_reader_direct(reader))
     finally:
         lib.np_reader_close(reader)
@@ -150,7 +150,7 @@ def io_uring_allowed(path: Path) -> bool:
     return True
 
 
-def measure(path: Path, *, brief: bool) -> FlashCurve | None:
+def measure_curve(path: Path, *, brief: bool) -> FlashCurve | None:
     """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that where it is not steady;
     None for a file too small to tell.
 
@@ -165,7 +165,7 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
     try:
         memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
         round_s = budget_s / len(points) / ROUNDS
-        rounds = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
+        rounds = repeat_points(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
         return FlashCurve(
             engine=ffi.string(lib.np_reader_engine(reader)).decode(),
             direct=bool(lib.np_reader_direct(reader)),
@@ -179,7 +179,7 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
         lib.np_reader_close(reader)
 
 
-def repeated(
+def repeat_points(
     points: Sequence[tuple[int, int]], measure_point: Callable[[int, int], float]
 ) -> dict[tuple[int, int], list[float]]:
     """Bytes per second of every (request_bytes, depth), several times: all points by turns, so that what disturbs one

@@ -26,8 +26,8 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
-from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons, Rows
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, Neurons, Rows
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.frozen import frozen
@@ -102,29 +102,29 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
 
 
 def measure_kernels(
-    arena: Arena,
+    arena: BenchmarkMemory,
     cores: Sequence[int | None],
     core: Kind | None,
     cases: Sequence[Case],
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> list[Point]:
     """Speeds with a worker on each of these cores; `core`: the class of a single one. budget_s: of a repetition;
     progress is called after each."""
     found: dict[tuple[Case, str], list[float]] = {}
     turns = (case for _ in range(rounds) for case in cases)
     work = functools.partial(_work, arena=arena, cases=cases, rounds=rounds, budget_s=budget_s)
-    for case, speeds in zip(turns, measured_together(cores, work, progress), strict=True):
+    for case, speeds in zip(turns, measure_together(cores, work, progress), strict=True):
         for number, kind in enumerate(KINDS[case.kind]):
             found.setdefault((case, kind), []).append(sum(of_one[number] for of_one in speeds))
     figures = {key: Figure.of(repetitions) for key, repetitions in found.items()}
-    wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key, cases)}
+    wanted = {key: figure for key, figure in figures.items() if not _is_duplicate(*key, cases)}
     return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in wanted.items()]
 
 
-def _is_twin(case: Case, kind: str, cases: Sequence[Case]) -> bool:
+def _is_duplicate(case: Case, kind: str, cases: Sequence[Case]) -> bool:
     """Whether another case has this figure: all triggers of a block are measured with each share of value rows, and the
     q4 values beside q3 gates by themselves."""
     if case.quantization == "q3" and kind not in ("triggers", "predicted_triggers", "panel"):
@@ -150,7 +150,7 @@ def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figur
 
 
 def _work(
-    member: Member, arena: Arena, cases: Sequence[Case], rounds: int, budget_s: float
+    member: BenchmarkProcess, arena: BenchmarkMemory, cases: Sequence[Case], rounds: int, budget_s: float
 ) -> Iterator[Sequence[float]]:
     """What each worker does; yields a speed for each kind of the case, in work a second."""
     bench = _Bench(member, arena)
@@ -166,7 +166,7 @@ def _work(
 class _Bench:
     """One worker's part of the arena, and its vectors."""
 
-    def __init__(self, member: Member, arena: Arena) -> None:
+    def __init__(self, member: BenchmarkProcess, arena: BenchmarkMemory) -> None:
         self._size_bytes = len(arena.memory) // member.count // mmap.PAGESIZE * mmap.PAGESIZE
         self._start = int(ffi.cast("uintptr_t", arena.pointer)) + member.index * self._size_bytes
         self._neurons: dict[tuple[Quantization, int], Neurons] = {}
@@ -209,7 +209,7 @@ class _Bench:
         """Of all blocks by turns, until every row has had its turn: a few rows of each would stay in the cache."""
         for turn in range(int(1 / share)):
             for block in range(neurons.blocks):
-                yield neurons.some_of(block, share, turn)
+                yield neurons.sample_block(block, share, turn)
 
     def _block_calls(self, neurons: Neurons, lists: Sequence[tuple[Rows, Rows, Rows]]) -> Calls:
         dot, add = self._dot(neurons), self._add(neurons)
@@ -226,7 +226,7 @@ class _Bench:
         dot, add = self._dot(neurons), self._add(neurons)
         lists = [
             (neurons.rows(1, some), neurons.rows(2, some))
-            for some in (neurons.some_of(block, share, 0) for block in range(min(neurons.blocks, 8)))
+            for some in (neurons.sample_block(block, share, 0) for block in range(min(neurons.blocks, 8)))
         ]
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:

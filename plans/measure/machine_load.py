@@ -17,7 +17,7 @@ from pathlib import Path
 _BUSY_FIELDS, _FIELDS = (0, 1, 2, 7), 8  # user, nice, system, stolen; of user, nice, system, idle, iowait, ...
 
 
-class Busyness:
+class MachineLoad:
     """Begins to look when it is made."""
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -25,14 +25,14 @@ class Busyness:
         self._began = self._ticks()
         self._storage = self._storage_share()
 
-    def processors(self) -> float:
+    def processor_share(self) -> float:
         """Share of all processor time since then that other programs had, 0..1."""
         if self._began is None or (now := self._ticks()) is None:
             return 0.0
         busy, own, total = (after - before for before, after in zip(self._began, now, strict=True))
         return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
 
-    def storage(self) -> float:
+    def storage_share(self) -> float:
         """Share of the time before that in which somebody waited for storage, 0..1."""
         return self._storage
 

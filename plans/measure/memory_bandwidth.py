@@ -11,7 +11,13 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES, DramPoint
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, Work, measured_together, nobody_told
+from neuronpipe.plans.measure.benchmark_processes import (
+    BenchmarkProcess,
+    OnMeasured,
+    Work,
+    ignore_progress,
+    measure_together,
+)
 
 STRETCH_BYTES = 8 << 20  # of memory, between two looks at the clock
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
@@ -29,7 +35,7 @@ def measure_dram(
     budget_s: float,
     max_bytes: int = MAX_BYTES,
     counts: Sequence[int] = (),
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> tuple[DramPoint, ...]:
     """Return how fast memory is read, by number of workers: of these counts, else from one to one on each of `cores`
     (None: anywhere). Workers are processes; a speed is that of the typical stretch, so that one in which the system did
@@ -43,7 +49,7 @@ def measure_dram(
     for workers in counts or range(1, len(cores) + 1):
         work = _stretches(*memory, rounds, budget_s)
         turns = (piece_bytes for _ in range(rounds) for piece_bytes in PROFILE_PIECES)
-        for piece_bytes, speeds in zip(turns, measured_together(cores[:workers], work, progress), strict=True):
+        for piece_bytes, speeds in zip(turns, measure_together(cores[:workers], work, progress), strict=True):
             found.setdefault((workers, piece_bytes), []).append(sum(of_one[0] for of_one in speeds))
     return tuple(
         DramPoint(workers=workers, piece_bytes=piece_bytes, bytes_per_s=Figure.of(speeds))
@@ -54,7 +60,7 @@ def measure_dram(
 def _stretches(memory: Any, memory_bytes: int, rounds: int, budget_s: float) -> Work:
     """Read a worker's part in stretches, other pieces of it each time it begins again."""
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         stretches = memory_bytes // member.count // STRETCH_BYTES
         start = memory + member.index * stretches * STRETCH_BYTES
         seen = ffi.new("uint64_t *")

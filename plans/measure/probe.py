@@ -18,18 +18,18 @@ from neuronpipe.plans.device.device import Device, FlashCurve
 from neuronpipe.plans.device.process_limits import read_cores, read_cpu_quota, read_memory, read_processor
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.measure.cached_profile import (
-    Kept,
+    CachedMeasurement,
+    cached_or_measured,
     doubt,
     keep,
-    kept_or_measured,
-    kept_profile,
-    kept_record,
-    measured_again,
+    read_cached,
+    remeasure,
+    usable_profile,
     write_profile,
 )
-from neuronpipe.plans.measure.flash_reads import io_uring_allowed, measure
+from neuronpipe.plans.measure.flash_reads import io_uring_allowed, measure_curve
 from neuronpipe.plans.measure.kernel_speed import Case, kernel_cases
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.profile_confirmation import faster_curve, with_better
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.parse import read_manifest
@@ -65,9 +65,9 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     memory_path = _kept_path("memory", device, repr(_allowed(device)), repr(cases))
 
     def flash() -> FlashCurve | None:
-        busy = Busyness()
-        curve = measure(bundles, brief=brief)
-        busy_share = max(busy.processors(), busy.storage())
+        busy = MachineLoad()
+        curve = measure_curve(bundles, brief=brief)
+        busy_share = max(busy.processor_share(), busy.storage_share())
         return None if curve is None else dataclasses.replace(curve, busy=round(busy_share, 3))
 
     def memory() -> DeviceProfile | None:
@@ -84,26 +84,26 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     checks = profile is not None and time.time() > profile.taken_at + CONFIRM_AFTER_S
     curve = profile.flash_curve() if profile else None
     if curve is None or checks:
-        curve = faster_curve(curve, kept_or_measured(flash_path, "flash", FlashCurve, flash, say, only_quiet=checks))
+        curve = faster_curve(curve, cached_or_measured(flash_path, "flash", FlashCurve, flash, say, only_quiet=checks))
     later = None
     if profile is None or not profile.dram or checks:
-        later = kept_or_measured(memory_path, "memory", DeviceProfile, memory, say, only_quiet=checks)
+        later = cached_or_measured(memory_path, "memory", DeviceProfile, memory, say, only_quiet=checks)
     profile = later if profile is None else with_better(profile, later)
     speed = (profile.memory_speed() if profile else None) or (later.memory_speed() if later else None)
     return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=profile)
 
 
 @frozen(kw_only=True)
-class KeptState:
+class CacheState:
     """What is kept of a device for a package's starts; None: nothing. profile: also one that does not hold."""
 
     profile: DeviceProfile | None
     why_not: str | None  # the profile is not used
-    memory: Kept[DeviceProfile] | None
-    flash: Kept[FlashCurve] | None
+    memory: CachedMeasurement[DeviceProfile] | None
+    flash: CachedMeasurement[FlashCurve] | None
 
 
-def kept_state(directory: Path) -> KeptState:
+def cache_state(directory: Path) -> CacheState:
     """Return what starts of the package in `directory` will go by."""
     device, lines = this_device(), list[str]()
     place, allowed, cases = file_system(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
@@ -114,15 +114,15 @@ def kept_state(directory: Path) -> KeptState:
         with contextlib.suppress(UserError):
             profile = read_profile(path)
         why_not = (doubt(profile) if profile else None) or "; ".join(lines)
-    return KeptState(
+    return CacheState(
         profile=profile,
         why_not=why_not,
-        memory=kept_record(_kept_path("memory", device, allowed, cases), DeviceProfile),
-        flash=kept_record(_kept_path("flash", device, place, device.flash_engine), FlashCurve),
+        memory=read_cached(_kept_path("memory", device, allowed, cases), DeviceProfile),
+        flash=read_cached(_kept_path("flash", device, place, device.flash_engine), FlashCurve),
     )
 
 
-def measure_beaten(directory: Path, why: str, say: Callable[[str], None]) -> None:
+def remeasure_memory(directory: Path, why: str, say: Callable[[str], None]) -> None:
     """Measure memory and kernels of the package in `directory` again, since a run was faster than they allow."""
     device, cases = this_device(), _kernel_cases(directory)
     path = _kept_path("memory", device, repr(_allowed(device)), repr(cases))
@@ -130,7 +130,7 @@ def measure_beaten(directory: Path, why: str, say: Callable[[str], None]) -> Non
     def memory() -> DeviceProfile | None:
         return measure_memory(device, decode_cores(device), cases, brief=False)
 
-    measured_again(path, "memory", why, DeviceProfile, memory, say)
+    remeasure(path, "memory", why, DeviceProfile, memory, say)
 
 
 def measure_memory(
@@ -215,7 +215,7 @@ def _kept_device_profile(device: Device, directory: Path, say: Callable[[str], N
     _adopt_former_profile(device, directory)
     for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
         path = _kept_path("profile", device, place, engine)
-        profile = None if path is None else kept_profile(path, device.id, _allowed(device), say)
+        profile = None if path is None else usable_profile(path, device.id, _allowed(device), say)
         if profile is not None:
             return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
     return None

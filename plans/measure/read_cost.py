@@ -18,8 +18,8 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import MAX_SHARE, ReadCost, Sharing
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
-from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, Neurons
 from neuronpipe.plans.measure.flash_reads import open_reader
 from neuronpipe.protocol.errors import UserError
 
@@ -126,13 +126,15 @@ def _clusters(file_bytes: int, size_bytes: int) -> int:
     return min(MAX_CLUSTERS, min(file_bytes, MAX_BYTES) // (size_bytes + PAGE_BYTES))
 
 
-def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told = nobody_told) -> tuple[ReadCost, ...]:
+def measure_costs(
+    path: Path, core: int | None, *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[ReadCost, ...]:
     """Processor time of a read by its size and by how many are asked for together, on this core; sizes that the file
     holds only a few times are left out."""
     sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
     cases = [(size, at_once) for size, at_once in COST_CASES if size in sizes]
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         assert member.count == 1
         loadings = {size: _Loading(path, size) for size in sizes}
         for loading in loadings.values():
@@ -145,7 +147,7 @@ def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told =
 
     found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     turns = (case for _ in range(rounds) for case in cases)
-    for case, [[cpu_us]] in zip(turns, measured_together([core], work, progress), strict=True):
+    for case, [[cpu_us]] in zip(turns, measure_together([core], work, progress), strict=True):
         found[case].append(max(1e-3, cpu_us))
     return tuple(
         ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(of_one))
@@ -155,13 +157,13 @@ def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told =
 
 def measure_sharing(
     path: Path,
-    arena: Arena,
+    arena: BenchmarkMemory,
     core: int,
     others: Sequence[int],
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> tuple[Sharing, ...]:
     """A worker on `core`, and the loader on the same core, and on the first of the `others` if there are any."""
     if _clusters(path.stat().st_size, SHARING_SIZE_BYTES) < MIN_CLUSTERS:
@@ -169,17 +171,19 @@ def measure_sharing(
     found = []
     for place in (core, *others[:1]):
         shares: list[tuple[float, float]] = []
-        for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s), progress):
+        for worker, loader in measure_together([core, place], _pair(path, arena, rounds, budget_s), progress):
             shares.append((min(MAX_SHARE, worker[1] / worker[0]), min(MAX_SHARE, loader[1] / loader[0])))
         worker_share, loader_share = (Figure.of(of_one) for of_one in zip(*shares, strict=True))
         found.append(Sharing(same_core=place == core, worker_share=worker_share, loader_share=loader_share))
     return tuple(found)
 
 
-def _pair(path: Path, arena: Arena, rounds: int, budget_s: float) -> Callable[[Member], Iterator[Sequence[float]]]:
+def _pair(
+    path: Path, arena: BenchmarkMemory, rounds: int, budget_s: float
+) -> Callable[[BenchmarkProcess], Iterator[Sequence[float]]]:
     """Member 0 computes and member 1 reads: each alone, then both; yields the rates alone and together."""
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         reads = member.index == 1
         loading = _Loading(path, SHARING_SIZE_BYTES) if reads else None
         step = loading.read_all if loading is not None else _computing(arena)
@@ -197,7 +201,7 @@ def _pair(path: Path, arena: Arena, rounds: int, budget_s: float) -> Callable[[M
     return work
 
 
-def _computing(arena: Arena) -> Callable[[], None]:
+def _computing(arena: BenchmarkMemory) -> Callable[[], None]:
     """Triggers of blocks of a 7B model, one block after the other."""
     start = int(ffi.cast("uintptr_t", arena.pointer))
     neurons = Neurons("q4", 4096, start, len(arena.memory))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from neuronpipe.plans.cost.accelerator_cost import DeviceCost
 from neuronpipe.plans.cost.activation_rates import Rates
 from neuronpipe.plans.cost.token_time import Measured, matrices_saved_ms, step_ms
-from neuronpipe.plans.device.accelerator import MAX_TEXTS
+from neuronpipe.plans.device.accelerator import MAX_SEQUENCES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Memory, Plan
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, held_matrices_bytes
@@ -88,7 +88,7 @@ def best_by_texts(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...]
     def best(texts: int, least: int) -> int:
         return min(range(least, most + 1), key=lambda blocks: step_ms(blocks, texts) or 0.0)
 
-    found = [best(texts, 0) for texts in range(1, min(sequences, MAX_TEXTS) + 1)]
+    found = [best(texts, 0) for texts in range(1, min(sequences, MAX_SEQUENCES) + 1)]
     if not any(found):
         found[0] = best(1, 1)
     while len(found) > 1 and found[-1] == found[-2]:

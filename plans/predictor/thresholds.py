@@ -112,7 +112,7 @@ def require_silu(package: Package) -> None:
         )
 
 
-def speaking(manifest: Manifest) -> Mask:
+def threshold_mask(manifest: Manifest) -> Mask:
     """Which neurons of a layer take part in mode thresholded, for the reference engine."""
     silent = manifest.silent
     if silent is None:

@@ -16,7 +16,7 @@ import pytest
 from neuronpipe.native import lib
 from neuronpipe.plans.activity.expert_prediction import guessed_experts
 from neuronpipe.plans.activity.recorded_profile import Measured, measure
-from neuronpipe.plans.activity.recording import NOBODY, RecordingFolder, token_record
+from neuronpipe.plans.activity.recording import NO_EXPERT, RecordingFolder, token_record
 from neuronpipe.plans.activity.reorder import reorder
 from neuronpipe.plans.activity.stored_profile import keep
 from neuronpipe.plans.cost.activation_rates import HOTTEST, rates
@@ -242,7 +242,7 @@ def test_experts_that_follow_nothing_are_guessed_no_better_than_by_frequency() -
 
 def test_experts_nobody_looked_at_are_not_counted() -> None:
     chosen = choices(400, 16, follow=True)
-    chosen[:, :, 1] = NOBODY
+    chosen[:, :, 1] = NO_EXPERT
     assert guessed_experts(chosen, 16)[1][1:] == (1.0, 1.0)
 
 

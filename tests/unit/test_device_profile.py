@@ -13,7 +13,7 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import draw
 from neuronpipe.plans.device.cores import Kind
-from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
 from neuronpipe.plans.device.measured_points import (
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
@@ -31,7 +31,7 @@ from neuronpipe.plans.device.measured_points import (
     Wait,
 )
 from neuronpipe.plans.device.profile import MAX_POINTS, VERSION, DeviceProfile, FlashProfile, parse_profile
-from neuronpipe.plans.device.profile_difference import difference
+from neuronpipe.plans.device.profile_difference import compare_profiles
 from neuronpipe.protocol.errors import UserError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -140,12 +140,12 @@ def profile(**changes: Any) -> DeviceProfile:
 
 # ---- between the points ---------------------------------------------------------------------------------------------
 def test_between_points_a_line_on_logarithmic_scales_and_flat_beyond() -> None:
-    assert between({1.0: 10.0, 4.0: 40.0}, 2.0) == pytest.approx(20.0)
-    assert between({1.0: 10.0, 4.0: 40.0}, 100.0) == pytest.approx(40.0)
-    assert between({1.0: 10.0, 4.0: 40.0}, 0.0) == pytest.approx(10.0)
+    assert interpolate({1.0: 10.0, 4.0: 40.0}, 2.0) == pytest.approx(20.0)
+    assert interpolate({1.0: 10.0, 4.0: 40.0}, 100.0) == pytest.approx(40.0)
+    assert interpolate({1.0: 10.0, 4.0: 40.0}, 0.0) == pytest.approx(10.0)
     grid = {(1.0, 1.0): 1.0, (1.0, 4.0): 4.0, (4.0, 1.0): 4.0}  # one corner was not measured: flat there
-    assert between_all(grid.items(), (2.0, 1.0)) == pytest.approx(2.0)
-    assert between_all(grid.items(), (4.0, 4.0)) == pytest.approx(4.0)
+    assert interpolate_all(grid.items(), (2.0, 1.0)) == pytest.approx(2.0)
+    assert interpolate_all(grid.items(), (4.0, 4.0)) == pytest.approx(4.0)
 
 
 def test_a_figure_is_the_median_and_how_far_repetitions_typically_lie_from_it() -> None:
@@ -277,11 +277,11 @@ def test_another_devices_profile_is_refused() -> None:
 def test_a_change_within_the_spread_is_none() -> None:
     steady = profile(barriers=(Wait(workers=1, us=figure(1.0, 0.2)),))
     moved = profile(barriers=(Wait(workers=1, us=figure(1.3, 0.2)),))
-    assert not any(change.beyond_spread for change in difference(steady, moved).changes)
+    assert not any(change.beyond_spread for change in compare_profiles(steady, moved).changes)
     quiet = profile(barriers=(Wait(workers=1, us=figure(1.3, 0.01)),))
     (change,) = [
         one
-        for one in difference(profile(barriers=(Wait(workers=1, us=figure(1.0)),)), quiet).changes
+        for one in compare_profiles(profile(barriers=(Wait(workers=1, us=figure(1.0)),)), quiet).changes
         if one.beyond_spread
     ]
     assert change.what == "barriers: workers 1 (us)"
@@ -290,7 +290,7 @@ def test_a_change_within_the_spread_is_none() -> None:
 
 def test_a_higher_speed_is_better_and_what_only_one_has_is_told() -> None:
     faster = profile(dram=(DramPoint(workers=2, piece_bytes=SEQUENTIAL_PIECE_BYTES, bytes_per_s=figure(40e9)),))
-    found = difference(profile(), faster)
+    found = compare_profiles(profile(), faster)
     (change,) = [one for one in found.changes if one.beyond_spread]
     assert change.better
     assert change.ratio == pytest.approx(2.0)

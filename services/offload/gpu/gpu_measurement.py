@@ -20,13 +20,13 @@ from typing import Any
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     LISTS,
-    MAX_TEXTS,
+    MAX_SEQUENCES,
     AcceleratorProfile,
     Copy,
-    HeldKind,
-    HeldPoint,
     Launch,
-    Visit,
+    LayerCall,
+    OffloadedKind,
+    OffloadedPoint,
 )
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
@@ -34,7 +34,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096))
 SHARES = (0.1, 0.5)
-KINDS: tuple[HeldKind, ...] = ("exact", "predicted")
+KINDS: tuple[OffloadedKind, ...] = ("exact", "predicted")
 COPY_BYTES = (4 << 10, 64 << 10, 1 << 20)
 LAYER_BYTES = 64 << 20
 LAYERS = 2  # of each share
@@ -45,7 +45,7 @@ VISIT_ROUNDS = 30
 PASS_S = 0.01  # of a repetition at least
 MOST_S = 0.02  # of one layer at most: of a slower device fewer blocks are measured
 WITHIN_S = 240
-POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_TEXTS + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_TEXTS
+POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_SEQUENCES + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_SEQUENCES
 """How many figures there are."""
 
 
@@ -100,11 +100,11 @@ def _line(line: str) -> dict[str, Any] | None:
 def _point(values: dict[str, Any]) -> tuple[str, Any]:
     kind, figure = values.pop("of"), Figure.of(values.pop("repetitions"))
     if kind == "held":
-        return kind, HeldPoint(bytes_per_s=figure, **values)
+        return kind, OffloadedPoint(bytes_per_s=figure, **values)
     if kind == "copies":
         return kind, Copy(bytes_per_s=figure, **values)
     if kind == "visits":
-        return kind, Visit(us=figure, **values)
+        return kind, LayerCall(us=figure, **values)
     return kind, Launch(us=figure)
 
 
@@ -159,7 +159,7 @@ def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[st
     manifest = manifest_of("q8", NARROW, **experts)
     held = holder_of(device, manifest, 1, instructions, SHARES[:1], 1)
     steps = TrialSteps(manifest, 1)
-    for texts in range(1, MAX_TEXTS + 1):
+    for texts in range(1, MAX_SEQUENCES + 1):
         wanted = steps.wanted(0, texts)
         taken = _typical_us(lambda wanted=wanted: held(wanted))  # type: ignore[misc]
         yield {"of": "visits", "texts": texts, "routed": routed, "repetitions": taken}
@@ -175,13 +175,13 @@ def _held(device: Any, instructions: str, quantization: Quantization, width: int
     blocks = blocks_within(manifest, most)
     held = holder_of(device, manifest, blocks, instructions, SHARES, LAYERS)
     steps = TrialSteps(manifest, blocks)
-    taken_s = _kernels_s(held, [steps.wanted(layer, MAX_TEXTS) for layer in range(LAYERS * len(SHARES))])
+    taken_s = _kernels_s(held, [steps.wanted(layer, MAX_SEQUENCES) for layer in range(LAYERS * len(SHARES))])
     blocks = steps.blocks = max(1, min(blocks, int(blocks * MOST_S / taken_s)))
     neurons = blocks * manifest.layout.block_neurons
     row_bytes = quant_bytes(quantization, width) + scale_bytes(quantization, width)
-    speeds: dict[tuple[HeldKind, float, int], list[float]] = {}
-    cases: list[tuple[HeldKind, float, int]] = [
-        (kind, share, texts) for kind in KINDS for share in SHARES for texts in range(1, MAX_TEXTS + 1)
+    speeds: dict[tuple[OffloadedKind, float, int], list[float]] = {}
+    cases: list[tuple[OffloadedKind, float, int]] = [
+        (kind, share, texts) for kind in KINDS for share in SHARES for texts in range(1, MAX_SEQUENCES + 1)
     ]
     for _ in range(ROUNDS):
         for kind, share, texts in cases:

@@ -19,7 +19,9 @@ MAX_DEFAULT_TOKENS = 16384
 DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
 
 
-def refuse_beside(way: str, given: Set[str], known: Set[str], why: str = "have nothing to do with each other") -> None:
+def refuse_combination(
+    way: str, given: Set[str], known: Set[str], why: str = "have nothing to do with each other"
+) -> None:
     """Raises UserError for an argument that means nothing beside another. way: what was asked for, as in `--npu`.
     given: the arguments that are not what they are by default. known: those that mean something."""
     if others := given - known:
@@ -38,7 +40,7 @@ def text_name(package: Package, file: Path | None) -> str:
     return own if file is None else named(file.name)
 
 
-def texts_of(arguments: argparse.Namespace, package: Package) -> Texts:
+def read_calibration_texts(arguments: argparse.Namespace, package: Package) -> Texts:
     """To calibrate and to judge on: of `--text`, or the package's own. Raises UserError."""
     from neuronpipe.plans.predictor import calibration_texts as texts
 
