@@ -248,7 +248,7 @@ def absurd_median() -> bytes:
         (changed(barriers=[{"workers": 1, "us": {"median": 1e-300, "spread": 0}}]), "a median of 1e-300 is outside"),
         (
             changed_flash(costs=2 * [{"request_bytes": 4096, "at_once": 1, "cpu_us": {"median": 5.0, "spread": 0}}]),
-            r"p: flash.costs\[1\]: this point is there twice",
+            r"p: flash.costs\[1\]: duplicate point",
         ),
         (changed(barriers=2 * [{"workers": 1, "us": {"median": 5.0, "spread": 0}}]), r"p: barriers\[1\]: .* twice"),
         (changed(decode_workers=10**9), "p: decode_workers 1000000000: 4096 at most"),
@@ -302,7 +302,7 @@ def test_a_figure_that_a_search_asks_for_again_is_computed_once(monkeypatch: pyt
     """Interpolating took a third of the search, which took a third of `up` at small limits."""
     measured = profile()
     first = measured.decode_bytes_per_s("triggers", 2), measured.dram_bytes_per_s(2, 2304)
-    monkeypatch.setattr("neuronpipe.plans.device.profile.between_all", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr("neuronpipe.plans.device.profile.interpolate_all", lambda *_: pytest.fail("computed again"))
     assert first == (measured.decode_bytes_per_s("triggers", 2), measured.dram_bytes_per_s(2, 2304))
 
 
