@@ -30,8 +30,8 @@ from neuronpipe.plans.measure.cached_profile import (
     MAX_TRIES,
     RETRY_S,
     CachedMeasurement,
+    cache_measurement,
     cached_or_measured,
-    keep,
 )
 from neuronpipe.plans.measure.machine_load import MachineLoad
 
@@ -159,7 +159,7 @@ def test_a_date_that_lies_ahead_is_no_reason_to_keep_figures(starts: Starts) -> 
 
 def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) -> None:
     full = curve(1e8, sizes=(4096, 65536, 1 << 20))
-    keep(starts.file, full)
+    cache_measurement(starts.file, full)
     starts.now = START + (MAX_AGE_DAYS + 1) * DAY_S
     assert starts.start(SAME) == full
     assert starts.start(BETTER, (MAX_AGE_DAYS + 1) * DAY_S) == BETTER
@@ -167,9 +167,9 @@ def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) 
 
 def test_the_doctors_measurement_is_kept_unless_it_is_the_doubtful_one(starts: Starts) -> None:
     starts.start(BUSY)
-    keep(starts.file, WORSE)
+    cache_measurement(starts.file, WORSE)
     assert starts.start(GOOD) == WORSE
-    keep(starts.file, curve(1e7, busy=0.5))
+    cache_measurement(starts.file, curve(1e7, busy=0.5))
     assert starts.start(GOOD) == WORSE
     assert starts.measured == 1
 
@@ -217,7 +217,7 @@ def test_a_record_with_one_wrong_field_is_measured_over(starts: Starts, path: st
 
 def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
     found = memory(4.7e9)
-    keep(tmp_path / "memory.json", found)
+    cache_measurement(tmp_path / "memory.json", found)
     assert (
         cached_or_measured(tmp_path / "memory.json", "memory", DeviceProfile, lambda: None, lambda line: None) == found
     )

@@ -89,6 +89,7 @@ def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
     [
         ("{", "not valid JSON"),
         ('{"version": 9}', "field 'version': 9"),
+        (changed(version=4).decode(), "field 'version': 4, but this program reads 5; measure again"),
         (changed(busy=7).decode(), "busy 7.0 is outside"),
     ],
 )
@@ -172,18 +173,6 @@ def test_a_profile_of_another_flash_engine_serves_without_its_flash(
     assert found.profile.flash is None
     assert found.flash is not None
     assert found.flash.points == measured.points
-
-
-def test_the_profile_of_an_earlier_version_is_still_found(package: Path) -> None:
-    device, path = probe.this_device(), kept(package)
-    former = probe._path_of("profile", f"5 {device.former_id} {probe._former_file_system(package)}")
-    assert former is not None
-    former.write_text(profile(device_id=device.former_id, taken_at=time.time() - 60).to_json())
-    path.unlink()
-    found = probe.probe(package).profile
-    assert found is not None
-    assert found.device_id == device.id
-    assert (path.exists(), former.exists()) == (True, False)
 
 
 def test_diff_without_anything_kept_says_what_to_do(
