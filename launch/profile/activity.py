@@ -117,7 +117,7 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
 def _measured(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.recorded_profile import measure
     from neuronpipe.plans.activity.recording import RecordingFolder
-    from neuronpipe.plans.activity.stored_profile import keep
+    from neuronpipe.plans.activity.stored_profile import add_profile
 
     name, windows = _windows(arguments, package)
     package, plan = package_and_plan(_plan_arguments(arguments))
@@ -128,7 +128,7 @@ def _measured(arguments: argparse.Namespace, package: Package) -> Package:
         with Progress("recording", "tokens", plain=arguments.json) as progress:
             record(package, plan, mode, windows, folder, progress)
         with Progress("counting", "checks", plain=arguments.json) as progress:
-            package = keep(package, measure(package.manifest, folder.recorded(), mode, name, progress))
+            package = add_profile(package, measure(package.manifest, folder.open_recording(), mode, name, progress))
         folder.remove()
     return package
 
@@ -158,7 +158,7 @@ def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def _imported(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.powerinfer_statistics import import_activity
-    from neuronpipe.plans.activity.stored_profile import keep
+    from neuronpipe.plans.activity.stored_profile import add_profile
 
     measured = import_activity(package, arguments.import_activity, arguments.import_tokens)
     if arguments.import_tokens is None:
@@ -167,7 +167,7 @@ def _imported(arguments: argparse.Namespace, package: Package) -> Package:
             "--import-tokens N says better",
             file=sys.stderr,
         )
-    return keep(package, measured)
+    return add_profile(package, measured)
 
 
 def _reordered(arguments: argparse.Namespace, package: Package) -> Package:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from neuronpipe.plans.activity.stored_profile import forget
+from neuronpipe.plans.activity.stored_profile import remove_profile
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
@@ -215,7 +215,7 @@ def profile(
     exact_perplexity = perplexity(exact, hidden[cut:], texts.held_out, told.rated)
     predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out, told.rated)
     return Profiled(
-        forget(
+        remove_profile(
             write_predictor(
                 package,
                 _with_loss(predictor, text, held_out, exact_perplexity, predicted_perplexity),

@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 
 import numpy as np
-from neuronpipe.plans.activity.stored_profile import forget
+from neuronpipe.plans.activity.stored_profile import remove_profile
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest, Silent, SilentLayer
 from neuronpipe.plans.package.reader import Package
@@ -147,4 +147,4 @@ def _written(package: Package, silent: Silent | None) -> Package:
         file.write(replace(package.manifest, silent=silent).sealed().to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    return forget(Package.open(package.path), "thresholded")
+    return remove_profile(Package.open(package.path), "thresholded")

@@ -78,7 +78,7 @@ def test_between_its_points_are_lines() -> None:
     assert one.offloaded_bytes_per_s("exact", 1, 0.1, **q4) == pytest.approx(100 * GB)
     assert one.offloaded_bytes_per_s("exact", 2, 0.1, **q4) == pytest.approx(100 * GB * 2**0.5)
     assert one.offloaded_bytes_per_s("exact", 9, 0.9, **q4) == pytest.approx(400 * GB)
-    with pytest.raises(KeyError, match="held blocks of q8"):
+    with pytest.raises(KeyError, match="offloaded blocks of q8"):
         one.offloaded_bytes_per_s("exact", 1, 0.1, quantization="q8", row_weights=4096)
     assert one.layer_call_us(1, routed=False) == pytest.approx(50)
     assert one.layer_call_us(2, routed=False) == pytest.approx((50 * 80) ** 0.5)

@@ -226,7 +226,7 @@ def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
 def test_memory_and_flash_are_compared_by_the_figures_that_both_have() -> None:
     record = CachedMeasurement(measured=memory(4.7e9, busy=0.6), taken_at=START)
     assert record.followed_by(memory(14.4e9), START).measured == memory(14.4e9)
-    assert kept.shown(memory(14.4e9)) == "14.4 GB/s"
+    assert kept.best_speed(memory(14.4e9)) == "14.4 GB/s"
 
 
 # ---- how steady a measurement is ---------------------------------------------------------------------------------

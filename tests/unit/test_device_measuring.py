@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.native import ffi
 from neuronpipe.plans.device.measured_points import CoreClass
 from neuronpipe.plans.device.profile import parse_profile
-from neuronpipe.plans.measure import benchmark_processes as crew
+from neuronpipe.plans.measure import benchmark_processes
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import machine_load as busy
 from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measure_together
@@ -27,7 +27,7 @@ from neuronpipe.protocol.errors import UserError
 MIB = 1 << 20
 
 
-def test_a_crew_measures_in_step_and_on_its_cores() -> None:
+def test_benchmark_processes_measure_in_step_and_on_its_cores() -> None:
     def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         for turn in range(3):
             member.meet()
@@ -37,10 +37,10 @@ def test_a_crew_measures_in_step_and_on_its_cores() -> None:
     assert list(measure_together([core, core], work)) == [[[n, 0, 1.0], [n, 1, 1.0]] for n in range(3)]
 
 
-def test_whoever_waits_for_a_crew_hears_of_each_measurement_and_that_time_passes(
+def test_whoever_waits_for_benchmark_processes_hears_of_each_measurement_and_that_time_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "PASSES_S", 0.01)
+    monkeypatch.setattr(benchmark_processes, "HEARTBEAT_S", 0.01)
     told: list[int] = []
 
     def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
@@ -118,17 +118,17 @@ def test_the_turns_of_a_share_have_every_neuron_once() -> None:
     assert len(chosen) >= 0.97 * neurons.block_neurons
 
 
-def test_the_arena_is_larger_than_the_caches_where_memory_allows(tmp_path: Path) -> None:
+def test_benchmark_memory_is_larger_than_the_caches_where_memory_allows(tmp_path: Path) -> None:
     for index, text in enumerate(("32K", "1024K", "128M", "nonsense")):
         folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
         folder.mkdir(parents=True)
         (folder / "size").write_text(text + "\n")
     assert largest_cache_bytes(tmp_path) == 128 * MIB
     assert largest_cache_bytes(tmp_path / "none") == 0
-    arena = allocate_benchmark_memory(16 * 100 * MIB, 128 * MIB, 2)
-    assert arena is not None
-    assert len(arena.memory) == 64 * MIB  # no more than a sixteenth of what is available
-    assert arena.memory[:1] == arena.memory[-1:] == b"\x11"
+    memory = allocate_benchmark_memory(16 * 100 * MIB, 128 * MIB, 2)
+    assert memory is not None
+    assert len(memory.mapping) == 64 * MIB  # no more than a sixteenth of what is available
+    assert memory.mapping[:1] == memory.mapping[-1:] == b"\x11"
     assert allocate_benchmark_memory(16 * 63 * MIB, 0, 1) is None
     assert allocate_benchmark_memory(16 * 64 * MIB, 0, 8) is None
 
