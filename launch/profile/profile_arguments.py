@@ -1,4 +1,4 @@
-"""How each way of `neuronpipe profile` begins: with arguments that mean something together, and with a text."""
+"""Arguments and texts that the variants of `neuronpipe profile` share."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ if TYPE_CHECKING:
     from neuronpipe.plans.predictor.calibration_texts import Texts
 
 MAX_DEFAULT_TOKENS = 16384
-DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
+DEFAULT_VALUES = 1 << 25  # gate values of one layer in memory: 128 MiB, several times that while fitting
 
 
 def refuse_combination(
-    way: str, given: Set[str], known: Set[str], why: str = "have nothing to do with each other"
+    variant: str, changed: Set[str], accepted: Set[str], reason: str = "have nothing to do with each other"
 ) -> None:
-    """Raises UserError for an argument that means nothing beside another. way: what was asked for, as in `--npu`.
-    given: the arguments that are not what they are by default. known: those that mean something."""
-    if others := given - known:
-        other = min(others).replace("imported", "import").replace("_", "-")
-        raise UserError(f"{way} and --{other}: {why}; leave one of the two out")
+    """Raise UserError for an argument that is meaningless together with another.
+
+    variant: the requested variant, as in `--npu`. changed: the arguments with values other than their defaults.
+    accepted: those that the variant accepts.
+    """
+    if refused := changed - accepted:
+        name = min(refused).replace("imported", "import").replace("_", "-")
+        raise UserError(f"{variant} and --{name}: {reason}; leave one of the two out")
 
 
 def is_demo(package: Package) -> bool:
-    """Whether the demo's corpus is this package's own text."""
+    """Return True if this package's own text is the demo's corpus."""
     return bool(package.manifest.name == Package.open(DEMO).manifest.name)
 
 
 def text_name(package: Package, file: Path | None) -> str:
-    """What a package calls the text that it was measured on. file: of `--text`."""
-    own = "the demo's corpus" if is_demo(package) else "the package's own workload"
-    return own if file is None else named(file.name)
+    """Return the name under which a package records the text that it was measured on. file: the value of `--text`."""
+    name = "the demo's corpus" if is_demo(package) else "the package's own workload"
+    return name if file is None else named(file.name)
 
 
 def read_calibration_texts(arguments: argparse.Namespace, package: Package) -> Texts:
-    """To calibrate and to judge on: of `--text`, or the package's own. Raises UserError."""
+    """Return the calibration and held-out texts of `--text`, or the package's own. Raises UserError."""
     from neuronpipe.plans.predictor import calibration_texts as texts
 
     model, tokens = package.manifest.model, arguments.tokens

@@ -28,7 +28,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.profiling import Profiled
+    from neuronpipe.plans.predictor.profiling import ProfilingResult
 
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
@@ -148,7 +148,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> Profiled:
+def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> ProfilingResult:
     """What was found, and the package with it."""
     from neuronpipe.plans.predictor.imported_predictor import (
         open_imported,  # these take a while: progress is shown by now

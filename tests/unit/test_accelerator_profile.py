@@ -137,9 +137,10 @@ def test_figures_of_another_device_are_other_figures() -> None:
 def test_the_page_and_the_picture_show_it() -> None:
     page = render(profile(accelerator=accelerator(is_processor=True)))
     assert "accelerator Fast GPU by opencl, 8.00 GiB of its own, which computes on this processor's cores" in page
-    assert "exact, 10%, 4 texts" in page
+    assert "exact, 10%, 4 sequences" in page
     assert (
-        "a layer's call besides: 50, 80 us with 1, 2, ... texts, of a mixture 90 us; the smallest kernel: 10 us" in page
+        "a layer's call besides: 50, 80 us with 1, 2, ... sequences, of a mixture 90 us; the smallest kernel: 10 us"
+        in page
     )
     assert "a layer in a run besides: 25 us exact" in page
     assert "accelerator, q4 rows of 4096" in draw(profile(accelerator=accelerator()))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from neuronpipe.launch.profile.steps import LEAST_US, _Reading
+from neuronpipe.launch.profile.steps import MIN_US, _Reading
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.io_wait import Named, Reads, Waiting, backlog, queued
 from neuronpipe.plans.cost.token_time import decode_reads
@@ -142,9 +142,9 @@ def test_while_workers_wait_reading_takes_nothing_from_them() -> None:
 
 def test_a_read_that_is_not_late_in_a_run_makes_a_profile_all_the_same() -> None:
     """6e-9 us were found of it once, which a profile refuses."""
-    delay = ReadDelay(together=False, workers=2, us=Figure.of([LEAST_US]))
+    delay = ReadDelay(together=False, workers=2, us=Figure.of([MIN_US]))
     measured = dataclasses.replace(profile(), read_delays=(delay,))
-    assert measured.read_delay_us(2, together=False) == pytest.approx(LEAST_US)
+    assert measured.read_delay_us(2, together=False) == pytest.approx(MIN_US)
 
 
 # ---- what a run's rows say of reads (launch/profile/steps.py) --------------------------------------------------------
@@ -181,7 +181,7 @@ def test_what_a_run_waited_for_reads_gives_their_delay_back() -> None:
     (found,) = reading(64, waited_ms / 20, 1.0).delays(here)
     assert (found.together, found.workers, found.us.median) == (False, 2, pytest.approx(250, rel=1e-3))
     (none,) = one.delays(here)
-    assert none.us.median == pytest.approx(LEAST_US), "nothing was waited for"
+    assert none.us.median == pytest.approx(MIN_US), "nothing was waited for"
 
 
 def test_too_few_reads_say_nothing() -> None:

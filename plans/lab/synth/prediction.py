@@ -12,7 +12,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.predictor.fit import Line, least_chance
+from neuronpipe.plans.predictor.fit import ScoreModel, min_probability
 from neuronpipe.plans.predictor.predictions import judge
 from neuronpipe.plans.reference.quantized import Vectors, product
 from neuronpipe.protocol.frozen import frozen
@@ -38,8 +38,8 @@ class BlockPredictor:
     factor: Rows
     scores: Array  # of the held-out tokens
     active: Mask  # of the held-out tokens
-    line: Line
-    chances: NDArray[np.float64]  # of those active in some of the others
+    line: ScoreModel
+    probabilities: NDArray[np.float64]  # of those active in some of the others
 
 
 @frozen
@@ -67,14 +67,14 @@ class Prediction:
         """gates, active: values of Gate and which neurons are active, [tokens, neurons]."""
         factor = self.directions.factor(gate, self.quantization)
         scores, some = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
-        line = Line.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])
-        chances = line.chances(scores[some], active[some])
-        return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, chances)
+        line = ScoreModel.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])
+        probabilities = line.probabilities(scores[some], active[some])
+        return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, probabilities)
 
     def together(self, blocks: Sequence[BlockPredictor], recall: float) -> tuple[LayerFactors, PredictorQuality]:
         """The whole predictor with the thresholds that reach this recall on the calibration tokens, judged on the
         others."""
-        least = least_chance(np.concatenate([block.chances for block in blocks]), recall)
+        least = min_probability(np.concatenate([block.probabilities for block in blocks]), recall)
         biases = [block.line.bias(least) for block in blocks]
         predicted = [block.scores + bias > 0 for block, bias in zip(blocks, biases, strict=True)]
         quants, scales = zip(*(block.factor for block in blocks), strict=True)
