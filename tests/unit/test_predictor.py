@@ -26,10 +26,10 @@ from neuronpipe.plans.predictor.fit import (
     NEVER,
     Calibration,
     ScoreModel,
-    carried_over,
     fit_layer,
     leading_directions,
     min_probability,
+    transfer_rows,
 )
 from neuronpipe.plans.predictor.imported_predictor import open_imported
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
@@ -167,7 +167,7 @@ def test_rows_carried_over_to_an_earlier_vector_follow_what_attention_adds() -> 
     earlier = random.standard_normal((4000, 32), dtype=np.float32)
     turn = random.standard_normal((32, 32), dtype=np.float32) / 8
     rows = random.standard_normal((3, 32), dtype=np.float32)
-    carried = carried_over(rows, earlier, earlier * 0.5 + earlier @ turn)
+    carried = transfer_rows(rows, earlier, earlier * 0.5 + earlier @ turn)
     np.testing.assert_allclose(earlier @ carried.T, (earlier * 0.5 + earlier @ turn) @ rows.T, atol=0.3)
 
 
