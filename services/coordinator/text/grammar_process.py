@@ -13,17 +13,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import OrderedDict
-from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.native import lib
 from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
+from neuronpipe.protocol.process_facts import private_writable_bytes
 from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.untrusted.process import Prepare, Work
 
 TAKEN, COMPLETE, REFUSED, UNKNOWN = range(4)
 MAX_FOLLOWED = 64
-PAGE_BYTES = 4096
 
 
 class Source(NamedTuple):
@@ -67,7 +66,7 @@ class _Work:
     def __init__(self, grammars: Grammars, spare_bytes: int) -> None:
         self._grammars = grammars
         self._followed: OrderedDict[int, tuple[Grammar, int]] = OrderedDict()  # and how many tokens each has taken
-        self._limit_bytes = _private_bytes() + spare_bytes
+        self._limit_bytes = private_writable_bytes() + spare_bytes
 
     def answer(self, packed: bytes) -> bytes:
         request: Request = pickle.loads(packed)
@@ -82,7 +81,7 @@ class _Work:
 
     def _open(self, number: int, source: Source, tokens: list[int]) -> bytes:
         self._followed.pop(number, None)
-        if _private_bytes() > self._limit_bytes:
+        if private_writable_bytes() > self._limit_bytes:
             self._followed.clear()
             self._grammars.forget()
             lib.np_memory_give_back()
@@ -103,7 +102,3 @@ class _Work:
         while len(self._followed) > MAX_FOLLOWED:
             self._followed.popitem(last=False)
         return bytes([COMPLETE if complete else TAKEN]) + grammar.allowed
-
-
-def _private_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[5]) * PAGE_BYTES
