@@ -75,8 +75,7 @@ class FlashProfile:
     def bytes_per_s(
         self, size_bytes: int, depth: int, range_bytes: int, *, sequential: bool = False, core: Kind | None = None
     ) -> float:
-        """Return the expected speed. A core class or access order that was not measured falls back to unpinned random
-        reads."""
+        """Return the expected speed. An unmeasured class or order falls back to unpinned, then random reads."""
         for reads in (
             [read for read in self.reads if read.core == core and read.sequential == sequential],
             [read for read in self.reads if read.core is None and read.sequential == sequential],
@@ -218,10 +217,7 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return the speed of all workers together, or of one worker on a core of class `core`.
-
-        Raises KeyError if nothing of this kind was measured.
-        """
+        """Return the speed of all workers together, or of one on class `core`. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.share), point.bytes_per_s.median)
             for point in self._points_on(self.decode, core)
@@ -238,8 +234,7 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's triggers. Raises KeyError if none of this kind was
-        measured."""
+        """Return tokens x weights per second of prefill's triggers. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.tokens), point.token_weights_per_s.median)
             for point in self._points_on(self.panels, core)
@@ -257,8 +252,7 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's value rows. Raises KeyError if none of this kind was
-        measured."""
+        """Return tokens x weights per second of prefill's value rows. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.share), point.token_weights_per_s.median)
             for point in self._points_on(self.reused, core)
@@ -292,18 +286,15 @@ class DeviceProfile:
         return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0
 
     def read_delay_us(self, workers: int, *, together: bool) -> float:
-        """Return the time of a read in a run beyond the flash's own time, for reads named together or alone.
-
-        Raises KeyError if it was not measured.
-        """
+        """Return the time of a read, named together or alone, in a run beyond the flash's. Raises KeyError if
+        unmeasured."""
         delays = {float(delay.workers): delay.us.median for delay in self.read_delays if delay.together == together}
         if not delays:
             raise KeyError("read_delays: not in this profile")
         return interpolate(delays, workers)
 
     def read_factor(self, workers: int) -> float:
-        """Return the processor time of a read in a run relative to `read_cpu_us`. Raises KeyError if it was not
-        measured."""
+        """Return the processor time of a read in a run relative to `read_cpu_us`. Raises KeyError if unmeasured."""
         if not self.read_factors:
             raise KeyError("read_factors: not in this profile")
         return interpolate({point.workers: point.factor.median for point in self.read_factors}, workers)
@@ -326,10 +317,7 @@ class DeviceProfile:
         )
 
     def between_us(self, mode: str, workers: int) -> float:
-        """Return the time from the end of a step to the start of the next: messages, sampling, the coordinator's work.
-
-        Raises KeyError if no step was measured.
-        """
+        """Return the time from the end of a step to the start of the next. Raises KeyError if no step was measured."""
         return interpolate({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
 
     def _steps(self, mode: str) -> list[StepPoint]:

@@ -174,7 +174,14 @@ def test_reads_in_a_run_take_as_many_times_the_processor_time_as_its_loader_took
 def test_what_a_run_waited_for_reads_gives_their_delay_back() -> None:
     here: Any = dataclasses.replace(device(memory_bytes=8 * GIB), profile=profile(), memory_speed=SPEED)
     one = reading(64, 0.0, 1.0)
-    known = one.made.compute, one.made.memory, one.made.flash, here.flash, here.memory_speed, here.profile
+    known = (
+        one.plan_document.compute,
+        one.plan_document.memory,
+        one.plan_document.flash,
+        here.flash,
+        here.memory_speed,
+        here.profile,
+    )
     waiting, named = decode_reads(M, rates(M, "exact"), *known, tokens=TOKENS // 2)
     waited_ms = waiting.exposed_ms(dataclasses.replace(named, reads=64, read_bytes=64 * 8192), 0.25)
     assert waited_ms is not None
