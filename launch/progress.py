@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TextIO
 
 from neuronpipe.launch.formats import show_bytes, show_left
+from neuronpipe.protocol.process_facts import start_ticks
 
 if TYPE_CHECKING:
     from rich.progress import Progress as ProgressBar
@@ -43,9 +44,7 @@ def begin_command() -> None:
     global _quiet_since_s
     began_s = time.monotonic()
     with contextlib.suppress(OSError, ValueError, IndexError):  # /proc may be hidden
-        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # from the machine's start to the process's
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks() / os.sysconf("SC_CLK_TCK")
         if 0 < age_s < MAX_START_S:
             began_s -= age_s
     _quiet_since_s = began_s

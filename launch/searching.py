@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
-from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
+from neuronpipe.plans.device.cores import default_decode_workers, max_decode_workers, restrict_cores
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.number_format import show_number
@@ -140,7 +140,7 @@ class _Searching:
             raise UserError(f"--workers {arguments.workers}: between 1 and 64")
         cores = device.cores
         if arguments.cores is not None:
-            cores = restricted(device.cores, _allowed(arguments.cores, device))
+            cores = restrict_cores(device.cores, _allowed(arguments.cores, device))
         prompts = self.subject.prompts.backend
         backends = ({} if prompts is None else {"prefill": prompts}) | dict(arguments.backend)
         quota = device.cpu_quota
@@ -156,11 +156,11 @@ class _Searching:
             workers: tuple[int, ...] = (arguments.workers,)
         else:
             usual = default_decode_workers(cores, quota)
-            others = range(1, most_decode_workers(cores, quota) + 1) if arguments.baseline is None else ()
+            others = range(1, max_decode_workers(cores, quota) + 1) if arguments.baseline is None else ()
             workers = tuple(dict.fromkeys((usual, *others)))
 
         def more(count: int) -> DeviceFacts | None:
-            if count > most_decode_workers(device.cores, quota):
+            if count > max_decode_workers(device.cores, quota):
                 return None
             return device_facts(device, count, gateway=gateway, backends=backends, accelerator=accelerator)
 

@@ -28,6 +28,7 @@ from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
 from neuronpipe.protocol.locked_directory import LOCK_FILE, LockedDirectory
+from neuronpipe.protocol.process_facts import stat_fields
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
 
@@ -288,14 +289,12 @@ def started(pid: int) -> int:
     """Start time of a process in clock ticks since boot. Raises ProcessLookupError when it does not run. By hand:
     psutil turns the ticks into a time of day, which changes when the clock is set."""
     try:
-        # Its main thread has the same figures; in /proc/PID/stat user-mode QEMU shows a process made-up ones of itself.
-        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"no process {pid}") from None
-    state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
-    if state in "ZX":
+    if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
-    return int(rest[18])
+    return int(fields[19])
 
 
 def own_pid() -> int:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from neuronpipe.plans.demo.corpus import documents
-from neuronpipe.plans.measure.benchmark_processes import Member, measured_together
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measure_together
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -101,7 +101,7 @@ def _corpus_tokens(package: Package, most: int | None) -> Sequence[int]:
     """In a process of its own: it takes 20 MiB, which all processes of the run would inherit, and which would count in
     the run's memory."""
 
-    def encoded(_: Member) -> Iterator[Sequence[int]]:
+    def encoded(_: BenchmarkProcess) -> Iterator[Sequence[int]]:
         text = ""
         for document in documents(held_out=True):
             text += document
@@ -109,7 +109,7 @@ def _corpus_tokens(package: Package, most: int | None) -> Sequence[int]:
                 break
         yield FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])[:most]
 
-    [[tokens]] = measured_together([None], encoded)
+    [[tokens]] = measure_together([None], encoded)
     if not tokens:
         raise UserError(f"{package.tokenizer_path}: makes no tokens of Python source text; nothing to measure with")
     return array("I", map(int, tokens))

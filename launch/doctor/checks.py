@@ -237,9 +237,9 @@ def _memory_speed(device: Device) -> Check:
 
 def _kept_figures(directory: Path) -> Check:
     """What starts go by: when it was measured, how busy the machine was, whether it is measured again."""
-    from neuronpipe.plans.measure.probe import kept_state
+    from neuronpipe.plans.measure.probe import cache_state
 
-    state, now = kept_state(directory), time.time()
+    state, now = cache_state(directory), time.time()
     parts = [
         f"{name} of {_when(record.taken_at, record.measured.busy)}, measured again {record.again(now)}"
         for name, record in (("memory", state.memory), ("flash", state.flash))

@@ -1,4 +1,4 @@
-"""The accelerator of a device profile: the one that was asked for, else the one that is found."""
+"""Measurement of the accelerator of a device profile: the requested one, else the first one available."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ BACKEND = "opencl"
 
 
 def accelerator_options(backend: str | None) -> str | None:
-    """The options of the backend by which a device is found; None where there is none to measure. backend: what was
-    asked for; None: whatever there is, but for the processor itself, which a driver may offer too. Raises UserError
-    where what was asked for is not there."""
+    """Return the backend's options that select the device; None if there is none to measure.
+
+    backend: the requested one; None: any device except the processor itself, which a driver may also offer. Raises
+    UserError if the requested one is not available.
+    """
     name, _, options = (backend or BACKEND).partition(":")
     if name != BACKEND:
         raise UserError(f"--backend accelerator={backend}: those of {BACKEND} are measured")
@@ -24,16 +26,16 @@ def accelerator_options(backend: str | None) -> str | None:
     from neuronpipe.services.offload.gpu.device import describe
 
     try:
-        found = describe(options)
+        device = describe(options)
     except UserError:
         if backend is None:
             return None
         raise
-    return None if backend is None and found.is_processor else options
+    return None if backend is None and device.is_processor else options
 
 
 def accelerator_count(options: str | None) -> int:
-    """How many figures there are of it."""
+    """Return the number of its figures."""
     if options is None:
         return 0
     from neuronpipe.services.offload.gpu.gpu_measurement import POINTS
@@ -42,8 +44,10 @@ def accelerator_count(options: str | None) -> int:
 
 
 def with_accelerator(profile: DeviceProfile, options: str | None, progress: Callable[[], None]) -> DeviceProfile:
-    """The profile and what was measured of the device that these options find. progress is called
-    `accelerator_count(options)` times. Raises UserError where its driver fails."""
+    """Return the profile with the measurements of the device that these options select.
+
+    progress is called `accelerator_count(options)` times. Raises UserError if the driver fails.
+    """
     if options is None:
         return profile
     from neuronpipe.services.offload.gpu.gpu_measurement import measure_accelerator

@@ -1,8 +1,7 @@
-"""`neuronpipe profile --activity`, `--import-activity` and `--reorder`: which neurons a text wants.
+"""`neuronpipe profile --activity`, `--import-activity` and `--reorder`: access frequencies of neurons on a text.
 
-It is recorded through a run of the package: decode workers show what each neuron did, and while this process reads
-that, the run waits as it would for a reader of logits (services/worker/recording.py). plans/activity makes a profile of
-what was recorded.
+A run of the package is recorded: decode workers expose what each neuron did, and the run waits while this process reads
+it, as for a reader of logits (services/worker/recording.py). plans/activity makes a profile from the recording.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import parse_bytes, show_bytes
 from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
-from neuronpipe.launch.profile.beginning import is_demo, refuse_beside, text_name
+from neuronpipe.launch.profile.profile_arguments import is_demo, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
 from neuronpipe.plans.package.activity_profile import ProfileMode
@@ -39,7 +38,7 @@ MIN_TOKENS, MAX_TOKENS = 64, 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What of `profile` is about activity."""
+    """Add the arguments of `profile` for activity."""
     group = parser.add_argument_group("activity", "how often neurons are wanted, instead of a predictor")
     group.add_argument(
         "--activity",
@@ -69,47 +68,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_asked(arguments: argparse.Namespace) -> bool:
-    """Whether `profile` is to do this instead of fitting a predictor."""
+def is_requested(arguments: argparse.Namespace) -> bool:
+    """Return True if `profile` is to do this instead of fitting a predictor."""
     return bool(arguments.activity or arguments.import_activity or arguments.reorder or arguments.import_tokens)
 
 
-def refuse_others(arguments: argparse.Namespace, given: Set[str]) -> None:
-    """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
+def refuse_unrelated(arguments: argparse.Namespace, changed: Set[str]) -> None:
+    """Raise UserError for arguments that are meaningless here. changed: those with values other than their defaults."""
     if arguments.activity and arguments.import_activity:
         raise UserError("--activity and --import-activity: measure or import; leave one of the two out")
     if arguments.import_tokens is not None and not arguments.import_activity:
         raise UserError("--import-tokens: says something about --import-activity; give that too")
     if arguments.import_tokens is not None and arguments.import_tokens < 1:
         raise UserError(f"--import-tokens {arguments.import_tokens}: expected 1 or more")
-    about = {"activity", "import_activity", "reorder"} & given
-    known = {"package", "json", "reorder"}
-    known |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
-    known |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
-    refuse_beside(f"--{min(about).replace('_', '-')}", given, known)
+    variants = {"activity", "import_activity", "reorder"} & changed
+    accepted = {"package", "json", "reorder"}
+    accepted |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
+    accepted |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
+    refuse_combination(f"--{min(variants).replace('_', '-')}", changed, accepted)
 
 
 def main(arguments: argparse.Namespace, package: Package) -> int:
-    """Measure or import, then reorder, whatever was asked for."""
+    """Measure or import, then reorder, as requested."""
     if arguments.activity:
         package = _measured(arguments, package)
     if arguments.import_activity:
         package = _imported(arguments, package)
     if arguments.reorder:
         package = _reordered(arguments, package)
-    found = describe(package)
-    result = {name: found[name] for name in ("path", "id", "profiles")} | {
-        "neuron_order": found["layout"]["neuron_order"],
-        "activity_by_layer": found["activity_by_layer"],
-        "trigger_fired_by_layer": found["trigger_fired_by_layer"],
+    description = describe(package)
+    result = {name: description[name] for name in ("path", "id", "profiles")} | {
+        "neuron_order": description["layout"]["neuron_order"],
+        "activity_by_layer": description["activity_by_layer"],
+        "trigger_fired_by_layer": description["trigger_fired_by_layer"],
     }
     if arguments.json:
         print(json.dumps(result))
     else:
-        print("\n".join(profile_lines(found["profiles"])))
+        print("\n".join(profile_lines(description["profiles"])))
         if arguments.reorder:
             print(f"{package.path}: stored hot-first now, as {package.manifest.id[:12]}; plans made before are refused")
-            if any(one["misses"] is None and one["source"] == "measured" for one in found["profiles"]):
+            if any(
+                profile["misses"] is None and profile["source"] == "measured" for profile in description["profiles"]
+            ):
                 print("what a cache misses of its new clusters is not known yet; --activity measures it again")
     return 0
 
@@ -117,7 +118,7 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
 def _measured(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.recorded_profile import measure
     from neuronpipe.plans.activity.recording import RecordingFolder
-    from neuronpipe.plans.activity.stored_profile import keep
+    from neuronpipe.plans.activity.stored_profile import add_profile
 
     name, windows = _windows(arguments, package)
     package, plan = package_and_plan(_plan_arguments(arguments))
@@ -128,37 +129,37 @@ def _measured(arguments: argparse.Namespace, package: Package) -> Package:
         with Progress("recording", "tokens", plain=arguments.json) as progress:
             record(package, plan, mode, windows, folder, progress)
         with Progress("counting", "checks", plain=arguments.json) as progress:
-            package = keep(package, measure(package.manifest, folder.recorded(), mode, name, progress))
+            package = add_profile(package, measure(package.manifest, folder.open_recording(), mode, name, progress))
         folder.remove()
     return package
 
 
 def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Windows]:
-    """The text by its name, and what of it is computed from a start of its own."""
+    """Return the name of the text, and its context windows."""
     from neuronpipe.plans.predictor import calibration_texts as texts
 
     tokens = DEFAULT_TOKENS if arguments.tokens is None else arguments.tokens
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         raise UserError(f"--tokens {tokens}: between {MIN_TOKENS} and {MAX_TOKENS:,}")
-    found: Texts | None = None
+    calibration_texts: Texts | None = None
     if arguments.text is not None:
-        found = texts.from_file(package, arguments.text, tokens)
+        calibration_texts = texts.from_file(package, arguments.text, tokens)
     elif is_demo(package):
-        found = texts.from_demo(package, tokens)
-    return text_name(package, arguments.text), texts.activity_windows(package, found, tokens)
+        calibration_texts = texts.from_demo(package, tokens)
+    return text_name(package, arguments.text), texts.activity_windows(package, calibration_texts, tokens)
 
 
 def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
-    wished = parser.parse_args([])
-    wished.package, wished.mode, wished.memory = arguments.package, arguments.mode, arguments.memory
-    return wished
+    options = parser.parse_args([])
+    options.package, options.mode, options.memory = arguments.package, arguments.mode, arguments.memory
+    return options
 
 
 def _imported(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.powerinfer_statistics import import_activity
-    from neuronpipe.plans.activity.stored_profile import keep
+    from neuronpipe.plans.activity.stored_profile import add_profile
 
     measured = import_activity(package, arguments.import_activity, arguments.import_tokens)
     if arguments.import_tokens is None:
@@ -167,7 +168,7 @@ def _imported(arguments: argparse.Namespace, package: Package) -> Package:
             "--import-tokens N says better",
             file=sys.stderr,
         )
-    return keep(package, measured)
+    return add_profile(package, measured)
 
 
 def _reordered(arguments: argparse.Namespace, package: Package) -> Package:
@@ -189,8 +190,10 @@ def record(
     folder: RecordingFolder,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Score the context windows that the folder lacks, token by token on the decode path, and add what they wanted.
-    progress: in tokens."""
+    """Score the missing context windows, token by token on the decode path, and add what they accessed.
+
+    progress: in tokens.
+    """
     from neuronpipe.launch.client import Client
     from neuronpipe.launch.planning import implementations
     from neuronpipe.launch.scoring import score
@@ -203,17 +206,17 @@ def record(
     if folder.windows_done == len(windows):
         return
     with (
-        started_run(package, plan, None, stays=False, uses=implementations([f"decode={RECORDING}"], plan)) as live,
-        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+        started_run(package, plan, None, stays=False, uses=implementations([f"decode={RECORDING}"], plan)) as run,
+        Client(run.directory.endpoint(CONTROL), run.failed) as client,
         contextlib.ExitStack() as maps,
     ):
-        shown: list[mmap.mmap] = []
+        mappings: list[mmap.mmap] = []
 
         def flags() -> NDArray[np.uint8]:
-            if not shown:  # the workers are there, since a token has been computed
+            if not mappings:  # the workers exist, since a token has been computed
                 for worker in plan.compute.decode_workers():
-                    shown.append(maps.enter_context(_mapped(activity_file(live.directory.path, worker.index))))
-            return _union(shown, package)
+                    mappings.append(maps.enter_context(_mapped(activity_file(run.directory.path, worker.index))))
+            return _union(mappings, package)
 
         for window in windows[folder.windows_done :]:
             tokens: list[NDArray[np.void]] = []
@@ -231,15 +234,15 @@ def record(
 
 @contextlib.contextmanager
 def _mapped(file: Path) -> Iterator[mmap.mmap]:
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as shown:
-        yield shown
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        yield mapping
 
 
-def _union(shown: list[mmap.mmap], package: Package) -> NDArray[np.uint8]:
-    """What the neurons of all workers' blocks did, [layers * experts, neurons, padding included]."""
+def _union(mappings: list[mmap.mmap], package: Package) -> NDArray[np.uint8]:
+    """Return the flags of the neurons of all workers' blocks, [layers * experts, neurons with padding]."""
     import numpy as np
 
-    together = np.frombuffer(shown[0], np.uint8).copy()
-    for other in shown[1:]:
-        together |= np.frombuffer(other, np.uint8)
-    return together.reshape(package.manifest.model.ffns, -1)
+    flags = np.frombuffer(mappings[0], np.uint8).copy()
+    for mapping in mappings[1:]:
+        flags |= np.frombuffer(mapping, np.uint8)
+    return flags.reshape(package.manifest.model.ffns, -1)

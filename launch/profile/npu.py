@@ -1,6 +1,6 @@
-"""`neuronpipe profile --npu`: what prompts on a neural processor lose, and how their activations become integers.
+"""`neuronpipe profile --npu`: loss of prompts on a neural processor, by how activations are scaled to integers.
 
-Two ways are measured on held-out text, and the better one is kept in the package: its runs, and `compile`, take that.
+Two scalings are measured on held-out text, and the better one is stored in the package for its runs and `compile`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import json
 from collections.abc import Set
 from typing import Any
 
-from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
+from neuronpipe.launch.profile.profile_arguments import read_calibration_texts, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.npu_section import SCALINGS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 AUTO = "auto"
-WAYS = {"token": "a scale of each token's own", "static": "ranges of calibration text"}
+SCALING_NAMES = {"token": "a scale of each token's own", "static": "ranges of calibration text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What of `profile` is about neural processors."""
+    """Add the arguments of `profile` for neural processors."""
     group = parser.add_argument_group("neural processor", "what it loses, instead of a predictor")
     group.add_argument(
         "--npu",
@@ -35,21 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def refuse_others(given: Set[str]) -> None:
-    """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
-    if "npu" not in given:
+def refuse_unrelated(changed: Set[str]) -> None:
+    """Raise UserError for arguments that are meaningless here. changed: those with values other than their defaults."""
+    if "npu" not in changed:
         raise UserError("--scaling: says something about --npu; give that too")
-    refuse_beside("--npu", given, {"package", "npu", "scaling", "text", "tokens", "json"})
+    refuse_combination("--npu", changed, {"package", "npu", "scaling", "text", "tokens", "json"})
 
 
 def main(arguments: argparse.Namespace, package: Package) -> int:
-    """Measure, keep, and say what was found."""
+    """Measure, store the profile and print it."""
     _require_supported(package)
     from neuronpipe.services.offload.npu.accuracy_measurement import keep, measure
     from neuronpipe.services.offload.npu.providers import Provider
     from neuronpipe.services.offload.npu.sessions import Runtime
 
-    texts = texts_of(arguments, package)
+    texts = read_calibration_texts(arguments, package)
     with Progress("measuring", "tokens", plain=arguments.json, steady=True) as progress:
         profile = measure(
             package,
@@ -60,14 +60,14 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
             progress=progress,
         )
     package = keep(package, profile)
-    found = dataclasses.asdict(profile) | {"loss_share": profile.loss_share}
-    result = {"package": str(package.path), "id": package.manifest.id, "npu": found}
-    print(json.dumps(result) if arguments.json else render(found))
+    profile_values = dataclasses.asdict(profile) | {"loss_share": profile.loss_share}
+    result = {"package": str(package.path), "id": package.manifest.id, "npu": profile_values}
+    print(json.dumps(result) if arguments.json else render(profile_values))
     return 0
 
 
 def _require_supported(package: Package) -> None:
-    """Raises UserError for a package that no neural processor can compute here, or where the runtime is missing."""
+    """Raise UserError if no neural processor can compute this package, or if the runtime is missing."""
     from neuronpipe.services.offload.npu.backend import OnnxBackend
     from neuronpipe.services.offload.npu.providers import Provider, require_modules
 
@@ -77,19 +77,19 @@ def _require_supported(package: Package) -> None:
 
 
 def render(npu: dict[str, Any]) -> str:
-    """For a person."""
+    """Return the profile as readable text."""
     lines = [f"{'activations with':<28} {'perplexity':>11} {'change':>9} {'likeliest':>10} {'again':>8} {'error':>14}"]
     for loss in npu["losses"]:
         change, errors = loss["perplexity"] / npu["exact_perplexity"] - 1, loss["error_by_layer"]
         lines.append(
-            f"{WAYS[loss['scaling']]:<28} {loss['perplexity']:>11.4f} {change:>+9.3%} {loss['agreement']:>10.2%} "
-            f"{loss['recomputed_share']:>8.2%} {min(errors):>6.2%}-{max(errors):.2%}"
+            f"{SCALING_NAMES[loss['scaling']]:<28} {loss['perplexity']:>11.4f} {change:>+9.3%} "
+            f"{loss['agreement']:>10.2%} {loss['recomputed_share']:>8.2%} {min(errors):>6.2%}-{max(errors):.2%}"
         )
     lines += [
         "likeliest: tokens that are the exact model's likeliest; again: products that the engine computes again;",
         "error: of products, from layer to layer",
         f"on {npu['held_out_tokens']:,} held-out tokens of {npu['text']}; exact: {npu['exact_perplexity']:.4f} "
         "(reference engine)",
-        f"kept: {WAYS[npu['scaling']]}; `neuronpipe compile` makes contexts that fit",
+        f"kept: {SCALING_NAMES[npu['scaling']]}; `neuronpipe compile` makes contexts that fit",
     ]
     return "\n".join(lines)

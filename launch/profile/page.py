@@ -1,4 +1,4 @@
-"""A device profile, and what changed from one to another, as pages for a person."""
+"""A device profile, and the changes from one to another, as readable text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from neuronpipe.plans.device.profile_difference import Difference
 from neuronpipe.plans.measure.cached_profile import doubt
 from neuronpipe.protocol.errors import named
 
-UNSTEADY = 0.15  # a figure whose repetitions lie so far apart is marked
+UNSTEADY = 0.15  # figures with a larger spread are marked
 
 
 def render(profile: DeviceProfile) -> str:
-    """Every group of figures on one page; typical values where there are many."""
+    """Return every group of figures on one page, with typical values if there are many."""
     lines = _head(profile)
     lines += _memory(profile)
     lines += _decode(profile)
@@ -31,32 +31,32 @@ def render(profile: DeviceProfile) -> str:
 
 
 def warnings(profile: DeviceProfile) -> list[str]:
-    """What a person should know before trusting the figures, a line each."""
-    said = []
-    if (why := doubt(profile)) is not None:
-        said.append(f"doubtful: {why}; starts do not use it. Close other programs and measure again")
+    """Return one line per reason to distrust the figures."""
+    lines = []
+    if (reason := doubt(profile)) is not None:
+        lines.append(f"doubtful: {reason}; starts do not use it. Close other programs and measure again")
     unsteady = sum(figure.spread > UNSTEADY for _, figure in profile.figures())
     if unsteady:
-        said.append(f"{unsteady} figures have repetitions over {UNSTEADY:.0%} apart (~)")
+        lines.append(f"{unsteady} figures have repetitions over {UNSTEADY:.0%} apart (~)")
     if not profile.dram:
-        said.append("memory and kernels were not measured: too little memory is available; close other programs")
+        lines.append("memory and kernels were not measured: too little memory is available; close other programs")
     elif profile.arena_bytes < 2 * profile.cache_bytes:
-        said.append(
+        lines.append(
             f"kernels were measured on {show_bytes(profile.arena_bytes)}, and a cache of this processor has "
             f"{show_bytes(profile.cache_bytes)}: they may be the cache's speeds"
         )
     if profile.flash is None:
-        said.append("flash was not measured: name a package that is larger, `neuronpipe profile device PACKAGE`")
+        lines.append("flash was not measured: name a package that is larger, `neuronpipe profile device PACKAGE`")
     elif not profile.flash.direct:
-        said.append(
+        lines.append(
             "this file system reads without direct I/O, through the page cache: its flash figures are the cache's "
             "(marked `direct: false`); move the package to ext4, xfs, f2fs or btrfs"
         )
-    return said
+    return lines
 
 
 def _head(profile: DeviceProfile) -> list[str]:
-    cores = ", ".join(f"{len(one.cores)} {named(one.kind)}" for one in profile.cores)
+    cores = ", ".join(f"{len(core_class.cores)} {named(core_class.kind)}" for core_class in profile.cores)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(profile.taken_at))
     return [
         f"device {named(profile.device_id)}, {named(profile.architecture)}, {named(profile.instruction_set)}; "
@@ -89,11 +89,11 @@ def _speed(figure: Figure | None, unit: float = 1e9) -> str:
 def _memory(profile: DeviceProfile) -> list[str]:
     if not profile.dram:
         return []
-    found = {(point.workers, point.piece_bytes): point.bytes_per_s for point in profile.dram}
-    sizes = sorted({size for _, size in found}, key=lambda size: (size != SEQUENTIAL_PIECE_BYTES, size))
+    speeds = {(point.workers, point.piece_bytes): point.bytes_per_s for point in profile.dram}
+    sizes = sorted({size for _, size in speeds}, key=lambda size: (size != SEQUENTIAL_PIECE_BYTES, size))
     head = ["workers", *("end to end" if size == SEQUENTIAL_PIECE_BYTES else f"{size} B" for size in sizes)]
-    workers = sorted({count for count, _ in found})
-    rows = ([str(count), *(_speed(found.get((count, size))) for size in sizes)] for count in workers)
+    workers = sorted({count for count, _ in speeds})
+    rows = ([str(count), *(_speed(speeds.get((count, size))) for size in sizes)] for count in workers)
     return _table("memory, GB/s, by size of the pieces", head, rows)
 
 
@@ -107,7 +107,7 @@ def _decode(profile: DeviceProfile) -> list[str]:
         return []
     places = list(dict.fromkeys(_place(point) for point in profile.decode))
     shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in profile.decode))
-    found = {
+    speeds = {
         (point.kind, point.share, point.quantization, point.row_weights, _place(point)): point.bytes_per_s
         for point in profile.decode
     }
@@ -119,7 +119,11 @@ def _decode(profile: DeviceProfile) -> list[str]:
         rows = (
             [
                 _kind(kind, share),
-                *(_speed(found.get((kind, share, *shape, of))) for shape, of in columns if of == place),
+                *(
+                    _speed(speeds.get((kind, share, *shape, shape_place)))
+                    for shape, shape_place in columns
+                    if shape_place == place
+                ),
             ]
             for kind, share in kinds
         )
@@ -154,25 +158,25 @@ def _flash(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
     kinds = list(dict.fromkeys((read.range_bytes, read.sequential) for read in reads))
     sizes = sorted({read.request_bytes for read in reads})
     for range_bytes, sequential in kinds:
-        within = "whole file" if range_bytes == flash.file_bytes else "first"
+        range_name = "whole file" if range_bytes == flash.file_bytes else "first"
         order = "sequential" if sequential else "random"
-        found = {
+        speeds = {
             (read.depth, read.request_bytes): read.bytes_per_s
             for read in reads
             if (read.range_bytes, read.sequential) == (range_bytes, sequential)
         }
         rows = (
-            [str(depth), *(_speed(found.get((depth, size)), 1e6) for size in sizes)]
-            for depth in sorted({depth for depth, _ in found})
+            [str(depth), *(_speed(speeds.get((depth, size)), 1e6) for size in sizes)]
+            for depth in sorted({depth for depth, _ in speeds})
         )
-        title = f"flash, MB/s, {order}, {within} {show_bytes(range_bytes)}, by reads under way and their size"
+        title = f"flash, MB/s, {order}, {range_name} {show_bytes(range_bytes)}, by reads under way and their size"
         lines += _table(title, ["depth", *(show_bytes(size).replace(".0", "") for size in sizes)], rows)
     by_class = {(r.core, r.depth, r.request_bytes): r.bytes_per_s for r in flash.reads if r.core is not None}
     if by_class:
         points = sorted({key[1:] for key in by_class})
         rows = (
-            [f"{one.kind} core", *(_speed(by_class.get((one.kind, *point)), 1e6) for point in points)]
-            for one in profile.cores
+            [f"{core_class.kind} core", *(_speed(by_class.get((core_class.kind, *point)), 1e6) for point in points)]
+            for core_class in profile.cores
         )
         lines += _table(
             "flash, MB/s, by who issues the reads",
@@ -192,11 +196,11 @@ def _costs(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
         ]
         lines += _table("processor time of one read, us, by how many at once", ["", *map(str, numbers)], rows)
         lines += [f"{flash.cpu_us_per_kib:.2f} us for a KiB more"]
-    for one in profile.sharing:
-        where = "on one core" if one.same_core else "on two cores"
+    for sharing in profile.sharing:
+        where = "on one core" if sharing.same_core else "on two cores"
         lines.append(
-            f"worker and loader {where}: the worker keeps {one.worker_share.median:.0%} of its speed, the loader "
-            f"{one.loader_share.median:.0%}"
+            f"worker and loader {where}: the worker keeps {sharing.worker_share.median:.0%} of its speed, the loader "
+            f"{sharing.loader_share.median:.0%}"
         )
     return lines
 
@@ -216,8 +220,8 @@ def _waits(profile: DeviceProfile) -> list[str]:
         )
     for delay in profile.read_delays:
         workers = "1 worker" if delay.workers == 1 else f"{delay.workers} workers"
-        named = "named with others" if delay.together else "named by itself"
-        lines.append(f"a read in a run, {named}, {workers}: {delay.us.median:.0f} us more than the flash takes")
+        how = "named with others" if delay.together else "named by itself"
+        lines.append(f"a read in a run, {how}, {workers}: {delay.us.median:.0f} us more than the flash takes")
     for point in profile.read_factors:
         workers = "1 worker" if point.workers == 1 else f"{point.workers} workers"
         lines.append(f"processor time of a read in a run, {workers}: {point.factor.median:.1f} times that by itself")
@@ -225,65 +229,70 @@ def _waits(profile: DeviceProfile) -> list[str]:
 
 
 def _accelerator(profile: DeviceProfile) -> list[str]:
-    found = profile.accelerator
-    if found is None:
+    accelerator = profile.accelerator
+    if accelerator is None:
         return [
             "no accelerator measured: a GPU with an OpenCL driver and `pip install 'neuronpipe[gpu]'` are one, which "
             "`neuronpipe profile device` then measures"
         ]
-    whose = "of this machine's" if found.shares_memory else "of its own"
-    on_cores = ", which computes on this processor's cores" if found.is_processor else ""
-    shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in found.held))
-    figures = {(p.kind, p.share, p.texts, p.quantization, p.row_weights): p.bytes_per_s for p in found.held}
-    kinds = sorted({(point.kind, point.share, point.texts) for point in found.held})
+    owner = "of this machine's" if accelerator.shares_memory else "of its own"
+    on_cores = ", which computes on this processor's cores" if accelerator.is_processor else ""
+    shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in accelerator.held))
+    figures = {(p.kind, p.share, p.texts, p.quantization, p.row_weights): p.bytes_per_s for p in accelerator.held}
+    kinds = sorted({(point.kind, point.share, point.texts) for point in accelerator.held})
     rows = (
-        [f"{kind}, {share:.0%}, {texts} text{'s' if texts > 1 else ''}"]
-        + [_speed(figures.get((kind, share, texts, *shape))) for shape in shapes]
-        for kind, share, texts in kinds
+        [f"{kind}, {share:.0%}, {sequences} sequence{'s' if sequences > 1 else ''}"]
+        + [_speed(figures.get((kind, share, sequences, *shape))) for shape in shapes]
+        for kind, share, sequences in kinds
     )
     lines = _table(
-        f"accelerator {named(found.name)} by {named(found.backend)}, {show_bytes(found.memory_bytes)} {whose}"
-        f"{on_cores}: blocks that it holds, GB/s of weights",
+        f"accelerator {named(accelerator.name)} by {named(accelerator.backend)}, "
+        f"{show_bytes(accelerator.memory_bytes)} {owner}{on_cores}: offloaded blocks, GB/s of weights",
         ["neurons that fire", *(f"{quantization} {weights}" for quantization, weights in shapes)],
         rows,
     )
     visits = {
         routed: ", ".join(
-            f"{one.us.median:.0f}" for one in sorted(found.visits, key=lambda one: one.texts) if one.routed == routed
+            f"{point.us.median:.0f}"
+            for point in sorted(accelerator.visits, key=lambda point: point.texts)
+            if point.routed == routed
         )
         for routed in (False, True)
     }
-    in_runs = ", ".join(f"{one.us.median:.0f} us {one.mode}" for one in found.in_runs)
+    in_runs = ", ".join(f"{point.us.median:.0f} us {point.mode}" for point in accelerator.in_runs)
     copies = {
         back: ", ".join(
-            f"{one.bytes_per_s.median / 1e9:.2g} GB/s of {show_bytes(one.copy_bytes).replace('.0', '')}"
-            for one in sorted(found.copies, key=lambda one: one.copy_bytes)
-            if one.back == back
+            f"{point.bytes_per_s.median / 1e9:.2g} GB/s of {show_bytes(point.copy_bytes).replace('.0', '')}"
+            for point in sorted(accelerator.copies, key=lambda point: point.copy_bytes)
+            if point.back == back
         )
         for back in (False, True)
     }
     return [
         *lines,
-        f"a layer's call besides: {visits[False]} us with 1, 2, ... texts, of a mixture {visits[True]} us; "
-        f"the smallest kernel: {found.launch_us:.0f} us",
+        f"a layer's call besides: {visits[False]} us with 1, 2, ... sequences, of a mixture {visits[True]} us; "
+        f"the smallest kernel: {accelerator.launch_us:.0f} us",
         f"copies to it: {copies[False]}; back: {copies[True]}",
         *([f"a layer in a run besides: {in_runs}"] if in_runs else []),
     ]
 
 
-def render_difference(found: Difference, before: str, after: str) -> str:
-    """What changed, the largest changes first; then what only one has."""
+def render_difference(difference: Difference, before: str, after: str) -> str:
+    """Return the changes, the largest first; then the figures that only one profile has."""
     changed = sorted(
-        (change for change in found.changes if change.beyond_spread), key=lambda one: -abs(_log(one.ratio))
+        (change for change in difference.changes if change.beyond_spread),
+        key=lambda candidate: -abs(_log(candidate.ratio)),
     )
-    lines = [f"{len(changed)} of {len(found.changes)} figures changed beyond their spread from {before} to {after}"]
+    lines = [
+        f"{len(changed)} of {len(difference.changes)} figures changed beyond their spread from {before} to {after}"
+    ]
     for change in changed:
         verdict = "better" if change.better else "worse"
         lines.append(
             f"  {change.ratio - 1:+6.0%} {verdict:<6} {_value(change.before, change.unit)} -> "
             f"{_value(change.after, change.unit)}  {change.what}"
         )
-    for name, keys in (("only before", found.missing), ("only after", found.added)):
+    for name, keys in (("only before", difference.missing), ("only after", difference.added)):
         lines += [f"{name}: {len(keys)} figures, such as {keys[0]}"] if keys else []
     return "\n".join(lines)
 

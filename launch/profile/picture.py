@@ -1,8 +1,8 @@
-"""The curves of a device profile as one SVG: kernels and memory by workers, an accelerator's kernels by texts, flash by
-size, depth and range.
+"""Curves of a device profile as one SVG.
 
-Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart. A bar at a
-point is the spread of its repetitions.
+Kernels and memory by workers, an accelerator's kernels by sequences, flash by size, depth and range. Colours are from
+Okabe and Ito's palette, which people with any common kind of colour vision can distinguish. A bar at a point is the
+spread of its repetitions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from neuronpipe.protocol.frozen import frozen
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
 COLUMNS, PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 3, 440, 330, 24, 66
 FOUR_ROUND_PARTS = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-HIGH_SPREAD = 0.25  # what is left of a longer bar is cut
+HIGH_SPREAD = 0.25  # longer bars are cut
 LEFT, TOP, BOTTOM = 56, 50, 84  # within a panel: for the axis, the title, the labels and the legend
 
 
 @frozen
 class Line:
-    """A curve: what the legend calls it, and figures over positions."""
+    """A curve: its name in the legend, and figures by position."""
 
     name: str
     points: tuple[tuple[float, Figure], ...]
@@ -37,8 +37,11 @@ class Line:
 
 @frozen
 class Panel:
-    """Curves over one axis. about: what the axes are; labels: of the positions where the axis is marked; log: distances
-    are ratios; highest: of the upright axis, where panels are to be compared; 0: as high as the curves."""
+    """Curves over one axis.
+
+    about: description of the axes; labels: positions where the axis is marked; log: logarithmic axis; highest: top of
+    the vertical axis, for panels that are compared; 0: as high as the curves.
+    """
 
     title: str
     about: str
@@ -50,13 +53,13 @@ class Panel:
 
 
 def write_picture(file: Path, profile: DeviceProfile) -> None:
-    """Draw it. Raises UserError when the file cannot be written."""
+    """Draw the profile into a file. Raises UserError if it cannot be written."""
     with whole_file(file) as place:
         place.write_text(draw(profile), encoding="utf-8")
 
 
 def draw(profile: DeviceProfile) -> str:
-    """The SVG's text."""
+    """Return the SVG as text."""
     panels = [*_memory(profile), *_decode(profile), *_prefill(profile), *_accelerator(profile)]
     if profile.flash is not None:
         panels += _flash(profile.flash)
@@ -89,10 +92,10 @@ def _memory(profile: DeviceProfile) -> Iterator[Panel]:
 
 
 def _decode(profile: DeviceProfile) -> Iterator[Panel]:
-    """Kernels of each quantization at the widest rows, by the share of neurons, of all workers."""
+    """Yield the kernels of each quantization at the widest rows, by the share of neurons, of all workers."""
     for quantization in dict.fromkeys(point.quantization for point in profile.decode):
-        most = max(point.workers for point in profile.decode)
-        points = [p for p in profile.decode if p.quantization == quantization and p.workers == most]
+        max_workers = max(point.workers for point in profile.decode)
+        points = [p for p in profile.decode if p.quantization == quantization and p.workers == max_workers]
         if not points:
             continue
         weights = max(point.row_weights for point in points)
@@ -103,15 +106,15 @@ def _decode(profile: DeviceProfile) -> Iterator[Panel]:
             for kind in dict.fromkeys(point.kind for point in points)
         )
         shares = tuple((share, f"{share:.0%}") for share in sorted({point.share for point in points}))
-        title = f"decode, {quantization} rows of {weights}, {most} workers"
+        title = f"decode, {quantization} rows of {weights}, {max_workers} workers"
         yield Panel(title, "GB/s of weights, by the share of neurons whose rows are read", 1e9, lines, shares, log=True)
 
 
 def _prefill(profile: DeviceProfile) -> Iterator[Panel]:
     if not profile.panels:
         return
-    most = max(point.workers for point in profile.panels)
-    points = [point for point in profile.panels if point.workers == most]
+    max_workers = max(point.workers for point in profile.panels)
+    points = [point for point in profile.panels if point.workers == max_workers]
     lines = tuple(
         Line(
             f"{quantization} {weights}",
@@ -125,15 +128,15 @@ def _prefill(profile: DeviceProfile) -> Iterator[Panel]:
     )
     tokens = tuple((float(count), str(count)) for count in sorted({point.tokens for point in points}))
     about = "10⁹ tokens × weights a second, by tokens"
-    yield Panel(f"prefill, rows of triggers, {most} workers", about, 1e9, lines, tokens, log=True)
+    yield Panel(f"prefill, rows of triggers, {max_workers} workers", about, 1e9, lines, tokens, log=True)
 
 
 def _accelerator(profile: DeviceProfile) -> Iterator[Panel]:
-    """Held blocks of each quantization at the widest rows, by texts."""
-    held = profile.accelerator.held if profile.accelerator else ()
-    for quantization in dict.fromkeys(point.quantization for point in held):
-        weights = max(point.row_weights for point in held if point.quantization == quantization)
-        points = [p for p in held if (p.quantization, p.row_weights) == (quantization, weights)]
+    """Yield the kernels on offloaded blocks of each quantization at the widest rows, by sequences."""
+    offloaded = profile.accelerator.held if profile.accelerator else ()
+    for quantization in dict.fromkeys(point.quantization for point in offloaded):
+        weights = max(point.row_weights for point in offloaded if point.quantization == quantization)
+        points = [p for p in offloaded if (p.quantization, p.row_weights) == (quantization, weights)]
         lines = tuple(
             Line(
                 f"{kind}, {share:.0%}",
@@ -143,7 +146,7 @@ def _accelerator(profile: DeviceProfile) -> Iterator[Panel]:
         )
         texts = tuple((float(count), str(count)) for count in sorted({point.texts for point in points}))
         title = f"accelerator, {quantization} rows of {weights}"
-        yield Panel(title, "GB/s of weights, by texts, by neurons that fire", 1e9, lines, texts, log=False)
+        yield Panel(title, "GB/s of weights, by sequences, by neurons that fire", 1e9, lines, texts, log=False)
 
 
 def _flash(flash: FlashProfile) -> Iterator[Panel]:
@@ -151,10 +154,13 @@ def _flash(flash: FlashProfile) -> Iterator[Panel]:
     sizes = tuple((float(size), _short(size)) for size in sorted({read.request_bytes for read in reads}))
     highest = max(read.bytes_per_s.median * (1 + min(HIGH_SPREAD, read.bytes_per_s.spread)) for read in reads)
     for range_bytes, sequential in dict.fromkeys((read.range_bytes, read.sequential) for read in reads):
-        here = [read for read in reads if (read.range_bytes, read.sequential) == (range_bytes, sequential)]
+        range_reads = [read for read in reads if (read.range_bytes, read.sequential) == (range_bytes, sequential)]
         lines = tuple(
-            Line(f"{depth} under way", tuple((float(r.request_bytes), r.bytes_per_s) for r in here if r.depth == depth))
-            for depth in sorted({read.depth for read in here})
+            Line(
+                f"{depth} under way",
+                tuple((float(r.request_bytes), r.bytes_per_s) for r in range_reads if r.depth == depth),
+            )
+            for depth in sorted({read.depth for read in range_reads})
         )
         where = "whole file" if range_bytes == flash.file_bytes else "first"
         order = "sequential" if sequential else "random"
@@ -173,10 +179,10 @@ def _panel(svg: Svg, panel: Panel, x: float, y: float) -> None:
     tops = [figure.median * (1 + min(HIGH_SPREAD, figure.spread)) for figure in figures]
     highest = round_above((panel.highest or max(tops)) / panel.scale, FOUR_ROUND_PARTS)
     places = [_place(position, log=panel.log) for position, _ in panel.labels]
-    least, width = min(places), (max(places) - min(places)) or 1.0
+    minimum, width = min(places), (max(places) - min(places)) or 1.0
 
     def at(position: float, value: float) -> tuple[float, float]:
-        across = (_place(position, log=panel.log) - least) / width if len(places) > 1 else 0.5
+        across = (_place(position, log=panel.log) - minimum) / width if len(places) > 1 else 0.5
         return left + across * inner_width, bottom - min(1.0, value / panel.scale / highest) * inner_height
 
     add_text(svg, x + LEFT - 30, y + 16, panel.title, size=14, weight="600")
@@ -209,7 +215,7 @@ def _curve(svg: Svg, points: Sequence[tuple[tuple[float, float], tuple[float, fl
 
 
 def _legend(svg: Svg, names: Sequence[str], x: float, y: float, end: float) -> None:
-    """Names in the colours of their curves, in as many rows as they need."""
+    """Draw names in the colours of their curves, in as many rows as needed."""
     place = x
     for number, name in enumerate(names):
         width = 22 + 6.3 * len(name)

@@ -1,13 +1,13 @@
-"""Decode steps of a run beside the kernels measured by themselves: what a device profile cannot know of kernels alone.
+"""Decode steps of a run, measured for a device profile beside the kernels alone.
 
-A small synthetic package, larger than most caches, runs with everything resident. What its workers take for a step,
-over what the kernels' own speeds give for it, holds what lies between kernels, waiting for each other, and what the
-run's other processes take from the workers' cores; the rest of a token's time lies between steps.
+A small synthetic package, larger than most caches, runs with all weights resident. The workers' step time relative to
+the kernels' own speeds contains everything between kernels, barriers, and what the run's other processes take from the
+workers' cores. The remaining time of a token lies between steps.
 
-The same package with few of its value rows missing, in exact mode, tells what a read takes in a run: a gate that fires
-late in a layer names a read for which everybody waits. And with more of it missing, in predicted mode, how much more
-processor time a read takes than by itself. Where an accelerator was measured, the package runs with all its neurons
-there, in both modes: what a layer takes longer than kernels, copies and calls by themselves.
+The same package with a few missing value rows in exact mode gives the delay of a read in a run: a gate that fires late
+in a layer names a read that all workers wait for. With more missing rows in predicted mode it gives the processor time
+of a read relative to the loader alone. If an accelerator was measured, the package runs with all neurons offloaded, in
+both modes: the layer's time beyond kernels, copies and calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.io_wait import IssueTime
 from neuronpipe.plans.cost.token_time import decode_reads, expected
-from neuronpipe.plans.device.accelerator import InRun
+from neuronpipe.plans.device.accelerator import RunOverhead
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.measured_figures import MIN_FIGURE, Figure
 from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor, StepMode, StepPoint
@@ -49,25 +49,29 @@ TOKENS = 48
 REPETITIONS = 3
 CONTEXT_TOKENS = 256
 READS_TOKENS: dict[StepMode, int] = {"exact": TOKENS, "predicted": 128}
-"""Where reads are measured. A text's first tokens miss most, and would tell of bursts that later ones do not have."""
+"""Tokens per repetition for reads. A sequence's first tokens miss most, in bursts that later tokens do not have."""
 RESIDENT: dict[StepMode, float] = {"exact": 0.85, "predicted": 0.6}
-"""Of the feed-forward, where reads are measured: few value rows miss, which gates name; or neurons of every layer."""
-LEAST_US = 0.1  # of what took no longer than is known: a profile has figures above zero
+"""Resident share of the feed-forward for reads: exact misses a few value rows, predicted neurons of every layer."""
+MIN_US = 0.1  # replaces differences at or below zero, since a profile's figures are above zero
 MODES: tuple[StepMode, ...] = ("exact", "predicted")
-LOADING = ("loader", "cache")  # the roles that take processor time for reads
-NEEDED_BYTES = 1 << 30  # of memory: a run of it takes half as much
+LOADING = ("loader", "cache")  # roles that use processor time for reads
+NEEDED_BYTES = 1 << 30  # available memory; the run uses half of it
 
 
 def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> DeviceProfile:
-    """The profile with steps in both modes with all decode workers, and in exact mode with one, and with the delays of
-    reads in the latter, and with those of its accelerator; unchanged where memory is short, or its speed is not in the
-    profile. progress is called `steps_count(device, ...)` times at most."""
+    """Return the profile with steps, read delays and the accelerator's overhead in runs.
+
+    Steps are in both modes with all decode workers, and in exact mode with one. Unchanged if memory is short or its
+    speed is not in the profile. progress is called at most `steps_count(device, ...)` times.
+    """
     memory_speed = profile.memory_speed()
     if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
         return profile
     cases = _cases(profile.decode_workers)
-    alone = kernels_alone(profile, cases)
-    device = dataclasses.replace(device, profile=alone, flash=profile.flash_curve(), memory_speed=memory_speed)
+    without_overhead = kernels_alone(profile, cases)
+    device = dataclasses.replace(
+        device, profile=without_overhead, flash=profile.flash_curve(), memory_speed=memory_speed
+    )
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
         with passing():
             package = _make_package(Path(folder) / "package")
@@ -81,8 +85,8 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
 
 
 def kernels_alone(profile: DeviceProfile, cases: Sequence[tuple[StepMode, int]]) -> DeviceProfile:
-    """Return the profile as if a step took no longer than its kernels, whose time is wanted by itself: nothing is to be
-    assumed of what is being measured."""
+    """Return the profile as if a step took no longer than its kernels, so that nothing is assumed about the measured
+    value."""
     same = Figure(median=1.0, spread=0.0)
     steps = (
         StepPoint(mode=mode, workers=workers, kernels_us=same, step_us=same, between_us=same) for mode, workers in cases
@@ -91,15 +95,15 @@ def kernels_alone(profile: DeviceProfile, cases: Sequence[tuple[StepMode, int]])
 
 
 def steps_count(device: Device, *, accelerator: bool = False) -> int:
-    """How many measurements that is, at most; accelerator: whether the profile has one."""
+    """Return the maximum number of measurements. accelerator: whether the profile has one."""
     cases = _cases(len(decode_cores(device)))
     runs = len(cases) + sum(mode == "exact" for mode, _ in cases) + 1 + (len(MODES) if accelerator else 0)
     return 1 + runs * (1 + REPETITIONS)
 
 
 def _cases(workers: int) -> tuple[tuple[StepMode, int], ...]:
-    all_of_them: tuple[tuple[StepMode, int], ...] = (("exact", workers), ("predicted", workers))
-    return all_of_them if workers == 1 else (("exact", 1), *all_of_them)
+    all_workers: tuple[tuple[StepMode, int], ...] = (("exact", workers), ("predicted", workers))
+    return all_workers if workers == 1 else (("exact", 1), *all_workers)
 
 
 def _make_package(target: Path) -> Package:
@@ -113,12 +117,11 @@ def _make_package(target: Path) -> Package:
 def _with_accelerator(
     profile: DeviceProfile, package: Package, device: Device, progress: Callable[[], None]
 ) -> DeviceProfile:
-    """With what a layer takes in a run whose neurons are all an accelerator's; of a device whose memory does not hold
-    them, as many as it does."""
-    found = measured_accelerator(profile, None, package.manifest)
-    if profile.accelerator is None or found is None:
+    """Add the time of a layer in a run with all neurons offloaded, or as many as the device's memory holds."""
+    accelerator = measured_accelerator(profile, None, package.manifest)
+    if profile.accelerator is None or accelerator is None:
         return profile
-    in_runs = tuple(_in_run(package, device, mode, *found, progress) for mode in MODES)
+    in_runs = tuple(_in_run(package, device, mode, *accelerator, progress) for mode in MODES)
     return dataclasses.replace(profile, accelerator=dataclasses.replace(profile.accelerator, in_runs=in_runs))
 
 
@@ -129,7 +132,7 @@ def _in_run(
     accelerator: Accelerator,
     backend: str,
     progress: Callable[[], None],
-) -> InRun:
+) -> RunOverhead:
     assert device.profile is not None
     manifest, blocks = package.manifest, package.manifest.layout.blocks
     limit_bytes = offloaded_weights_bytes(manifest, blocks) + offload_scratch_bytes(manifest, blocks, 1)
@@ -139,27 +142,29 @@ def _in_run(
         backends={ACCELERATOR: backend},
         accelerator=dataclasses.replace(accelerator, limit_bytes=limit_bytes),
     )
-    wanted = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = make_plan(manifest, facts, wanted)
-    one = _expected(package, made, device)
-    known_us = 1e3 * _known_ms(one.sequential_ms_per_token, one.neuron_ms_per_token, one.accelerator_wait_ms_per_token)
-    besides_us = [
-        max(LEAST_US, (_token_us(row) * (1 - row["message_share"]) - known_us) / LAYERS)
-        for row, _ in _repetitions(package, made, device, progress)
+    requirements = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
+    plan_document = make_plan(manifest, facts, requirements)
+    expectation = _expected(package, plan_document, device)
+    known_us = 1e3 * _known_ms(
+        expectation.sequential_ms_per_token, expectation.neuron_ms_per_token, expectation.accelerator_wait_ms_per_token
+    )
+    overheads_us = [
+        max(MIN_US, (_token_us(row) * (1 - row["message_share"]) - known_us) / LAYERS)
+        for row, _ in _repetitions(package, plan_document, device, progress)
     ]
-    return InRun(mode=mode, us=Figure.of(besides_us))
+    return RunOverhead(mode=mode, us=Figure.of(overheads_us))
 
 
 def _measured(
     package: Package, device: Device, mode: StepMode, workers: int, progress: Callable[[], None]
 ) -> StepPoint:
-    wanted = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = make_plan(package.manifest, device_facts(device, workers), wanted)
-    rows = [row for row, _ in _repetitions(package, made, device, progress)]
+    requirements = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
+    plan_document = make_plan(package.manifest, device_facts(device, workers), requirements)
+    rows = [row for row, _ in _repetitions(package, plan_document, device, progress)]
     return StepPoint(
         mode=mode,
         workers=workers,
-        kernels_us=Figure.of([_kernels_us(package, made, device)]),
+        kernels_us=Figure.of([_kernels_us(package, plan_document, device)]),
         step_us=Figure.of([_token_us(row) * (1 - row["message_share"]) for row in rows]),
         between_us=Figure.of([_token_us(row) * row["message_share"] for row in rows]),
     )
@@ -168,7 +173,7 @@ def _measured(
 def _with_reads(
     profile: DeviceProfile, package: Package, device: Device, progress: Callable[[], None]
 ) -> DeviceProfile:
-    """First what keeps the loader busy, since reads that are named by themselves wait for each other."""
+    """Add read factors and delays. Factors come first, since reads named one by one wait for a busy loader."""
     workers = profile.decode_workers
     together = _reading(package, device, "predicted", workers, progress)
     profile = dataclasses.replace(profile, read_factors=together.factors(profile))
@@ -181,59 +186,68 @@ def _with_reads(
 
 @frozen
 class _Reading:
-    """Repetitions of so many tokens with flash in between. loading_s: the processor time of reading, of each row."""
+    """Repetitions of a number of tokens with flash reads. loading_s: processor time of reading, of each row."""
 
     package: Package
-    made: Plan
+    plan_document: Plan
     tokens: int
     rows: list[dict[str, Any]]
     loading_s: list[float]
 
     @property
     def workers(self) -> int:
-        return len(self.made.compute.decode_workers())
+        return len(self.plan_document.compute.decode_workers())
 
     @property
     def is_enough(self) -> bool:
-        """Whether most layers read something."""
+        """Return True if most layers read something."""
         return all(float(row["flash_reads_per_token"]) >= LAYERS for row in self.rows)
 
     def factors(self, profile: DeviceProfile) -> tuple[ReadFactor, ...]:
-        """How much more processor time a read took than it does by itself."""
+        """Return the processor time of a read relative to the loader alone."""
         if not self.is_enough:
             return ()
-        found = []
+        ratios = []
         for row, loading_s in zip(self.rows, self.loading_s, strict=True):
             reads = row["flash_reads_per_token"]
             alone_us = profile.read_cpu_us(int(row["flash_bytes_per_token"] / reads), reads / LAYERS)
-            found.append(max(MIN_FIGURE, 1e6 * loading_s / (self.tokens * reads * alone_us)))
-        return (ReadFactor(workers=self.workers, factor=Figure.of(found)),)
+            ratios.append(max(MIN_FIGURE, 1e6 * loading_s / (self.tokens * reads * alone_us)))
+        return (ReadFactor(workers=self.workers, factor=Figure.of(ratios)),)
 
     def delays(self, device: Device) -> tuple[ReadDelay, ...]:
-        """What is left of a layer's wait when all that is known of these reads is taken from it."""
+        """Return the part of a layer's wait that the known costs of its reads do not explain."""
         if not self.is_enough:
             return ()
-        made, manifest = self.made, self.package.manifest
-        known = made.compute, made.memory, made.flash, device.flash, device.memory_speed, device.profile
-        firing = rates(manifest, made.compute.mode)
-        waiting, step_reads = decode_reads(manifest, firing, *known, tokens=self.tokens // 2)
-        found = []
+        plan_document, manifest = self.plan_document, self.package.manifest
+        facts = (
+            plan_document.compute,
+            plan_document.memory,
+            plan_document.flash,
+            device.flash,
+            device.memory_speed,
+            device.profile,
+        )
+        firing = rates(manifest, plan_document.compute.mode)
+        waiting, step_reads = decode_reads(manifest, firing, *facts, tokens=self.tokens // 2)
+        delays_us = []
         for row in self.rows:
             reads, size = round(row["flash_reads_per_token"]), round(row["flash_bytes_per_token"])
             counted = dataclasses.replace(step_reads, reads=reads, read_bytes=size)
             delay_ms = waiting.delay_ms(counted, _token_us(row) * row["exposed_io_share"] / 1e3)
             assert delay_ms is not None
-            found.append(max(LEAST_US, 1e3 * delay_ms))
+            delays_us.append(max(MIN_US, 1e3 * delay_ms))
         together = step_reads.issued == IssueTime.TOGETHER
-        return (ReadDelay(together=together, workers=self.workers, us=Figure.of(found)),)
+        return (ReadDelay(together=together, workers=self.workers, us=Figure.of(delays_us)),)
 
 
 def _reading(package: Package, device: Device, mode: StepMode, workers: int, progress: Callable[[], None]) -> _Reading:
-    wanted = PlanOptions(ffn_resident_share=RESIDENT[mode], context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = make_plan(package.manifest, device_facts(device, workers), wanted)
+    requirements = PlanOptions(ffn_resident_share=RESIDENT[mode], context_tokens=CONTEXT_TOKENS, mode=mode)
+    plan_document = make_plan(package.manifest, device_facts(device, workers), requirements)
     tokens = READS_TOKENS[mode]
-    repetitions = list(_repetitions(package, made, device, progress, tokens))
-    return _Reading(package, made, tokens, [row for row, _ in repetitions], [loading_s for _, loading_s in repetitions])
+    repetitions = list(_repetitions(package, plan_document, device, progress, tokens))
+    return _Reading(
+        package, plan_document, tokens, [row for row, _ in repetitions], [loading_s for _, loading_s in repetitions]
+    )
 
 
 def _token_us(row: dict[str, Any]) -> float:
@@ -241,15 +255,15 @@ def _token_us(row: dict[str, Any]) -> float:
 
 
 def _repetitions(
-    package: Package, made: Plan, device: Device, progress: Callable[[], None], tokens: int = TOKENS
+    package: Package, plan_document: Plan, device: Device, progress: Callable[[], None], tokens: int = TOKENS
 ) -> Iterator[tuple[dict[str, Any], float]]:
-    """A row of each, as `bench` has it, and the processor time of reading in seconds."""
+    """Yield a row of each repetition, as `bench` has it, and the processor time of reading in seconds."""
     with (
-        started_run(package, made, None, stays=False) as live,
-        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+        started_run(package, plan_document, None, stays=False) as run,
+        Client(run.directory.endpoint(CONTROL), run.failed) as client,
     ):
         wait_until_warm(client)
-        bench = Bench(package, made, device, Prompts(package, None), client)
+        bench = Bench(package, plan_document, device, Prompts(package, None), client)
         case = Case(name=f"tg{tokens}", prefill_tokens=0, decode_tokens=tokens)
         warm_up = bench.ask(case, 0)
         progress()
@@ -261,31 +275,31 @@ def _repetitions(
 
 
 def _loading_s(client: Client) -> float:
-    """The processor time that the processes have taken that read."""
+    """Return the processor time of the processes that read."""
     pids = [process.pid for process in client.status().processes if process.role in LOADING and process.pid]
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def _kernels_us(package: Package, made: Plan, device: Device) -> float:
-    one = _expected(package, made, device)
-    return 1e3 * _known_ms(one.sequential_ms_per_token, one.neuron_ms_per_token)
+def _kernels_us(package: Package, plan_document: Plan, device: Device) -> float:
+    expectation = _expected(package, plan_document, device)
+    return 1e3 * _known_ms(expectation.sequential_ms_per_token, expectation.neuron_ms_per_token)
 
 
 def _known_ms(*times_ms: float | None) -> float:
-    """The sum of what was measured for certain."""
+    """Return the sum of times that were measured for certain."""
     known_ms = [time_ms for time_ms in times_ms if time_ms is not None]
     assert len(known_ms) == len(times_ms)
     return sum(known_ms)
 
 
-def _expected(package: Package, made: Plan, device: Device) -> Expected:
-    """In the middle of a text."""
+def _expected(package: Package, plan_document: Plan, device: Device) -> Expected:
+    """Return the expected times in the middle of a sequence."""
     return expected(
         package.manifest,
-        rates(package.manifest, made.compute.mode),
-        made.compute,
-        made.memory,
-        made.flash,
+        rates(package.manifest, plan_document.compute.mode),
+        plan_document.compute,
+        plan_document.memory,
+        plan_document.flash,
         device.flash,
         device.memory_speed,
         device.profile,

@@ -21,6 +21,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from neuronpipe.protocol import process_facts
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.runtime.pulse import processor_time_s
 
@@ -117,8 +118,7 @@ class Watchdog:
 def sight_of(pid: int, word: int, progress: tuple[int, ...] = (), patience_s: float = HANG_S) -> Sight:
     """What is seen of a process now. word: its pulse; progress: what else shows that it gets on."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b") ")[2][:1].decode()
+        state = process_facts.state(pid)
         cpu_s = processor_time_s(pid)
     except OSError:  # it has just ended, or /proc is hidden: then nobody knows whether it hangs
         return Sight("", 0.0, works=False, progress=())

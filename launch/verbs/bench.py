@@ -22,7 +22,7 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
-from neuronpipe.plans.measure.probe import measure_beaten, probe
+from neuronpipe.plans.measure.probe import probe, remeasure_memory
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.picture:
             _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
     if sides is None and (why := beaten(rows)) is not None:  # the run is over, so that it takes nothing from this
-        measure_beaten(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
+        remeasure_memory(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
     if arguments.json:
         print(json.dumps(rows, indent=1))
     elif sides is not None:

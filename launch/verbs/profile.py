@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from neuronpipe.launch.formats import as_typed, parse_share
 from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.profile import activity, npu
-from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
+from neuronpipe.launch.profile.profile_arguments import read_calibration_texts, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
@@ -28,7 +28,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.profiling import Profiled
+    from neuronpipe.plans.predictor.profiling import ProfilingResult
 
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
@@ -107,10 +107,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.silent is not None:
         return _silent(arguments)
     if arguments.npu or arguments.scaling != npu.AUTO:
-        npu.refuse_others(_given(arguments))
+        npu.refuse_unrelated(_given(arguments))
         return npu.main(arguments, _open_to_change(arguments))
-    if activity.is_asked(arguments):
-        activity.refuse_others(arguments, _given(arguments))
+    if activity.is_requested(arguments):
+        activity.refuse_unrelated(arguments, _given(arguments))
         return activity.main(arguments, _open_to_change(arguments))
     if arguments.mode or arguments.memory:
         raise UserError(f"--{'mode' if arguments.mode else 'memory'}: is of the run of --activity; give that too")
@@ -148,7 +148,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> Profiled:
+def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> ProfilingResult:
     """What was found, and the package with it."""
     from neuronpipe.plans.predictor.imported_predictor import (
         open_imported,  # these take a while: progress is shown by now
@@ -159,7 +159,7 @@ def _profiled(arguments: argparse.Namespace, package: Package, progress: Progres
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     return profile(
         package,
-        texts_of(arguments, package),
+        read_calibration_texts(arguments, package),
         rank=arguments.rank or default_rank,
         quantization=arguments.quantization,
         recall=arguments.recall,
@@ -191,7 +191,7 @@ def _silent(arguments: argparse.Namespace) -> int:
     from neuronpipe.plans.predictor import thresholds as silent
 
     known = {"package", "silent", "text", "tokens", "json"}
-    refuse_beside("--silent", _given(arguments), known, "thresholds need no predictor")
+    refuse_combination("--silent", _given(arguments), known, "thresholds need no predictor")
     package = _open_to_change(arguments)
     silent.require_silu(package)
     if arguments.silent == "off":
@@ -200,7 +200,7 @@ def _silent(arguments: argparse.Namespace) -> int:
         with Progress("setting thresholds", "tokens", plain=arguments.json, steady=True) as progress:
             package = silent.set_thresholds(
                 package,
-                texts_of(arguments, package),
+                read_calibration_texts(arguments, package),
                 share=arguments.silent,
                 text=text_name(package, arguments.text),
                 progress=progress,

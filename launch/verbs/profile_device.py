@@ -19,7 +19,7 @@ from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.measure.cached_profile import keep_profile
+from neuronpipe.plans.measure.cached_profile import cache_profile
 from neuronpipe.plans.measure.device_measurement import measure_flash, measure_profile
 from neuronpipe.plans.measure.probe import profile_path, this_device
 from neuronpipe.plans.package.atomic_output import whole_file
@@ -92,7 +92,7 @@ def _measured(directory: Path, backend: str | None, *, flash_alone: bool, plain:
             profile = measure_flash(before, directory, progress=progress)
         else:
             profile = _with_steps(device, options, lambda step: measure_profile(directory, progress=step), progress)
-    if (why := keep_profile(path, profile)) is not None:
+    if (why := cache_profile(path, profile)) is not None:
         print(f"neuronpipe: the profile measured before stays, since {why}", file=sys.stderr)
     return profile
 

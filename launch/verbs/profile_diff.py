@@ -10,7 +10,7 @@ from pathlib import Path
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.profile.page import render_difference
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.device.profile_difference import difference
+from neuronpipe.plans.device.profile_difference import compare_profiles
 from neuronpipe.plans.measure.probe import profile_path, this_device
 from neuronpipe.plans.pull.package_library import package_path
 from neuronpipe.protocol.errors import UserError
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
         after, name = _kept(arguments.after), "what is kept"
     else:
         after, name = read_profile(arguments.after), str(arguments.after)
-    found = difference(before, after)
+    found = compare_profiles(before, after)
     if arguments.json:
         changes = [
             {**dataclasses.asdict(change), "ratio": change.ratio, "beyond_spread": change.beyond_spread}

@@ -15,6 +15,7 @@ from typing import Any
 
 from neuronpipe.launch.client import Client, described, run_ended, show_warm_up
 from neuronpipe.launch.formats import as_typed, show_bytes
+from neuronpipe.protocol import process_facts
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Status
@@ -103,9 +104,7 @@ def _hosted_gateways() -> Iterator[tuple[int, int]]:
 def _parent(pid: int) -> int:
     """0 for a process that has ended."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("PPid:"):
-                return int(line.split()[1])
+        return process_facts.parent(pid)
     return 0
 
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, attach
-from neuronpipe.plans.device.thermal import Heat, read_heat
+from neuronpipe.plans.device.thermal import ThermalState, read_thermal_state
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Throttle
 
@@ -56,7 +56,7 @@ def _seconds(text: str) -> float:
 def main(arguments: argparse.Namespace) -> int:
     """Look until the run ends."""
     if arguments.once:
-        _say(read_heat(arguments.sensors, battery_status()), 0.0, arguments.json)
+        _say(read_thermal_state(arguments.sensors, battery_status()), 0.0, arguments.json)
         return 0
     with attach(arguments.run) as client:
         client.status()
@@ -79,7 +79,7 @@ def _watch(client: Client, arguments: argparse.Namespace) -> None:
     while True:
         if time.monotonic() >= battery_due:
             battery, battery_due = battery_status(), time.monotonic() + BATTERY_EVERY_S
-        heat = read_heat(arguments.sensors, battery)
+        heat = read_thermal_state(arguments.sensors, battery)
         before, share = throttling.share, throttling.look(heat)
         if share or before:
             client.send(Throttle(share=share, for_s=SHARES_HOLD * arguments.every))
@@ -91,7 +91,7 @@ def _watch(client: Client, arguments: argparse.Namespace) -> None:
         client.status()
 
 
-def _say(heat: Heat, share: float, as_json: bool) -> None:
+def _say(heat: ThermalState, share: float, as_json: bool) -> None:
     if not as_json:
         print(f"{time.strftime('%H:%M:%S')}  {render(heat, share)}", flush=True)
         return
@@ -105,7 +105,7 @@ class Throttling:
     def __init__(self) -> None:
         self.share = 0.0
 
-    def look(self, heat: Heat) -> float:
+    def look(self, heat: ThermalState) -> float:
         """The share of the time to pause from now on, 0..MAX_SHARE."""
         if heat.state == "hot":
             self.share = min(MAX_SHARE, self.share + STEP_UP)
@@ -127,7 +127,7 @@ def battery_status() -> str:
     return asked.stdout
 
 
-def render(heat: Heat, share: float) -> str:
+def render(heat: ThermalState, share: float) -> str:
     """One line for a person."""
     shown = [f"{s.name} {s.celsius:.0f} of {s.limit_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
     parts = [f"{heat.state}: {', '.join(shown)}"] if shown else ["no temperature can be read here"]

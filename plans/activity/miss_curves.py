@@ -1,8 +1,8 @@
-"""Miss rates over the size of a cache, by simulation of what a text wanted.
+"""Miss rates over the size of a cache, by simulation on a recording.
 
 The pool is a sample: clusters taken evenly from all layers, at the same resident share. A sample of keys that is
-independent of how often they are wanted keeps the curve (spatial sampling, as SHARDS, Waldspurger et al. 2015); the
-whole of a 7B would take hours. Before anything is counted some of the tokens go by, so that the pool has met the text.
+independent of their frequency preserves the curve (spatial sampling, SHARDS, Waldspurger et al., FAST 2015); simulating
+all clusters of a 7B would take hours. The first tokens warm the pool and are not counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from neuronpipe.plans.activity.recording import Recorded
+from neuronpipe.plans.activity.recording import Recording
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids, Lfu, Lru, Optimal, Policy
 from neuronpipe.plans.package.activity_profile import Points, ProfileMode, Unit
 from neuronpipe.plans.package.activity_profile import Policy as PolicyName
@@ -19,37 +19,39 @@ from numpy.typing import NDArray
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 SAMPLED_UNITS, SAMPLED_TOKENS = 4096, 1024
-STEPS = 8  # of a token: so many layers are looked up together that there are no more, for speed
-SKIPPED_TOKENS = 64  # not counted; of a short text no more than a quarter
-CLOCK_USES = 7  # what the cache service counts
+STEPS = 8  # at most per token: several layers are looked up together, for speed
+SKIPPED_TOKENS = 64  # not counted; at most a quarter of a short recording
+CLOCK_USES = 7  # as in the cache service
 LFU_HALF_LIFE_TOKENS = 16
 Steps = list[list[Ids]]
-"""Of each token what its steps want."""
+"""By token, the clusters that each of its steps accesses."""
 
 MAKERS: Mapping[PolicyName, Callable[[Ids, int, Steps], Policy]] = {
-    "clock": lambda order, slots, steps: Clock(order, slots, most_uses=CLOCK_USES),
+    "clock": lambda order, slots, steps: Clock(order, slots, max_uses=CLOCK_USES),
     "lru": lambda order, slots, steps: Lru(order, slots),
     "lfu": lambda order, slots, steps: Lfu(order, slots, LFU_HALF_LIFE_TOKENS * len(steps[0])),
-    "optimal": lambda order, slots, steps: Optimal(order, slots, [wanted for token in steps for wanted in token]),
+    "optimal": lambda order, slots, steps: Optimal(order, slots, [accessed for token in steps for accessed in token]),
 }
 
 
 def miss_curves(
     manifest: Manifest,
-    recorded: Recorded,
+    recording: Recording,
     frequency: NDArray[np.float32],
     mode: ProfileMode,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> dict[Unit, dict[PolicyName, Points]]:
-    """Of the units of residency that this mode has, by each policy. frequency: of neurons [layers, experts, neurons],
-    by which a pool is filled at first."""
+    """Return the curves by unit of residency of this mode and by policy.
+
+    frequency: float32 [layers, experts, neurons], by which the pool is filled at first.
+    """
     model = manifest.model
     units: dict[Unit, tuple[Ids, Steps]] = {
-        "bundle" if mode == "predicted" else "value": _clusters(manifest, recorded, frequency)
+        "bundle" if mode == "predicted" else "value": _clusters(manifest, recording, frequency)
     }
     if model.experts > 1:
-        units["expert"] = _experts(recorded)
-    work, done = len(units) * len(MAKERS) * len(SHARES), 0
+        units["expert"] = _experts(recording)
+    total, done = len(units) * len(MAKERS) * len(SHARES), 0
     curves: dict[Unit, dict[PolicyName, Points]] = {}
     for unit, (order, steps) in units.items():
         curves[unit] = {}
@@ -59,58 +61,60 @@ def miss_curves(
                 policy = make(order, max(1, round(share * len(order))), steps)
                 points.append((share, round(_miss_rate(policy, steps), 6)))
                 done += 1
-                progress(done, work)
+                progress(done, total)
             curves[unit][name] = (*points, (1.0, 0.0))
     return curves
 
 
 def _miss_rate(policy: Policy, steps: Steps) -> float:
-    missed = wanted = 0
-    for token, of_token in enumerate(steps):
-        for step in of_token:
+    miss_count = accesses = 0
+    for token, token_steps in enumerate(steps):
+        for step in token_steps:
             misses = policy.step(step)
             if token >= min(SKIPPED_TOKENS, len(steps) // 4):
-                missed, wanted = missed + misses, wanted + len(step)
-    return missed / wanted if wanted else 0.0
+                miss_count, accesses = miss_count + misses, accesses + len(step)
+    return miss_count / accesses if accesses else 0.0
 
 
-def _clusters(manifest: Manifest, recorded: Recorded, frequency: NDArray[np.float32]) -> tuple[Ids, Steps]:
-    """The sampled clusters by frequency, and the steps: a cluster is wanted when one of its neurons is."""
+def _clusters(manifest: Manifest, recording: Recording, frequency: NDArray[np.float32]) -> tuple[Ids, Steps]:
+    """Return the sampled clusters by frequency, and the steps. A cluster is accessed if one of its neurons is."""
     model, layout = manifest.model, manifest.layout
     ffns = model.ffns
     every = max(1, ffns * layout.clusters // SAMPLED_UNITS)
-    # From another cluster on in each feed-forward, so that in packages by frequency the sample is as hot as the whole.
+    # Each feed-forward starts at another cluster, so that the sample of a package by frequency is as hot as the whole.
     starts = np.arange(ffns) * every // ffns
-    tokens = min(len(recorded.tokens), SAMPLED_TOKENS)
-    wanted: list[NDArray[np.bool_]] = []
-    heat: list[NDArray[np.float32]] = []
-    for place, (layer, expert) in enumerate(np.ndindex(model.layers, model.experts)):
-        clusters = np.arange(starts[place], layout.clusters, every)
+    tokens = min(len(recording.tokens), SAMPLED_TOKENS)
+    accessed: list[NDArray[np.bool_]] = []
+    frequencies: list[NDArray[np.float32]] = []
+    for ffn, (layer, expert) in enumerate(np.ndindex(model.layers, model.experts)):
+        clusters = np.arange(starts[ffn], layout.clusters, every)
         neurons = clusters[:, None] * layout.cluster_neurons + np.arange(layout.cluster_neurons)
-        there = neurons < model.neurons
+        exists = neurons < model.neurons
         neurons = np.minimum(neurons, model.neurons - 1)
-        bits = np.unpackbits(recorded.of(layer, expert)[:tokens], axis=1, bitorder="little")
-        wanted.append(np.asarray((bits[:, neurons] & there).any(axis=2)))
-        heat.append((frequency[layer, expert][neurons] * there).max(axis=1))
-    together = -(-model.layers // STEPS) * model.experts
-    return np.argsort(-np.concatenate(heat), kind="stable"), _steps(wanted, together)
+        bits = np.unpackbits(recording.accessed_bits(layer, expert)[:tokens], axis=1, bitorder="little")
+        accessed.append(np.asarray((bits[:, neurons] & exists).any(axis=2)))
+        frequencies.append((frequency[layer, expert][neurons] * exists).max(axis=1))
+    ffns_per_step = -(-model.layers // STEPS) * model.experts
+    return np.argsort(-np.concatenate(frequencies), kind="stable"), _steps(accessed, ffns_per_step)
 
 
-def _experts(recorded: Recorded) -> tuple[Ids, Steps]:
-    """The experts of all layers by frequency, and the steps."""
-    chosen, layers = recorded.tokens["expert"][:SAMPLED_TOKENS], recorded.model.layers
-    numbers = np.arange(recorded.model.experts)
-    wanted = [(chosen[:, layer, :, None] == numbers).any(axis=1) for layer in range(layers)]
-    heat = np.concatenate([hits.mean(axis=0) for hits in wanted])
-    return np.argsort(-heat, kind="stable"), _steps(wanted, -(-layers // STEPS))
+def _experts(recording: Recording) -> tuple[Ids, Steps]:
+    """Return the experts of all layers by frequency, and the steps."""
+    chosen, layers = recording.tokens["expert"][:SAMPLED_TOKENS], recording.model.layers
+    numbers = np.arange(recording.model.experts)
+    accessed = [(chosen[:, layer, :, None] == numbers).any(axis=1) for layer in range(layers)]
+    frequencies = np.concatenate([hits.mean(axis=0) for hits in accessed])
+    return np.argsort(-frequencies, kind="stable"), _steps(accessed, -(-layers // STEPS))
 
 
-def _steps(wanted: list[NDArray[np.bool_]], together: int) -> Steps:
-    """Of each token what it wants, a step after the other: numbers in the pool. wanted: [tokens, units] of each
-    feed-forward, so many of which make a step."""
-    starts = np.cumsum([0, *(hits.shape[1] for hits in wanted)])
-    layers = [
-        (int(starts[first]), np.concatenate(wanted[first : first + together], axis=1))
-        for first in range(0, len(wanted), together)
+def _steps(accessed: list[NDArray[np.bool_]], ffns_per_step: int) -> Steps:
+    """Return the steps of each token, each as indices into the pool.
+
+    accessed: [tokens, units] of each feed-forward; ffns_per_step: feed-forwards that are looked up together.
+    """
+    starts = np.cumsum([0, *(hits.shape[1] for hits in accessed)])
+    groups = [
+        (int(starts[first]), np.concatenate(accessed[first : first + ffns_per_step], axis=1))
+        for first in range(0, len(accessed), ffns_per_step)
     ]
-    return [[np.flatnonzero(hits[token]) + start for start, hits in layers] for token in range(len(wanted[0]))]
+    return [[np.flatnonzero(hits[token]) + start for start, hits in groups] for token in range(len(accessed[0]))]

@@ -1,7 +1,8 @@
-"""PowerInfer's statistics: a folder with `activation_N.pt` for each layer N, a tensor with one count for each neuron.
+"""Import of PowerInfer's statistics: a folder with `activation_N.pt` per layer N, each a tensor with one count per
+neuron.
 
-A .pt file is a zip archive with a pickle, which may run any code when it is loaded. This reader knows the pickle of one
-plain tensor and nothing else: it resolves three names, and calls none of torch's code.
+A .pt file is a zip archive with a pickle, which may run arbitrary code when loaded. This reader accepts only the pickle
+of one plain tensor: it resolves three names and calls none of torch's code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from neuronpipe.plans.activity.recorded_profile import Frequencies, Measured, binned, curve
+from neuronpipe.plans.activity.recorded_profile import Frequencies, MeasuredProfile, binned, curve
 from neuronpipe.plans.package.activity_profile import BATCHES, ActivityProfile
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.strict_json import one_line, open_file
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 MAX_PICKLE_BYTES = 1 << 16
 MAX_MEMBERS = 64
-MAX_STORAGE_BYTES = 1 << 28  # a layer's counts may be a part of what all layers have
+MAX_STORAGE_BYTES = 1 << 28  # a layer's counts may be a view into the counts of all layers
 MAX_NUMBER = 1 << 40
 DTYPES = {
     "DoubleStorage": "<f8",
@@ -51,12 +52,12 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _rebuild(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> _Tensor:
+def _rebuild(storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: Any) -> _Tensor:
     return _Tensor(storage, offset, shape, stride)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the pickle of one tensor. Whatever else a pickle may name is refused before it is looked for."""
+    """Reader of the pickle of one tensor. Every other name is refused before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -76,7 +77,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_counts(path: Path, neurons: int) -> NDArray[np.float64]:
-    """The counts of one layer's neurons. Raises UserError naming the file and what of it is wrong."""
+    """Return the counts of one layer's neurons. Raises UserError that names the file and the fault."""
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             return _counts(path, archive, neurons)
@@ -105,13 +106,13 @@ def _counts(path: Path, archive: zipfile.ZipFile, neurons: int) -> NDArray[np.fl
         )
     storage = tensor.storage
     data = members.get(f"{folder}data/{storage.key}")
-    wide = np.dtype(storage.dtype).itemsize
-    if storage.values * wide > MAX_STORAGE_BYTES:
+    value_bytes = np.dtype(storage.dtype).itemsize
+    if storage.values * value_bytes > MAX_STORAGE_BYTES:
         raise UserError(
-            f"{path}: data/{one_line(storage.key)[:20]}: {storage.values * wide:,} bytes, at most "
+            f"{path}: data/{one_line(storage.key)[:20]}: {storage.values * value_bytes:,} bytes, at most "
             f"{MAX_STORAGE_BYTES:,} are read; save the tensor's clone()"
         )
-    if data is None or data.file_size != storage.values * wide:
+    if data is None or data.file_size != storage.values * value_bytes:
         raise UserError(f"{path}: data/{one_line(storage.key)[:20]}: missing, or not {storage.values} values long")
     strides = [step for step, length in zip(tensor.stride, tensor.shape, strict=True) if length != 1]
     if strides not in ([1], []) or not 0 <= tensor.offset <= storage.values - neurons:
@@ -123,9 +124,9 @@ def _counts(path: Path, archive: zipfile.ZipFile, neurons: int) -> NDArray[np.fl
     return counts
 
 
-def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most_bytes: int) -> bytes:
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.file_size > most_bytes:
-        raise UserError(f"{path}: {one_line(info.filename)[:40]}: is packed, or larger than {most_bytes:,} bytes")
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> bytes:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.file_size > max_bytes:
+        raise UserError(f"{path}: {one_line(info.filename)[:40]}: is packed, or larger than {max_bytes:,} bytes")
     return archive.read(info)
 
 
@@ -141,8 +142,11 @@ def _unpickled(path: Path, data: bytes) -> _Tensor:
 
 
 def _require_small_memo(data: bytes) -> None:
-    """Raises UnpicklingError. Python's own reader makes a list as long as the largest index, which a few bytes may put
-    at thousands of millions. Who writes a pickle counts from 0 on."""
+    """Raise UnpicklingError if the memo has large indices.
+
+    Python's reader allocates a list as long as the largest index, which a few bytes can put at billions. Pickle writers
+    count from 0.
+    """
     for opcode, place, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "LONG_BINPUT") and isinstance(place, int) and place > len(data):
             raise pickle.UnpicklingError(f"its memo has place {place}, in {len(data)} bytes")
@@ -150,14 +154,17 @@ def _require_small_memo(data: bytes) -> None:
 
 def _is_plain(tensor: _Tensor) -> bool:
     shapes = (tensor.shape, tensor.stride)
-    if not all(isinstance(one, tuple) for one in shapes) or len(tensor.shape) != len(tensor.stride):
+    if not all(isinstance(shape, tuple) for shape in shapes) or len(tensor.shape) != len(tensor.stride):
         return False
     return all(type(n) is int and 0 <= n < MAX_NUMBER for n in (tensor.offset, *tensor.shape, *tensor.stride))
 
 
-def import_activity(package: Package, folder: Path, tokens: int | None) -> Measured:
-    """PowerInfer's counts as a profile of exact mode. tokens: on how many they were counted; None: on as many as the
-    neuron that fired most often did. Batches are those of independent tokens. Raises UserError."""
+def import_activity(package: Package, folder: Path, tokens: int | None) -> MeasuredProfile:
+    """Return PowerInfer's counts as a profile of exact mode. Raises UserError.
+
+    tokens: number of tokens they were counted on; None: the greatest count. Batches are computed as of independent
+    tokens.
+    """
     model = package.manifest.model
     _require_source_order(package)
     if not folder.is_dir():
@@ -166,13 +173,13 @@ def import_activity(package: Package, folder: Path, tokens: int | None) -> Measu
     if (folder / f"activation_{model.layers}.pt").exists():
         raise UserError(f"{folder}: has activation_{model.layers}.pt, but the model has {model.layers} layers only")
     counts = np.stack([read_counts(file, model.neurons) for file in files])
-    most = float(counts.max())
-    if most == 0:
+    max_count = float(counts.max())
+    if max_count == 0:
         raise UserError(f"{folder}: all counts are 0")
-    if tokens is not None and most > tokens:
+    if tokens is not None and max_count > tokens:
         layer = int(counts.max(axis=1).argmax())
-        raise UserError(f"{files[layer]}: has a count of {most:,.0f}, more than --import-tokens {tokens}")
-    return _profile(package, counts / (tokens or most), folder.absolute().name, tokens or math.ceil(most))
+        raise UserError(f"{files[layer]}: has a count of {max_count:,.0f}, more than --import-tokens {tokens}")
+    return _profile(package, counts / (tokens or max_count), folder.absolute().name, tokens or math.ceil(max_count))
 
 
 def _require_source_order(package: Package) -> None:
@@ -185,7 +192,7 @@ def _require_source_order(package: Package) -> None:
         )
 
 
-def _profile(package: Package, share: NDArray[np.float64], name: str, tokens: int) -> Measured:
+def _profile(package: Package, share: NDArray[np.float64], name: str, tokens: int) -> MeasuredProfile:
     model = package.manifest.model
     neurons = np.stack([1 - (1 - share) ** batch for batch in BATCHES]).astype(np.float32)[:, :, None]
     frequencies = Frequencies(np.ones((len(BATCHES), model.layers, 1), np.float32), neurons)
@@ -198,4 +205,4 @@ def _profile(package: Package, share: NDArray[np.float64], name: str, tokens: in
         curve=curve(binned(package.manifest, neurons), model.neurons),
         wanted_by_layer=fired,
     )
-    return Measured(profile, frequencies, fired, fired)
+    return MeasuredProfile(profile, frequencies, fired, fired)

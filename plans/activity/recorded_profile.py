@@ -1,4 +1,5 @@
-"""From a recording to a profile: frequencies of neurons and experts, reuse, the curve, misses. A layer at a time."""
+"""Conversion of a recording to a profile, a layer at a time: frequencies of neurons and experts, reuse, curve,
+misses."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from neuronpipe.plans.activity.expert_prediction import guessed_experts
 from neuronpipe.plans.activity.miss_curves import miss_curves
-from neuronpipe.plans.activity.recording import Recorded
+from neuronpipe.plans.activity.recording import Recording
 from neuronpipe.plans.package.activity_profile import (
     ALWAYS,
     BATCHES,
@@ -28,14 +29,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Frequencies:
-    """What activity.bin has of one profile: shares 0..1 of experts [batches, layers, experts] and of neurons [batches,
-    layers, experts, neurons]."""
+    """Frequencies of one profile in activity.bin: shares 0..1.
+
+    experts: [batches, layers, experts]; neurons: [batches, layers, experts, neurons].
+    """
 
     experts: NDArray[np.float32]
     neurons: NDArray[np.float32]
 
     def to_bytes(self, bins: NDArray[np.float32]) -> tuple[bytes, bytes]:
-        """As they are written: what comes first of each profile, and what comes last."""
+        """Return the stored bytes: the part before all neurons (experts and bins), and the neurons."""
         return _stored(self.experts) + _stored(bins), _stored(self.neurons)
 
 
@@ -44,33 +47,38 @@ def _stored(shares: NDArray[np.float32]) -> bytes:
 
 
 def hottest_first(neurons: NDArray[np.float32]) -> NDArray[np.intp]:
-    """The order of one feed-forward's neurons [batches, neurons]: by how often a token wants them; where that is the
-    same, by how often the largest batch does."""
+    """Return the order of one feed-forward's neurons [batches, neurons] by frequency in the smallest, then the largest
+    batch."""
     return np.lexsort((-neurons[-1], -neurons[0]))
 
 
 def binned(manifest: Manifest, neurons: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Mean frequencies between EDGES [batches, layers, experts, bins]: in the order of the package where that is by
-    frequency, else hottest first. An empty bin has the frequency of the neuron it begins at."""
+    """Return mean frequencies between EDGES [batches, layers, experts, bins].
+
+    Neurons are in the package's order if that is by frequency, else hottest first. An empty bin has the frequency of
+    the neuron that it starts at.
+    """
     ends = neuron_bin_ends(manifest.model.neurons)
     ordered = manifest.layout.neuron_order == "frequency"
     bins = np.empty((*neurons.shape[:-1], len(EDGES) - 1), np.float32)
     for layer, expert in np.ndindex(*neurons.shape[1:3]):
-        own = neurons[:, layer, expert]
-        own = own if ordered else own[:, hottest_first(own)]
+        frequencies = neurons[:, layer, expert]
+        frequencies = frequencies if ordered else frequencies[:, hottest_first(frequencies)]
         for number, start in enumerate(ends[:-1]):
-            first = min(start, own.shape[1] - 1)
-            bins[:, layer, expert, number] = own[:, first : max(first + 1, ends[number + 1])].mean(axis=1)
+            first = min(start, frequencies.shape[1] - 1)
+            bins[:, layer, expert, number] = frequencies[:, first : max(first + 1, ends[number + 1])].mean(axis=1)
     return bins
 
 
 def curve(bins: NDArray[np.float32], neurons: int) -> Points:
-    """Share of the neurons -> share of what a token wants that is theirs; mean over the feed-forwards, by how much each
-    of them wants."""
+    """Return points of (share of the neurons, share of a token's accesses that they get).
+
+    The mean over the feed-forwards is weighted by their accesses.
+    """
     ends = np.array(neuron_bin_ends(neurons))
-    wanted = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=(0, 1))
-    total = wanted.sum()
-    shares = np.cumsum(wanted) / total if total else ends[1:] / neurons
+    accesses = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=(0, 1))
+    total = accesses.sum()
+    shares = np.cumsum(accesses) / total if total else ends[1:] / neurons
     points = {0.0: 0.0}
     points |= dict(
         zip((ends[1:] / neurons).round(SHOWN_DIGITS).tolist(), shares.round(SHOWN_DIGITS).tolist(), strict=True)
@@ -79,8 +87,8 @@ def curve(bins: NDArray[np.float32], neurons: int) -> Points:
 
 
 @frozen
-class Measured:
-    """A profile, its frequencies, and the manifest's shares of neurons that fire, and whose trigger does."""
+class MeasuredProfile:
+    """A profile, its frequencies, and the shares of neurons that fire and whose trigger fires, for the manifest."""
 
     profile: ActivityProfile
     frequencies: Frequencies
@@ -89,40 +97,40 @@ class Measured:
 
 
 def measure(
-    manifest: Manifest, recorded: Recorded, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
-) -> Measured:
-    """What a recording says. progress: in feed-forwards, then in miss rates, of all."""
-    model, count = manifest.model, len(recorded.tokens)
+    manifest: Manifest, recording: Recording, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
+) -> MeasuredProfile:
+    """Return the profile of a recording. progress: in feed-forwards, then in miss rates, of both together."""
+    model, count = manifest.model, len(recording.tokens)
     frequencies = Frequencies(
         np.zeros((len(BATCHES), model.layers, model.experts), np.float32),
         np.zeros((len(BATCHES), model.layers, model.experts, model.neurons), np.float32),
     )
-    continued, wanted_by_layer, reuse_by_layer = recorded.continued(), [], []
+    continued, wanted_by_layer, reuse_by_layer = recording.continued(), [], []
     for layer in range(model.layers):
-        again = continued_wants = wants = 0
+        reused = continued_accesses = accesses = 0
         for expert in range(model.experts):
-            bits = recorded.of(layer, expert)
+            bits = recording.accessed_bits(layer, expert)
             for number, batch in enumerate(BATCHES):
                 union = _union(bits, batch)
                 neurons = np.unpackbits(union, axis=1, count=model.neurons, bitorder="little")
                 frequencies.neurons[number, layer, expert] = neurons.mean(axis=0, dtype=np.float64)
-            wants += int(np.bitwise_count(bits).sum())
-            continued_wants += int(np.bitwise_count(bits[continued]).sum())
-            again += int(np.bitwise_count((bits[1:] & bits[:-1])[continued[1:]]).sum())
+            accesses += int(np.bitwise_count(bits).sum())
+            continued_accesses += int(np.bitwise_count(bits[continued]).sum())
+            reused += int(np.bitwise_count((bits[1:] & bits[:-1])[continued[1:]]).sum())
             progress(layer * model.experts + expert, 2 * model.ffns)
         for number, batch in enumerate(BATCHES):
-            frequencies.experts[number, layer] = _experts(recorded.tokens["expert"][:, layer], model.experts, batch)
-        wanted_by_layer.append(wants / (count * model.experts_per_token * model.neurons))
-        reuse_by_layer.append(again / continued_wants if continued_wants else 0.0)
+            frequencies.experts[number, layer] = _experts(recording.tokens["expert"][:, layer], model.experts, batch)
+        wanted_by_layer.append(accesses / (count * model.experts_per_token * model.neurons))
+        reuse_by_layer.append(reused / continued_accesses if continued_accesses else 0.0)
     bins = binned(manifest, frequencies.neurons)
     misses = miss_curves(
         manifest,
-        recorded,
+        recording,
         frequencies.neurons[0],
         mode,
         lambda done, all_: progress(model.ffns + done * model.ffns // all_, 2 * model.ffns),
     )
-    guessed = guessed_experts(recorded.tokens["expert"], model.experts) if model.experts > 1 else ((), ())
+    predicted = guessed_experts(recording.tokens["expert"], model.experts) if model.experts > 1 else ((), ())
     profile = ActivityProfile(
         mode=mode,
         source="measured",
@@ -132,14 +140,14 @@ def measure(
         wanted_by_layer=_rounded(wanted_by_layer),
         reuse_by_layer=_rounded(reuse_by_layer),
         misses=misses,
-        experts_by_frequency=_rounded(guessed[0]),
-        experts_by_layer_before=_rounded(guessed[1]),
+        experts_by_frequency=_rounded(predicted[0]),
+        experts_by_layer_before=_rounded(predicted[1]),
     )
     shares = [
-        _rounded(recorded.tokens[name].sum(axis=(0, 2)) / (count * model.experts_per_token * model.neurons))
+        _rounded(recording.tokens[name].sum(axis=(0, 2)) / (count * model.experts_per_token * model.neurons))
         for name in ("active", "fired")
     ]
-    return Measured(profile, frequencies, shares[0], shares[1])
+    return MeasuredProfile(profile, frequencies, shares[0], shares[1])
 
 
 def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]:
@@ -147,10 +155,12 @@ def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]
 
 
 def _parts(values: NDArray[np.generic], batch: int) -> NDArray[np.generic]:
-    """The tokens of `batch` equal parts of the text side by side, as if they were texts decoded together: [batch,
-    tokens of a part, ...]."""
-    each = len(values) // batch
-    return values[: each * batch].reshape(batch, each, *values.shape[1:])
+    """Return the tokens of `batch` equal parts of the text, as if they were sequences decoded together.
+
+    Shape: [batch, tokens of a part, ...].
+    """
+    part_tokens = len(values) // batch
+    return values[: part_tokens * batch].reshape(batch, part_tokens, *values.shape[1:])
 
 
 def _union(bits: NDArray[np.uint8], batch: int) -> NDArray[np.uint8]:
@@ -158,6 +168,7 @@ def _union(bits: NDArray[np.uint8], batch: int) -> NDArray[np.uint8]:
 
 
 def _experts(chosen: NDArray[np.int32], experts: int, batch: int) -> NDArray[np.float64]:
-    """How often each expert computes a batch, of the experts that each token chose [tokens, chosen]."""
+    """Return the share of batches that compute each expert, from the experts of each token [tokens, experts per
+    token]."""
     hits = (chosen[:, :, None] == np.arange(experts)).any(axis=1)
     return np.asarray(np.logical_or.reduce(_parts(hits, batch), axis=0).mean(axis=0))

@@ -1,8 +1,8 @@
-"""What a text wanted of each layer, token by token, in a folder beside the package until the profile is made.
+"""Recording of the neurons that each token accesses, in a folder beside the package until the profile is made.
 
-The folder has `of.json`, which says what was recorded, and `tokens.bin`, an array of `token_dtype`. Context windows are
-recorded whole: who was interrupted goes on with the first one that is missing. The analysis maps the file and looks at
-one layer after the other, so that memory stays small.
+The folder contains `of.json`, which identifies the recording, and `tokens.bin`, an array of `token_dtype`. Context
+windows are recorded whole: an interrupted recording continues with the first missing one. The analysis maps the file
+and reads one layer after the other, so that memory use stays small.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-NOBODY = -1  # in the place of an expert: none of its neurons was looked at
+NO_EXPERT = -1  # marks an unused place of an expert
 Windows = Sequence[Sequence[int]]
 
 
 def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
-    """One token. For each layer, of each expert that computed it, by ascending number: its number; how many of its
-    neurons fired, and of how many the value was not zero; a bit for each neuron that was wanted, lowest bit first."""
+    """Return the record type of one token.
+
+    For each layer and each expert that computed the token, by ascending number: the expert's number; the count of its
+    neurons that fired, and of those with a value other than zero; one bit per neuron for the accessed neurons, lowest
+    bit first.
+    """
     places = (model.layers, model.experts_per_token)
     return np.dtype(
         [
@@ -43,33 +47,34 @@ def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
 
 
 def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) -> NDArray[np.void]:
-    """One token's record from the bits of np_activity, [layers * experts, neurons or more]."""
+    """Return one token's record from the bits of np_activity, [layers * experts, at least neurons]."""
     record = np.zeros((), token_dtype(model))
-    record["expert"] = NOBODY
+    record["expert"] = NO_EXPERT
     flags = flags[:, : model.neurons].reshape(model.layers, model.experts, -1)
-    wanted = lib.NP_TRIGGERED if mode == "predicted" else lib.NP_FIRED
-    for layer, of_layer in enumerate(flags):
-        chosen = np.flatnonzero(of_layer.any(axis=1))
+    accessed_flag = lib.NP_TRIGGERED if mode == "predicted" else lib.NP_FIRED
+    for layer, layer_flags in enumerate(flags):
+        chosen = np.flatnonzero(layer_flags.any(axis=1))
         if len(chosen) > model.experts_per_token:
             raise ValueError(f"layer {layer}: {len(chosen)} experts computed one token")
-        here, own = np.s_[layer, : len(chosen)], of_layer[chosen]
-        record["expert"][here] = chosen
-        record["fired"][here] = ((own & lib.NP_FIRED) != 0).sum(axis=1)
-        record["active"][here] = ((own & lib.NP_ACTIVE) != 0).sum(axis=1)
-        record["wanted"][here] = np.packbits((own & wanted) != 0, axis=1, bitorder="little")
+        places, expert_flags = np.s_[layer, : len(chosen)], layer_flags[chosen]
+        record["expert"][places] = chosen
+        record["fired"][places] = ((expert_flags & lib.NP_FIRED) != 0).sum(axis=1)
+        record["active"][places] = ((expert_flags & lib.NP_ACTIVE) != 0).sum(axis=1)
+        record["wanted"][places] = np.packbits((expert_flags & accessed_flag) != 0, axis=1, bitorder="little")
     return record
 
 
 @frozen
-class Recorded:
-    """A whole recording. windows: how many tokens each context window has."""
+class Recording:
+    """A complete recording. windows: number of tokens of each context window."""
 
     model: ModelSpec
     windows: tuple[int, ...]
     tokens: NDArray[np.void]
 
-    def of(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        """What every token wanted of one feed-forward, a bit for each neuron: uint8 [tokens, ceil(neurons / 8)]."""
+    def accessed_bits(self, layer: int, expert: int) -> NDArray[np.uint8]:
+        """Return the accesses of every token to one feed-forward: uint8 [tokens, ceil(neurons / 8)], one bit per
+        neuron."""
         places = self.tokens["expert"][:, layer] == expert
         bits = np.zeros((len(self.tokens), self.tokens["wanted"].shape[-1]), np.uint8)
         tokens, place = np.nonzero(places)
@@ -77,15 +82,17 @@ class Recorded:
         return bits
 
     def continued(self) -> NDArray[np.bool_]:
-        """Which tokens have one before them in their context window."""
+        """Return a mask of the tokens that have a predecessor in their context window."""
         mask = np.ones(len(self.tokens), bool)
         mask[np.cumsum((0, *self.windows[:-1]))] = False
         return mask
 
 
 class RecordingFolder:
-    """Context manager: the recording of these context windows, or what an interrupted one has of it. It stays until it
-    is removed. Raises UserError for what the disk refuses."""
+    """Context manager of a recording of these context windows, which continues an interrupted one.
+
+    The folder stays until it is removed. Raises UserError for disk errors.
+    """
 
     def __init__(self, package: Package, mode: ProfileMode, windows: Windows) -> None:
         place = package.path.absolute()
@@ -107,8 +114,7 @@ class RecordingFolder:
         return self
 
     def _lock(self) -> None:
-        """The package is this command's: another one would write into the same recording, and the profile that is kept
-        first would be lost."""
+        """Lock the package, since another command would write into the same recording and overwrite this profile."""
         self._lock_descriptor = os.open(self._locked, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,7 +132,7 @@ class RecordingFolder:
             self._go_on()
             self._require_space()
         except OSError as error:
-            raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.path}: the recording cannot be written: {error.strerror}") from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -136,11 +142,11 @@ class RecordingFolder:
 
     @property
     def bytes(self) -> int:
-        """The size of the whole recording."""
+        """Return the size of the whole recording."""
         return sum(map(len, self._windows)) * self._token_bytes
 
     def add(self, window: Sequence[NDArray[np.void]]) -> None:
-        """The next context window."""
+        """Append the next context window. Raises UserError for disk errors."""
         if len(window) != len(self._windows[self.windows_done]):
             raise ValueError(f"{len(window)} tokens of {len(self._windows[self.windows_done])}")
         try:
@@ -148,16 +154,16 @@ class RecordingFolder:
                 self._file.write(token.tobytes())
             self._file.flush()
         except OSError as error:
-            raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
+            raise UserError(f"{self.path}: the recording cannot be written: {error.strerror}") from None
         self.windows_done += 1
 
-    def recorded(self) -> Recorded:
-        """All of it, mapped."""
+    def open_recording(self) -> Recording:
+        """Open the whole recording, memory-mapped."""
         tokens = np.memmap(self.path / "tokens.bin", token_dtype(self._model), "r")
-        return Recorded(self._model, tuple(map(len, self._windows)), tokens)
+        return Recording(self._model, tuple(map(len, self._windows)), tokens)
 
     def remove(self) -> None:
-        """The profile is made."""
+        """Delete the folder and what it contains."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _is_ours(self) -> bool:
@@ -167,13 +173,13 @@ class RecordingFolder:
             return False
 
     def _go_on(self) -> None:
-        there, whole = self._file.seek(0, 2) // self._token_bytes, 0
+        recorded_tokens, whole_windows_tokens = self._file.seek(0, 2) // self._token_bytes, 0
         for window in self._windows:
-            if whole + len(window) > there:
+            if whole_windows_tokens + len(window) > recorded_tokens:
                 break
-            whole += len(window)
+            whole_windows_tokens += len(window)
             self.windows_done += 1
-        self._file.truncate(whole * self._token_bytes)
+        self._file.truncate(whole_windows_tokens * self._token_bytes)
 
     def _require_space(self) -> None:
         needed = self.bytes - self._file.seek(0, 2)

@@ -1,8 +1,7 @@
-"""Rewriting a package hot-first: in every feed-forward the neurons that were wanted most often come first, and what
-belongs to a neuron goes with it: its rows, its bias, its rows of the predictor, its frequencies.
+"""Rewriting of a package hot-first: in every feed-forward the most frequently accessed neurons come first.
 
-Nothing is quantized again, and every sum has the same terms. They are added in another order: logits agree to rounding,
-and not in their last bits.
+A neuron's rows, bias, predictor rows and frequencies move with it. Nothing is quantized again, and every sum has the
+same terms in another order: logits agree to rounding, not bit for bit.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ Order = NDArray[np.intp]
 
 
 def needed_bytes(package: Package) -> int:
-    """What the new package takes beside the old one, until it has its place."""
+    """Return the size of the new package, which exists beside the old one until it replaces it."""
     return package_bytes(package.manifest)
 
 
 def reorder(package: Package, progress: Progress) -> Package:
-    """The same package hot-first, in its place. It has a new id. Raises UserError."""
+    """Rewrite the package hot-first and replace it. The new package has a new id. Raises UserError."""
     manifest = package.manifest
     if not manifest.profiles:
         raise UserError(
@@ -63,14 +62,15 @@ def reorder(package: Package, progress: Progress) -> Package:
         _copy_predictor(package, writer, orders)
         _copy_neurons(package, writer, orders, progress)
         template = package.chat_template() if CHAT_TEMPLATE in manifest.files else None
-        made = writer.complete(package.tokenizer().encode(), dict(manifest.quantization_error), template)
-        profiles = [_without_stale(profile, made.manifest) for profile in manifest.profiles]
-        write_profiles(made, made.manifest, profiles, _frequencies(package, made.manifest, orders))
+        reordered = writer.complete(package.tokenizer().encode(), dict(manifest.quantization_error), template)
+        profiles = [_without_stale(profile, reordered.manifest) for profile in manifest.profiles]
+        write_profiles(reordered, reordered.manifest, profiles, _frequencies(package, reordered.manifest, orders))
         return writer.publish()
 
 
 def _orders(package: Package) -> list[Order]:
-    """Of each feed-forward the neurons hottest first, by what exact mode wanted, where that was measured."""
+    """Return the neurons of each feed-forward, hottest first by the first profile, which is exact mode's if it
+    exists."""
     model, mode = package.manifest.model, package.manifest.profiles[0].mode
     return [
         hottest_first(
@@ -87,24 +87,24 @@ def _orders(package: Package) -> list[Order]:
 
 
 def _without_stale(profile: ActivityProfile, manifest: Manifest) -> ActivityProfile:
-    """A cluster of several neurons has others in it now: what a cache misses of clusters is to be measured again."""
+    """Drop miss rates of clusters if clusters have several neurons, because these are different neurons now."""
     if manifest.layout.cluster_neurons == 1 or profile.misses is None:
         return profile
-    kept: dict[Unit, Mapping[Policy, Points]] = {
+    expert_misses: dict[Unit, Mapping[Policy, Points]] = {
         unit: policies for unit, policies in profile.misses.items() if unit == "expert"
     }
-    return replace(profile, misses=kept or None)
+    return replace(profile, misses=expert_misses or None)
 
 
 def _frequencies(package: Package, target: Manifest, orders: list[Order]) -> dict[ProfileMode, Stored]:
     model, stored = package.manifest.model, {}
     for profile in package.manifest.profiles:
         head, neurons = package.activity.stored(profile.mode)
-        places = (len(BATCHES), model.layers, model.experts)
-        experts = np.frombuffer(head, "<u2")[: int(np.prod(places))].reshape(places)
-        own = np.frombuffer(neurons, "<u2").reshape(len(BATCHES), model.ffns, model.neurons)
-        moved = np.stack([own[:, ffn, order] for ffn, order in enumerate(orders)], axis=1)
-        shares = (moved.reshape(*places, model.neurons) / np.float32(ALWAYS)).astype(np.float32)
+        shape = (len(BATCHES), model.layers, model.experts)
+        experts = np.frombuffer(head, "<u2")[: int(np.prod(shape))].reshape(shape)
+        stored_neurons = np.frombuffer(neurons, "<u2").reshape(len(BATCHES), model.ffns, model.neurons)
+        ordered_neurons = np.stack([stored_neurons[:, ffn, order] for ffn, order in enumerate(orders)], axis=1)
+        shares = (ordered_neurons.reshape(*shape, model.neurons) / np.float32(ALWAYS)).astype(np.float32)
         frequencies = Frequencies((experts / np.float32(ALWAYS)).astype(np.float32), shares)
         stored[profile.mode] = frequencies.to_bytes(binned(target, shares))
     return stored
@@ -127,20 +127,22 @@ def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]
     manifest, tensors = package.manifest, package.predictor
     if manifest.predictor is None or tensors is None:
         return
-    each = 1 + len(manifest.predictor.sides)  # matrices of a feed-forward: the input, then those with a row per neuron
+    matrices_per_ffn = 1 + len(
+        manifest.predictor.sides
+    )  # matrices of a feed-forward: the input, then those with a row per neuron
     for name in predictor_tensors(manifest.model, manifest.predictor):
         if name.endswith(".bias"):
             values = np.frombuffer(_bytes(package.predictor_path, tensors[name]), "<f4")
             writer.predictor_vector(name, values[orders[_ffn_of(name, manifest.model.experts)]])
     for number, (name, rows, _) in enumerate(predictor_matrices(manifest.model, manifest.predictor)):
-        ffn, matrix = divmod(number, each)
+        ffn, matrix = divmod(number, matrices_per_ffn)
         (whole,) = _row_pieces(package.predictor_path, tensors, name, rows, at_once=rows)
         order = orders[ffn] if matrix else np.arange(rows)
         writer.predictor_matrix(name, Rows(whole.quants[order], whole.scales[order]))
 
 
 def _ffn_of(name: str, experts: int) -> int:
-    """The feed-forward of a predictor's tensor, by its name."""
+    """Return the feed-forward of a predictor's tensor, parsed from its name."""
     words = name.split(".")
     return int(words[1]) * experts + (int(words[3]) if words[2] == "experts" else 0)
 
@@ -148,16 +150,16 @@ def _ffn_of(name: str, experts: int) -> int:
 def _row_pieces(
     path: Path, tensors: dict[str, TensorEntry], name: str, rows: int, at_once: int | None = None
 ) -> Iterator[Rows]:
-    """Some rows of a matrix after the others, encoded as they are."""
+    """Yield the encoded rows of a matrix in pieces."""
     quants, scales = tensors[f"{name}.quants"], tensors.get(f"{name}.scales")
-    wide = (quants.stop - quants.start) // rows
-    narrow = 0 if scales is None else (scales.stop - scales.start) // rows
-    at_once = at_once or max(1, PIECE_BYTES // wide)
+    quants_bytes = (quants.stop - quants.start) // rows
+    scales_bytes = 0 if scales is None else (scales.stop - scales.start) // rows
+    at_once = at_once or max(1, PIECE_BYTES // quants_bytes)
     with path.open("rb") as file:
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
             pieces = []
-            for entry, row_bytes in ((quants, wide), (scales, narrow)):
+            for entry, row_bytes in ((quants, quants_bytes), (scales, scales_bytes)):
                 file.seek((entry.start if entry else 0) + first * row_bytes)
                 pieces.append(np.frombuffer(file.read(count * row_bytes), np.uint8).reshape(count, row_bytes))
             yield Rows(*pieces)
@@ -173,30 +175,30 @@ def _bytes(path: Path, entry: TensorEntry) -> bytes:
 def _copy_neurons(package: Package, writer: PackageWriter, orders: list[Order], progress: Progress) -> None:
     manifest = package.manifest
     layout = manifest.layout
-    each = layout.clusters * layout.cluster_stride_bytes
+    ffn_bytes = layout.clusters * layout.cluster_stride_bytes
     checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, layout.clusters, 2)
     with package.bundles_path.open("rb") as file:
         for ffn, order in enumerate(orders):
-            clusters = np.frombuffer(file.read(each), np.uint8).reshape(layout.clusters, -1)
+            clusters = np.frombuffer(file.read(ffn_bytes), np.uint8).reshape(layout.clusters, -1)
             _require_undamaged(package, clusters, checksums[ffn], ffn)
             writer.neurons(*(Rows(rows.quants[order], rows.scales[order]) for rows in _unpacked(manifest, clusters)))
-            progress((ffn + 1) * each, len(orders) * each)
+            progress((ffn + 1) * ffn_bytes, len(orders) * ffn_bytes)
 
 
-def _require_undamaged(package: Package, clusters: NDArray[np.uint8], wanted: NDArray[np.uint32], ffn: int) -> None:
-    """Damage must not get new checksums."""
-    wrong = np.flatnonzero((cluster_checksums(clusters, package.manifest.layout) != wanted).any(axis=1))
-    if len(wrong):
-        number = ffn * package.manifest.layout.clusters + int(wrong[0])
+def _require_undamaged(package: Package, clusters: NDArray[np.uint8], expected: NDArray[np.uint32], ffn: int) -> None:
+    """Raise UserError if a checksum does not match, so that damaged data does not get a new valid checksum."""
+    damaged = np.flatnonzero((cluster_checksums(clusters, package.manifest.layout) != expected).any(axis=1))
+    if len(damaged):
+        number = ffn * package.manifest.layout.clusters + int(damaged[0])
         raise UserError(f"{package.bundles_path}: cluster {number} does not match its checksum: damaged")
 
 
 def _unpacked(manifest: Manifest, clusters: NDArray[np.uint8]) -> Iterator[Rows]:
-    """The rows of each of the layout's matrices; the other way than `pack_clusters`."""
+    """Yield the rows of each matrix of the layout: the inverse of `pack_clusters`."""
     layout, model = manifest.layout, manifest.model
     for place in layout.matrices:
-        own = place.quantization or manifest.quantization
-        sizes = quant_bytes(own, model.width), scale_bytes(own, model.width)
+        quantization = place.quantization or manifest.quantization
+        sizes = quant_bytes(quantization, model.width), scale_bytes(quantization, model.width)
         starts = (
             layout.part_offset(place.part) + place.quants,
             layout.part_offset(place.scales_part) + place.scales,

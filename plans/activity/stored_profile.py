@@ -1,4 +1,4 @@
-"""Keeping a profile in its package: activity.bin and the manifest's `profiles`."""
+"""Storage of activity profiles in a package: activity.bin and the manifest's `profiles`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from neuronpipe.plans.activity.recorded_profile import Measured, binned
+from neuronpipe.plans.activity.recorded_profile import MeasuredProfile, binned
 from neuronpipe.plans.package.activity_profile import PROFILE_MODES, ActivityProfile, ProfileMode
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.manifest import ACTIVITY, MANIFEST, FileEntry, Manifest
@@ -16,15 +16,15 @@ from neuronpipe.plans.package.optional_file import give_file
 from neuronpipe.plans.package.reader import Package
 
 Stored = tuple[bytes, bytes]
-"""One profile's part of activity.bin: what comes before all neurons, and its neurons."""
+"""One profile's part of activity.bin: the part before all neurons, and the neurons."""
 
 
-def keep(package: Package, measured: Measured) -> Package:
-    """Give a package a profile, in the place of an older one of the same mode. Its id changes. Raises UserError."""
+def add_profile(package: Package, measured: MeasuredProfile) -> Package:
+    """Add a profile to a package or replace the one of its mode. The package's id changes. Raises UserError."""
     manifest, mode = package.manifest, measured.profile.mode
-    stored = {one.mode: package.activity.stored(one.mode) for one in manifest.profiles}
+    stored = {profile.mode: package.activity.stored(profile.mode) for profile in manifest.profiles}
     stored[mode] = measured.frequencies.to_bytes(binned(manifest, measured.frequencies.neurons))
-    profiles = {one.mode: one for one in manifest.profiles} | {mode: measured.profile}
+    profiles = {profile.mode: profile for profile in manifest.profiles} | {mode: measured.profile}
     if mode == "exact":
         manifest = replace(
             manifest,
@@ -34,14 +34,16 @@ def keep(package: Package, measured: Measured) -> Package:
     return write_profiles(package, manifest, profiles.values(), stored)
 
 
-def forget(package: Package, mode: ProfileMode) -> Package:
-    """Take a package its profile of this mode, where it has one: what it was measured with has changed."""
+def remove_profile(package: Package, mode: ProfileMode) -> Package:
+    """Remove the profile of this mode, if any, because what it was measured with has changed."""
     manifest = package.manifest
-    left = [one for one in manifest.profiles if one.mode != mode]
-    if len(left) == len(manifest.profiles):
+    remaining = [profile for profile in manifest.profiles if profile.mode != mode]
+    if len(remaining) == len(manifest.profiles):
         return package
-    if left:
-        return write_profiles(package, manifest, left, {one.mode: package.activity.stored(one.mode) for one in left})
+    if remaining:
+        return write_profiles(
+            package, manifest, remaining, {profile.mode: package.activity.stored(profile.mode) for profile in remaining}
+        )
     with whole_file(package.path / MANIFEST) as place:
         place.write_bytes(_without(manifest).sealed().to_bytes())
     with contextlib.suppress(OSError):
@@ -57,15 +59,15 @@ def _without(manifest: Manifest) -> Manifest:
 def write_profiles(
     package: Package, manifest: Manifest, profiles: Iterable[ActivityProfile], stored: Mapping[ProfileMode, Stored]
 ) -> Package:
-    """Write activity.bin with these profiles into a package that is to have this manifest otherwise."""
-    ordered = tuple(sorted(profiles, key=lambda one: PROFILE_MODES.index(one.mode)))
+    """Write activity.bin with these profiles into a package, whose manifest otherwise becomes `manifest`."""
+    ordered = tuple(sorted(profiles, key=lambda profile: PROFILE_MODES.index(profile.mode)))
     without = _without(package.manifest) if package.manifest.profiles else None
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
             for part in (0, 1):
-                for one in ordered:
-                    file.write(stored[one.mode][part])
+                for profile in ordered:
+                    file.write(stored[profile.mode][part])
             file.flush()
             os.fsync(file.fileno())
 

@@ -60,7 +60,7 @@ class AcceleratorCost:
             return 0.0
         model, layout, accelerator = self.manifest.model, self.manifest.layout, self.accelerator
         step_mode: StepMode = "predicted" if self.mode == "predicted" else "exact"
-        speed = accelerator.held_bytes_per_s(
+        speed = accelerator.offloaded_bytes_per_s(
             step_mode,
             work.batch,
             max(1e-3, min(1.0, work.share)),
@@ -73,10 +73,10 @@ class AcceleratorCost:
             sent_bytes += min(model.experts, pairs) * work.blocks * layout.block_neurons * -(-work.batch // 8)
         returned_bytes = 4 * pairs * work.blocks.bit_count() * model.width  # nodes of the tree that the blocks make up
         layer_us = (
-            accelerator.visit_us(work.batch, routed=model.experts > 1)
+            accelerator.layer_call_us(work.batch, routed=model.experts > 1)
             + accelerator.copy_us(sent_bytes, back=False)
             + accelerator.copy_us(returned_bytes, back=True)
-            + accelerator.in_run_us(step_mode)
+            + accelerator.run_overhead_us(step_mode)
         )
         kernels_ms = 1e3 * (work.trigger_bytes + work.value_bytes) / speed
         return kernels_ms + (model.layers * layer_us + CALLS_OF_STEP * accelerator.launch_us) / 1e3
@@ -93,9 +93,11 @@ class AcceleratorCost:
             quantization = self.manifest.quantization_of(name)
             if all(point.quantization != quantization for point in accelerator.held):
                 quantization = self.manifest.quantization  # an old profile
-            speed = accelerator.held_bytes_per_s("exact", batch, 1.0, quantization=quantization, row_weights=columns)
+            speed = accelerator.offloaded_bytes_per_s(
+                "exact", batch, 1.0, quantization=quantization, row_weights=columns
+            )
             call_us = (
-                accelerator.visit_us(batch, routed=False)
+                accelerator.layer_call_us(batch, routed=False)
                 + accelerator.copy_us(batch * VECTOR_BYTES_PER_WEIGHT * columns, back=False)
                 + accelerator.copy_us(4 * batch * rows, back=True)
             )

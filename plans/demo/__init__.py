@@ -1,1 +1,1 @@
-"""The demo model's package, which the first command runs, and the text that it learned."""
+"""The demo model's package, which the first command runs, and its training text."""

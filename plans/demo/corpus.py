@@ -1,7 +1,7 @@
-"""The text the demo model learns: the Python standard library's own sources, tests included.
+"""The demo model's training text: the Python standard library's own sources, tests included.
 
-The held-out set is chosen by a hash of each file's path, so that it is the same on every machine with the same
-Python version and never overlaps the training set.
+The held-out set is chosen by a hash of each file's path, so that it is the same on every machine with the same Python
+version and never overlaps the training set.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DOCUMENT_END = "<|endoftext|>"
 
 
 def library_root() -> Path:
-    """The directory of the running interpreter's standard library."""
+    """Return the directory of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the held-out set: decided by its path alone."""
+    """Return True if a file belongs to the held-out set. Its path alone decides."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_SHARE_PERCENT
 
@@ -44,7 +44,8 @@ def documents(*, held_out: bool, root: Path | None = None) -> Iterator[str]:
 
 
 def main() -> None:
-    """`python -m neuronpipe.plans.demo.corpus > FILE`: the held-out set as one text, for `neuronpipe perplexity`."""
+    """Print the held-out set as one text, for `neuronpipe perplexity`: `python -m neuronpipe.plans.demo.corpus >
+    FILE`."""
     for text in documents(held_out=True):
         print(text)
 

@@ -1,1 +1,1 @@
-"""Facts about a device: its cores, its limits, its temperature and its device profile."""
+"""Facts about a device: its cores, limits, temperature and device profile."""

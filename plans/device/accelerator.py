@@ -1,58 +1,67 @@
-"""What `neuronpipe profile device` has measured of an accelerator: the kernels over blocks that it holds, by how many
-texts a step has, and what each call of it takes besides. An optional part of a device profile."""
+"""Measured speeds of an accelerator, an optional part of a device profile.
+
+They cover the kernels on offloaded blocks by the number of sequences in a step, and the cost of each call.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from neuronpipe.plans.device.measured_figures import Figure, between, between_all
-from neuronpipe.plans.device.measured_points import StepMode, positive
+from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
+from neuronpipe.plans.device.measured_points import StepMode, require_positive
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.frozen import frozen
 
 ACCELERATOR_VERSION = 2
-HeldKind = Literal["exact", "predicted"]
-MAX_TEXTS = 4  # of a step that is measured
+OffloadedKind = Literal["exact", "predicted"]
+MAX_SEQUENCES = 4  # in a step
 LISTS = ("launches", "copies", "visits", "held", "in_runs")
 
 
 @frozen(kw_only=True)
-class HeldPoint:
-    """The kernels on whole blocks: bytes of weights a second of the rows that they compute. A row counts once for each
-    text that reads it, up to all rows. exact: all triggers, and Up and Down rows of this share of the neurons, others
-    for each text; predicted: the triggers of this share as well."""
+class OffloadedPoint:
+    """Speed of the kernels on whole offloaded blocks, in bytes of weights per second of the computed rows.
 
-    kind: HeldKind
+    A row counts once per sequence that reads it, up to all rows. Kind "exact" computes all triggers and the Up and Down
+    rows of this share of the neurons, different neurons per sequence; kind "predicted" also restricts the triggers to
+    this share.
+    """
+
+    kind: OffloadedKind
     quantization: Quantization
     row_weights: int
     share: float
-    texts: int
+    texts: int  # sequences in the step
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "texts")
+        require_positive(self, "row_weights", "texts")
         if not 0 < self.share <= 1:
             raise ValueError(f"share {self.share!r} is not above 0 and up to 1")
 
 
 @frozen(kw_only=True)
-class Visit:
-    """One layer's call where there is next to nothing to compute: vectors to the device, kernels, sums back.
-    routed: of a mixture, which tells the device each layer's experts."""
+class LayerCall:
+    """One layer's call with almost nothing to compute: vectors to the device, kernels, sums back.
 
-    texts: int
+    routed: the layer is a mixture, so the call also transfers each layer's experts.
+    """
+
+    texts: int  # sequences in the step
     routed: bool
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "texts")
+        require_positive(self, "texts")
 
 
 @frozen(kw_only=True)
-class InRun:
-    """What a layer takes longer in a run whose blocks the device computes than its kernels, copies and call do by
-    themselves: meeting the decode workers, what else the participant computes, being told who is predicted, and, of a
-    device that computes on the workers' cores, their spinning meanwhile."""
+class RunOverhead:
+    """Extra time of a layer in a run compared with its kernels, copies and call measured alone.
+
+    It contains the barrier with the decode workers, the participant's other work and the transfer of predicted neurons.
+    If the device computes on the workers' cores, it also contains their spinning.
+    """
 
     mode: StepMode
     us: Figure
@@ -60,27 +69,30 @@ class InRun:
 
 @frozen(kw_only=True)
 class Copy:
-    """So many bytes at once, waited for; back: from the device."""
+    """A synchronous copy of this many bytes. back: from the device to the host."""
 
     back: bool
     copy_bytes: int
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "copy_bytes")
+        require_positive(self, "copy_bytes")
 
 
 @frozen(kw_only=True)
 class Launch:
-    """The smallest kernel there is, waited for."""
+    """The smallest possible kernel, launched and waited for."""
 
     us: Figure
 
 
 @frozen(kw_only=True)
 class AcceleratorProfile:
-    """One device. backend: what asks for it, as NAME or NAME:OPTIONS; is_processor: it computes on the cores that the
-    decode workers have; in_runs: empty where no run could be measured."""
+    """Measured figures of one device.
+
+    backend: the name that selects it, as NAME or NAME:OPTIONS; is_processor: it computes on the same cores as the
+    decode workers; in_runs: empty if no run could be measured.
+    """
 
     version: int
     backend: str
@@ -91,9 +103,9 @@ class AcceleratorProfile:
     is_processor: bool
     launches: tuple[Launch, ...]
     copies: tuple[Copy, ...]
-    visits: tuple[Visit, ...]
-    held: tuple[HeldPoint, ...]
-    in_runs: tuple[InRun, ...]
+    visits: tuple[LayerCall, ...]
+    held: tuple[OffloadedPoint, ...]
+    in_runs: tuple[RunOverhead, ...]
 
     def __post_init__(self) -> None:
         if self.version != ACCELERATOR_VERSION:
@@ -101,9 +113,9 @@ class AcceleratorProfile:
                 f"version: {self.version!r}, but this program reads {ACCELERATOR_VERSION}; measure again with "
                 "`neuronpipe profile device`"
             )
-        positive(self, "memory_bytes", "max_buffer_bytes")
+        require_positive(self, "memory_bytes", "max_buffer_bytes")
         if len(self.launches) != 1:
-            raise ValueError(f"launches: {len(self.launches)} points, one is expected")
+            raise ValueError(f"launches: {len(self.launches)} points, expected 1")
         for name in ("copies", "visits", "held"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: is empty")
@@ -112,42 +124,42 @@ class AcceleratorProfile:
                 raise ValueError(f"copies: there are none {'back' if back else 'to the device'}")
 
     def lists(self) -> dict[str, tuple[Any, ...]]:
-        """Its points, as a profile has them."""
+        """Return the lists of points by their names in a device profile."""
         return {f"accelerator.{name}": getattr(self, name) for name in LISTS}
 
     @property
     def launch_us(self) -> float:
-        """Of a kernel by itself."""
+        """Return the time of the smallest kernel."""
         return self.launches[0].us.median
 
-    def visit_us(self, texts: int, *, routed: bool) -> float:
-        """What a layer's call takes besides computing and larger copies."""
-        found = [visit for visit in self.visits if visit.routed == routed] or list(self.visits)
-        return between({visit.texts: visit.us.median for visit in found}, texts)
+    def layer_call_us(self, sequences: int, *, routed: bool) -> float:
+        """Return a layer's call time without computing and large copies, for a step of this many sequences."""
+        calls = [call for call in self.visits if call.routed == routed] or list(self.visits)
+        return interpolate({call.texts: call.us.median for call in calls}, sequences)
 
-    def in_run_us(self, mode: StepMode) -> float:
-        """What a layer takes besides in a run; 0 where that was not measured."""
-        return next((one.us.median for one in self.in_runs if one.mode == mode), 0.0)
+    def run_overhead_us(self, mode: StepMode) -> float:
+        """Return the extra time of a layer in a run; 0 if it was not measured."""
+        return next((overhead.us.median for overhead in self.in_runs if overhead.mode == mode), 0.0)
 
     def copy_us(self, copy_bytes: float, *, back: bool) -> float:
-        """A copy's time beyond that of the smallest measured, whose time a visit has already."""
-        line: dict[float, float] = {
+        """Return a copy's time beyond that of the smallest measured copy, which a layer's call already contains."""
+        speeds: dict[float, float] = {
             copy.copy_bytes: copy.bytes_per_s.median for copy in self.copies if copy.back == back
         }
-        least = min(line)
-        if copy_bytes <= least:
+        smallest_bytes = min(speeds)
+        if copy_bytes <= smallest_bytes:
             return 0.0
-        return max(0.0, 1e6 * (copy_bytes / between(line, copy_bytes) - least / line[least]))
+        return max(0.0, 1e6 * (copy_bytes / interpolate(speeds, copy_bytes) - smallest_bytes / speeds[smallest_bytes]))
 
-    def held_bytes_per_s(
-        self, kind: HeldKind, texts: int, share: float, *, quantization: Quantization, row_weights: int
+    def offloaded_bytes_per_s(
+        self, kind: OffloadedKind, sequences: int, share: float, *, quantization: Quantization, row_weights: int
     ) -> float:
-        """Of rows computed. Raises KeyError for a quantization that was not measured."""
+        """Return the speed for computed rows. Raises KeyError if this quantization was not measured."""
         measured = {
             (p.row_weights, p.texts, p.share): p.bytes_per_s.median
             for p in self.held
             if (p.kind, p.quantization) == (kind, quantization)
         }
         if not measured:
-            raise KeyError(f"held blocks of {quantization}, {kind}: not in this profile")
-        return between_all(measured.items(), (row_weights, texts, share))
+            raise KeyError(f"offloaded blocks of {quantization}, {kind}: not in this profile")
+        return interpolate_all(measured.items(), (row_weights, sequences, share))

@@ -1,4 +1,4 @@
-"""Measured figures: what repetitions come to, and what lies between the points that were measured."""
+"""Statistics of repeated measurements, and interpolation between measured points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MAX_SPREAD = 10.0
 
 @frozen(kw_only=True)
 class Figure:
-    """Some repetitions of one measurement. spread: how far they typically lie from their median, as a share of it."""
+    """Median and spread of the repetitions of one measurement.
+
+    spread: median distance of the repetitions from their median, relative to it.
+    """
 
     median: float
     spread: float
@@ -32,42 +35,45 @@ class Figure:
 
     @classmethod
     def of(cls, repetitions: Sequence[float]) -> Figure:
-        """The figure of these repetitions, in their unit."""
+        """Return the figure of these repetitions, in their unit."""
         return cls(median=statistics.median(repetitions), spread=round(min(MAX_SPREAD, spread_of(repetitions)), 4))
 
 
 def spread_of(repetitions: Sequence[float]) -> float:
-    """How far repetitions typically lie from their median, as a share of it; a single bad one does not count."""
-    middle = statistics.median(repetitions)
-    return statistics.median([abs(one - middle) for one in repetitions]) / middle
+    """Return the median distance of the repetitions from their median, relative to it. One outlier has no effect."""
+    median = statistics.median(repetitions)
+    return statistics.median([abs(repetition - median) for repetition in repetitions]) / median
 
 
-def by_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: int) -> dict[Case, Figure]:
-    """Every case `rounds` times, all cases by turns, so that what disturbs one repetition disturbs few of another."""
+def measure_in_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: int) -> dict[Case, Figure]:
+    """Measure every case `rounds` times, in turns, so that one disturbance affects few repetitions of each case."""
     repetitions: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
             repetitions[case].append(measure(case))
-    return {case: Figure.of(measured) for case, measured in repetitions.items()}
+    return {case: Figure.of(values) for case, values in repetitions.items()}
 
 
-def between(measured: Mapping[float, float], wanted: float) -> float:
-    """The value at `wanted`: a line on logarithmic scales between the positions measured, flat beyond them."""
-    line = sorted((math.log(position), math.log(value)) for position, value in measured.items())
-    place = line[0][0] if wanted <= 0 else min(max(math.log(wanted), line[0][0]), line[-1][0])
+def interpolate(measured: Mapping[float, float], position: float) -> float:
+    """Return the value at `position`: linear on logarithmic scales between measured positions, constant beyond them."""
+    line = sorted((math.log(measured_position), math.log(value)) for measured_position, value in measured.items())
+    log_position = line[0][0] if position <= 0 else min(max(math.log(position), line[0][0]), line[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(line):
-        if x0 <= place <= x1:
-            return math.exp(y0 + (y1 - y0) * (place - x0) / (x1 - x0))
+        if x0 <= log_position <= x1:
+            return math.exp(y0 + (y1 - y0) * (log_position - x0) / (x1 - x0))
     return math.exp(line[0][1])
 
 
-def between_all(measured: Iterable[tuple[Sequence[float], float]], wanted: Sequence[float]) -> float:
-    """The same over several positions, of (positions, value): between the values that the others give at each measured
-    first position."""
+def interpolate_all(measured: Iterable[tuple[Sequence[float], float]], position: Sequence[float]) -> float:
+    """Interpolate over several positions; `measured` yields (positions, value).
+
+    The first position is interpolated between the results of interpolating over the other positions.
+    """
     by_first: dict[float, list[tuple[Sequence[float], float]]] = {}
     for positions, value in measured:
         by_first.setdefault(positions[0], []).append((positions[1:], value))
-    rest = wanted[1:]
-    return between(
-        {first: between_all(others, rest) if rest else others[0][1] for first, others in by_first.items()}, wanted[0]
+    tail = position[1:]
+    return interpolate(
+        {first: interpolate_all(entries, tail) if tail else entries[0][1] for first, entries in by_first.items()},
+        position[0],
     )

@@ -1,4 +1,4 @@
-"""The points of a device profile: what was measured, and its figure."""
+"""Points of a device profile: what was measured, and its figure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.frozen import frozen
 
-SEQUENTIAL_PIECE_BYTES = 1 << 20  # pieces of this size, all of them: read from end to end
+SEQUENTIAL_PIECE_BYTES = 1 << 20  # a point with this piece size is a sequential read
 
 DecodeKind = Literal["matrix", "triggers", "ups", "downs", "predicted_triggers", "predicted_ups", "predicted_downs"]
-"""Rows of weights times one token: a matrix from end to end; all triggers of a block; the Up rows of the neurons that
-fired, and their Down rows; where a predictor chooses the neurons, their triggers (the value parts are fetched with
-them), Ups and Downs."""
+"""Rows of weights times one token.
+
+matrix: a whole matrix; triggers: all triggers of a block; ups, downs: the Up and Down rows of the neurons that fired;
+predicted_*: the rows of the neurons that a predictor chose, whose value parts are prefetched with the triggers.
+"""
 
 ReusedKind = Literal["ups", "downs"]
 StepMode = Literal["exact", "predicted"]
-MAX_SHARE = 10.0  # of a speed that is kept: more says that the other repetition was disturbed
+MAX_SHARE = 10.0  # of the speed alone: a larger share means that the measurement alone was disturbed
 
 
-def positive(owner: object, *names: str) -> None:
-    """Raises ValueError when one of these fields is not."""
+def require_positive(owner: object, *names: str) -> None:
+    """Raise ValueError if one of these fields is not above zero."""
     for name in names:
         if not getattr(owner, name) > 0:
             raise ValueError(f"{name} {getattr(owner, name)!r} is not above zero")
@@ -35,7 +37,7 @@ def _share(value: float) -> None:
 
 @frozen(kw_only=True)
 class CoreClass:
-    """The allowed cores of one kind; `measured`: the one that stands for them."""
+    """The allowed cores of one kind. measured: the core that was measured for the class."""
 
     kind: Kind
     cores: tuple[int, ...]
@@ -43,43 +45,43 @@ class CoreClass:
     measured: int
 
     def __post_init__(self) -> None:
-        positive(self, "capacity")
+        require_positive(self, "capacity")
         if self.measured not in self.cores:
-            raise ValueError(f"measured core {self.measured} is none of its cores")
+            raise ValueError(f"measured core {self.measured} is not one of its cores")
 
 
 @frozen(kw_only=True)
 class DramPoint:
-    """Reading memory and doing nothing else; pieces of SEQUENTIAL_PIECE_BYTES end to end, others one of eight."""
+    """Speed of reading memory only: sequentially for SEQUENTIAL_PIECE_BYTES, else every eighth piece of this size."""
 
     workers: int
     piece_bytes: int
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers", "piece_bytes")
+        require_positive(self, "workers", "piece_bytes")
 
 
 @frozen(kw_only=True)
 class DecodePoint:
-    """Bytes of weights a second (quants and scales of the rows that were computed), of all workers together."""
+    """Bytes of weights per second (quants and scales of the computed rows) of all workers together."""
 
     kind: DecodeKind
     quantization: Quantization
     row_weights: int
-    share: float  # of a block's neurons whose rows are computed
+    share: float  # of a block's neurons, whose rows are computed
     workers: int
-    core: Kind | None  # of one worker; None: all decode cores
+    core: Kind | None  # class of a single worker's core; None: all decode cores
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "workers")
+        require_positive(self, "row_weights", "workers")
         _share(self.share)
 
 
 @frozen(kw_only=True)
 class PanelPoint:
-    """Rows of triggers times the panel of many tokens: tokens x weights a second, of all workers together."""
+    """Tokens x weights per second of trigger rows times a panel of tokens, of all workers together."""
 
     quantization: Quantization
     row_weights: int
@@ -89,12 +91,12 @@ class PanelPoint:
     token_weights_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "tokens", "workers")
+        require_positive(self, "row_weights", "tokens", "workers")
 
 
 @frozen(kw_only=True)
 class ReusedPoint:
-    """In prefill, value rows that the token before has left in the processor's cache: tokens x weights a second."""
+    """Tokens x weights per second of prefill's value rows that are still in the cache from the previous token."""
 
     kind: ReusedKind
     quantization: Quantization
@@ -105,41 +107,44 @@ class ReusedPoint:
     token_weights_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "row_weights", "workers")
+        require_positive(self, "row_weights", "workers")
         _share(self.share)
 
 
 @frozen(kw_only=True)
 class FlashRead:
-    """Reads of one size, so many under way at once, within the file's first range_bytes."""
+    """Reads of one size with `depth` in flight, within the first range_bytes of the file."""
 
     request_bytes: int
     depth: int
     range_bytes: int
     sequential: bool
-    core: Kind | None  # of the class that issued them; None: anywhere
+    core: Kind | None  # class of the issuing core; None: unpinned
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "request_bytes", "depth", "range_bytes")
+        require_positive(self, "request_bytes", "depth", "range_bytes")
 
 
 @frozen(kw_only=True)
 class ReadCost:
-    """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing. at_once:
-    reads that are asked for together, so that one wake-up serves several."""
+    """Processor time of the loader for one read of this size: submit, reap, checksum, copy, publish.
+
+    at_once: reads requested together, so that one wake-up serves several.
+    """
 
     request_bytes: int
     at_once: int
     cpu_us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "request_bytes", "at_once")
+        require_positive(self, "request_bytes", "at_once")
 
 
 @frozen(kw_only=True)
 class Sharing:
-    """A worker computing and the loader reading at once, on one core or on two: what each keeps of its speed alone."""
+    """A worker and the loader active at the same time, on one core or two: the share of its speed alone that each
+    keeps."""
 
     same_core: bool
     worker_share: Figure
@@ -148,32 +153,37 @@ class Sharing:
 
 @frozen(kw_only=True)
 class Wait:
-    """Microseconds that so many workers take: to pass a barrier, or to get a message and answer it."""
+    """Time for this many workers to pass a barrier, or to receive a message and answer it."""
 
     workers: int
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
 class ReadFactor:
-    """How many times the processor time of a flash read one takes in a run, beside so many workers: requests come in
-    smaller groups, whoever waits is woken, and the cache makes room."""
+    """Processor time of a flash read in a run, relative to the loader alone, with this many workers.
+
+    In a run requests come in smaller groups, each completion wakes a waiting worker, and the cache evicts.
+    """
 
     workers: int
     factor: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
 class StepPoint:
-    """A decode step of a small package in a run, everything resident. kernels_us: what the kernels' own speeds give for
-    it; step_us: what it took the workers, with all that lies between kernels, waiting for each other and what other
-    processes of the run take from their cores; between_us: from its end to the beginning of the next one."""
+    """A decode step of a small package in a run with all weights resident.
+
+    kernels_us: the time computed from the kernels' speeds; step_us: the workers' time, with everything between kernels,
+    barriers and what other processes of the run take from their cores; between_us: from the end of a step to the start
+    of the next.
+    """
 
     mode: StepMode
     workers: int
@@ -182,18 +192,20 @@ class StepPoint:
     between_us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")
 
 
 @frozen(kw_only=True)
 class ReadDelay:
-    """What a worker waits for a read beyond what the flash takes for it: until the loader runs, twice, and until the
-    worker is woken. So many workers, in a run. together: named with others before a layer is computed, not by itself
-    while it is."""
+    """Time that a worker waits for a read beyond the flash's own time, in a run with this many workers.
+
+    It contains scheduling of the loader, twice, and waking the worker. together: the read was named with others before
+    a layer is computed, not alone while it is computed.
+    """
 
     together: bool
     workers: int
     us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "workers")
+        require_positive(self, "workers")

@@ -1,12 +1,13 @@
-"""What the kernel lets this process have: cores, processor time, memory. Read from /sys, /proc and the control groups.
+"""Limits that the kernel sets for this process: cores, processor time, memory. Read from /sys, /proc and control
+groups.
 
-Everything takes `root`, so that tests can show it another machine's files. A file that is missing, unreadable or says
-nothing means "no limit known", never an error: containers, phones and old kernels all leave some out.
+Every function takes `root`, so that tests can provide another machine's files. A file that is missing, unreadable or
+malformed means "no limit known", never an error: containers, phones and old kernels all omit some of them.
 
-    what        control group v1                            control group v2
+    value       control group v1                            control group v2
     quota       cpu.cfs_quota_us / cpu.cfs_period_us        cpu.max ("max 100000" or "50000 100000")
     limit       memory.limit_in_bytes                       memory.max
-    in use      memory.usage_in_bytes                       memory.current
+    used        memory.usage_in_bytes                       memory.current
     reclaimable memory.stat total_inactive_file             memory.stat inactive_file
     waiting     -                                           memory.pressure
 """
@@ -23,7 +24,8 @@ from neuronpipe.protocol.frozen import frozen
 
 @frozen(kw_only=True)
 class Memory:
-    """Bytes: of the machine or of the control group, whichever is less; and what of these could be had now."""
+    """Memory in bytes of the machine or of the control group, whichever is smaller, and how much of it is available
+    now."""
 
     total_bytes: int
     available_bytes: int
@@ -42,12 +44,13 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of "name value" or "name: value kB", each value as it stands."""
+    """Parse lines of "name value" or "name: value kB" into unscaled integers."""
     return {name: int(value) for name, value in re.findall(r"^(\w+):?\s+([0-9]+)", _text(path), re.M)}
 
 
 def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
-    """All cores of the machine, with speeds from cpu_capacity if every core has it, else the clocks, else all alike."""
+    """Return all cores of the machine. Speeds come from cpu_capacity if every core has it, else clocks, else all are
+    equal."""
     may_use = frozenset(allowed)
     folder = root / "sys/devices/system/cpu"
     names = (re.fullmatch(r"cpu([0-9]+)", path.name) for path in sorted(folder.glob("cpu[0-9]*")))
@@ -61,19 +64,19 @@ def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
 
 
 def read_processor(root: Path) -> str:
-    """The model of the first processor, as the kernel names it; empty where it does not.
+    """Return the kernel's model name of the first processor; empty if it has none.
 
-    Processors of a phone that sleep have no entry, so that others than the first come and go.
+    Sleeping processors of a phone have no entry, so only the first one is stable.
     """
     text = _text(root / "proc/cpuinfo")
-    found = re.search(r"^(?:model name|Hardware|uarch)\s*:\s*(\S.*)$", text, re.M)
-    if found is None:
-        found = re.search(r"^(CPU implementer\s*:.*)\n(?:.*\n){0,4}?(CPU part\s*:.*)$", text, re.M)
-    return " ".join(" ".join(found.groups()).split()) if found else ""
+    match = re.search(r"^(?:model name|Hardware|uarch)\s*:\s*(\S.*)$", text, re.M)
+    if match is None:
+        match = re.search(r"^(CPU implementer\s*:.*)\n(?:.*\n){0,4}?(CPU part\s*:.*)$", text, re.M)
+    return " ".join(" ".join(match.groups()).split()) if match else ""
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of our group and its ancestors for a v1 controller, and in v2 (True), innermost first."""
+    """Yield (folder, is_v2) for our control group and its ancestors, innermost first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")
         if controllers == "":
@@ -84,7 +87,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         parts = [part for part in path.split("/") if part]
         for mount in mounts:
-            # In a container the path is the host's and not there: then the mount itself is our group.
+            # Inside a container the path is the host's and does not exist here: then the mount itself is our group.
             for depth in range(len(parts), -1, -1):
                 folder = mount.joinpath(*parts[:depth])
                 if folder.is_dir():
@@ -92,10 +95,10 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def read_cpu_quota(root: Path) -> float | None:
-    """Processor time this process may use, in cores (0.5: half of one); None without a quota."""
+    """Return the processor time that this process may use, in cores (0.5: half of one); None without a quota."""
     quotas = []
-    for folder, second in _control_groups(root, "cpu"):
-        if second:
+    for folder, is_v2 in _control_groups(root, "cpu"):
+        if is_v2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
             quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
@@ -105,38 +108,42 @@ def read_cpu_quota(root: Path) -> float | None:
 
 
 def read_stalled_share(root: Path) -> float:
-    """The share of the last ten seconds in which some task waited for memory, 0..1: of the control group where the
-    kernel tells that (`memory.pressure`), else of the machine (`/proc/pressure/memory`); 0 where it tells neither."""
+    """Return the share of the last ten seconds in which some task waited for memory, 0..1.
+
+    The control group's `memory.pressure` if it exists, else the machine's `/proc/pressure/memory`, else 0.
+    """
     for path in pressure_files(root):
-        if found := re.search(r"^some avg10=(\d+(?:\.\d+)?)", _text(path), re.M):
-            return float(found[1]) / 100
+        if match := re.search(r"^some avg10=(\d+(?:\.\d+)?)", _text(path), re.M):
+            return float(match[1]) / 100
     return 0.0
 
 
 def read_oom_kills(root: Path) -> int:
-    """How many processes the kernel killed for want of memory since it started; 0 where it does not tell."""
-    found = re.search(r"^oom_kill (\d+)$", _text(root / "proc/vmstat"), re.M)
-    return int(found[1]) if found else 0
+    """Return the number of out-of-memory kills since boot; 0 if the kernel does not report it."""
+    match = re.search(r"^oom_kill (\d+)$", _text(root / "proc/vmstat"), re.M)
+    return int(match[1]) if match else 0
 
 
 def pressure_files(root: Path) -> tuple[Path, ...]:
-    """Where the kernel tells how long tasks waited for memory: the control group's file, if there may be one, then the
-    machine's. Not all of them need exist."""
-    groups = [folder / "memory.pressure" for folder, second in _control_groups(root, "memory") if second]
+    """Return the files that report waiting for memory: the control group's, if any, then the machine's.
+
+    They need not exist.
+    """
+    groups = [folder / "memory.pressure" for folder, is_v2 in _control_groups(root, "memory") if is_v2]
     return (*groups[:1], root / "proc/pressure/memory")
 
 
 def read_memory(root: Path) -> Memory:
-    """The machine's memory, cut to the control group's limit. Page cache that can be dropped counts as available."""
+    """Return the machine's memory, cut to the control group's limit. Reclaimable page cache counts as available."""
     machine = _table(root / "proc/meminfo")
     total = 1024 * machine.get("MemTotal", 0)
     available = 1024 * machine.get("MemAvailable", machine.get("MemFree", 0))
-    for folder, second in _control_groups(root, "memory"):
-        limit = _number(folder / ("memory.max" if second else "memory.limit_in_bytes"))
+    for folder, is_v2 in _control_groups(root, "memory"):
+        limit = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         if limit is None or limit >= total:
-            continue  # "max", or v1's way of saying it: a number beyond any memory
-        used = _number(folder / ("memory.current" if second else "memory.usage_in_bytes")) or 0
-        reclaimable = _table(folder / "memory.stat").get("inactive_file" if second else "total_inactive_file", 0)
+            continue  # "max", or v1's equivalent: a number beyond any memory
+        used = _number(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")) or 0
+        reclaimable = _table(folder / "memory.stat").get("inactive_file" if is_v2 else "total_inactive_file", 0)
         total = limit
         available = min(available, max(0, limit - used + reclaimable))
     return Memory(total_bytes=total, available_bytes=available)

@@ -1,7 +1,7 @@
-"""The device profile: what `neuronpipe profile device` has measured, as plain data, and what can be read from it.
+"""The device profile: the measurements of `neuronpipe profile device` as plain data, and queries on them.
 
-Every figure is the median of some repetitions with their spread. Between what was measured the methods draw lines on
-logarithmic scales, and beyond it they stay flat. README.md says how each figure is measured.
+Every figure is the median of several repetitions with their spread. Queries interpolate on logarithmic scales and are
+constant beyond the measured range. README.md describes how each figure is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
-from neuronpipe.plans.device.measured_figures import Figure, between, between_all
+from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
 from neuronpipe.plans.device.measured_points import (
     MAX_SHARE,
     SEQUENTIAL_PIECE_BYTES,
@@ -36,7 +36,7 @@ from neuronpipe.plans.device.measured_points import (
     StepMode,
     StepPoint,
     Wait,
-    positive,
+    require_positive,
 )
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.strict_json import read_file
@@ -50,12 +50,15 @@ MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and colum
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
 MAX_WORKERS = 4096
 LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE), "factor": (1e-3, 1e3)}
-"""What a figure can be, by how its name ends: less and more were never measured."""
+"""Plausible range of a figure by the ending of its name."""
 
 
 @frozen(kw_only=True)
 class FlashProfile:
-    """How the package's storage is read; not `direct`: without direct I/O, so that the page cache answered."""
+    """Measured read speeds and costs of the storage that a package lies on.
+
+    direct: False if the file system has no direct I/O, so that the page cache answered.
+    """
 
     engine: str
     direct: bool
@@ -64,30 +67,32 @@ class FlashProfile:
     costs: tuple[ReadCost, ...]
 
     def __post_init__(self) -> None:
-        positive(self, "file_bytes")
+        require_positive(self, "file_bytes")
         whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
         if not any(read.core is None and not read.sequential for read in whole):
-            raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
+            raise ValueError("reads: needs random reads of the whole file by an unpinned process")
 
     def bytes_per_s(
         self, size_bytes: int, depth: int, range_bytes: int, *, sequential: bool = False, core: Kind | None = None
     ) -> float:
-        """Speed to expect. Of a core class that was not measured so: of any."""
-        for found in (
+        """Return the expected speed. An unmeasured class or order falls back to unpinned, then random reads."""
+        for reads in (
             [read for read in self.reads if read.core == core and read.sequential == sequential],
             [read for read in self.reads if read.core is None and read.sequential == sequential],
             [read for read in self.reads if read.core is None],
         ):
-            if found:
+            if reads:
                 break
-        measured = {(r.range_bytes, r.depth, r.request_bytes): r.bytes_per_s.median for r in found}
-        return between_all(measured.items(), (range_bytes, depth, size_bytes))
+        measured = {(r.range_bytes, r.depth, r.request_bytes): r.bytes_per_s.median for r in reads}
+        return interpolate_all(measured.items(), (range_bytes, depth, size_bytes))
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
-        """Processor time of one of so many reads that are asked for together; by size on a straight line between the
-        sizes measured, and beyond them."""
-        by_number: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
-        return between(by_number, at_once) if by_number else 0.0
+        """Return the processor time of one of `at_once` reads requested together.
+
+        Linear in the size, also beyond the measured sizes.
+        """
+        by_count: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
+        return interpolate(by_count, at_once) if by_count else 0.0
 
     def _by_size(self, at_once: int, size_bytes: int) -> float:
         line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == at_once)
@@ -99,27 +104,30 @@ class FlashProfile:
 
     @property
     def cpu_us_per_kib(self) -> float:
-        """What a KiB more costs, between the smallest and the largest read measured."""
-        most = max((cost.at_once for cost in self.costs), default=0)
-        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == most)
+        """Return the additional processor time per KiB, from the smallest to the largest measured read."""
+        max_at_once = max((cost.at_once for cost in self.costs), default=0)
+        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == max_at_once)
         return (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0]) * 1024 if len(line) > 1 else 0.0
 
 
 @frozen(kw_only=True)
 class DeviceProfile:
-    """One device, and one file system of it. dram, decode ... are in no order; None and () where nothing could be
-    measured. accelerator: of a profile that was made before there were any, or where none was found, None."""
+    """Measurements of one device and of one of its file systems.
+
+    The points of a list have no order. None and () mean that nothing could be measured. accelerator: None if none was
+    found.
+    """
 
     version: int
     device_id: str
     architecture: str
     instruction_set: str
     taken_at: float  # seconds since 1970
-    busy: float  # share of the machine that other programs had meanwhile
+    busy: float  # share of the machine that other programs used during the measurement
     cores: tuple[CoreClass, ...]
-    decode_workers: int  # most that were measured
-    arena_bytes: int  # of memory that was computed on
-    cache_bytes: int  # of the processor's largest cache; 0: not known
+    decode_workers: int  # maximum that was measured
+    arena_bytes: int  # memory that the kernels were measured on
+    cache_bytes: int  # size of the processor's largest cache; 0 if unknown
     dram: tuple[DramPoint, ...]
     decode: tuple[DecodePoint, ...]
     panels: tuple[PanelPoint, ...]
@@ -134,7 +142,7 @@ class DeviceProfile:
     accelerator: AcceleratorProfile | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "decode_workers")
+        require_positive(self, "decode_workers")
         if not 0 < self.taken_at <= MAX_TIME_S:
             raise ValueError(f"taken_at {self.taken_at!r} is outside 0..{MAX_TIME_S}")
         for name, points in self._lists().items():
@@ -146,30 +154,30 @@ class DeviceProfile:
         if not 0 <= self.busy <= 1:
             raise ValueError(f"busy {self.busy!r} is outside 0..1")
         if self.cache_bytes < 0 or self.arena_bytes < 0:
-            raise ValueError("arena_bytes and cache_bytes are not below zero")
+            raise ValueError("arena_bytes and cache_bytes must not be negative")
         for name in ("cores", "barriers", "messages"):
             if not getattr(self, name):
                 raise ValueError(f"{name}: is empty")
 
     @property
     def spread(self) -> float:
-        """The typical spread of all figures of the machine itself."""
-        alone = dataclasses.replace(self, accelerator=None)
-        return statistics.median(figure.spread for _, figure in alone.figures())
+        """Return the typical spread of all figures, accelerators excluded."""
+        without_accelerator = dataclasses.replace(self, accelerator=None)
+        return statistics.median(figure.spread for _, figure in without_accelerator.figures())
 
     def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
-        """Every figure, under what it is of: the name of its list, then the values of its point."""
+        """Yield (key, figure) of every figure. The key has the name of its list, then the values of its point."""
         for name, points in self._lists().items():
-            device = self._whose(name)
+            accelerator = self._accelerator_key(name)
             for point in points:
                 values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
                 plain = tuple((key, value) for key, value in values.items() if not isinstance(value, Figure))
                 for key, value in values.items():
                     if isinstance(value, Figure):
-                        yield (name, *device, *plain, key), value
+                        yield (name, *accelerator, *plain, key), value
 
-    def _whose(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Figures of another accelerator are other figures."""
+    def _accelerator_key(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Return the key part that separates figures of different accelerators."""
         if self.accelerator is None or not name.startswith("accelerator."):
             return ()
         return (("device", self.accelerator.name),)
@@ -193,11 +201,11 @@ class DeviceProfile:
         }
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
-        """Of all workers together. Raises KeyError where there was too little memory to measure."""
+        """Return the speed of all workers together. Raises KeyError if there was too little memory to measure."""
         if not self.dram:
             raise KeyError("dram: not in this profile")
         measured = (((point.workers, point.piece_bytes), point.bytes_per_s.median) for point in self.dram)
-        return self._remembered(("dram",), measured, (workers, piece_bytes))
+        return self._interpolated(("dram",), measured, (workers, piece_bytes))
 
     def decode_bytes_per_s(
         self,
@@ -209,14 +217,13 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Of all workers together; `core`: of one worker on a core of that class. Raises KeyError for what was not
-        measured at all."""
+        """Return the speed of all workers together, or of one on class `core`. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.share), point.bytes_per_s.median)
-            for point in self._placed(self.decode, core)
+            for point in self._points_on(self.decode, core)
             if (point.kind, point.quantization) == (kind, quantization)
         )
-        return self._remembered((kind, quantization, core), measured, (workers, row_weights, share))
+        return self._interpolated((kind, quantization, core), measured, (workers, row_weights, share))
 
     def panel_token_weights_per_s(
         self,
@@ -227,13 +234,13 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Tokens x weights a second of prefill's triggers. Raises KeyError for what was not measured at all."""
+        """Return tokens x weights per second of prefill's triggers. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.tokens), point.token_weights_per_s.median)
-            for point in self._placed(self.panels, core)
+            for point in self._points_on(self.panels, core)
             if point.quantization == quantization
         )
-        return self._remembered(("panel", quantization, core), measured, (workers, row_weights, tokens))
+        return self._interpolated(("panel", quantization, core), measured, (workers, row_weights, tokens))
 
     def reused_token_weights_per_s(
         self,
@@ -245,13 +252,13 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Tokens x weights a second of prefill's value rows. Raises KeyError for what was not measured at all."""
+        """Return tokens x weights per second of prefill's value rows. Raises KeyError if unmeasured."""
         measured = (
             ((point.workers, point.row_weights, point.share), point.token_weights_per_s.median)
-            for point in self._placed(self.reused, core)
+            for point in self._points_on(self.reused, core)
             if (point.kind, point.quantization) == (kind, quantization)
         )
-        return self._remembered(("reused", kind, quantization, core), measured, (workers, row_weights, share))
+        return self._interpolated(("reused", kind, quantization, core), measured, (workers, row_weights, share))
 
     def values_bytes_per_s(
         self,
@@ -263,8 +270,10 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Up and Down rows of the neurons that fired, one after the other: that Up's turn fetches Down's row as well
-        makes either figure by itself say little."""
+        """Return the speed of the Up and Down rows of the neurons that fired, both together.
+
+        Either figure alone is misleading, since the kernel of an Up row also prefetches the Down row.
+        """
         kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
         up, down = (
             self.decode_bytes_per_s(kind, workers, share, quantization=quantization, row_weights=row_weights, core=core)
@@ -273,74 +282,78 @@ class DeviceProfile:
         return 2 / (1 / up + 1 / down)
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
-        """Processor time of one of so many flash reads asked for together; 0 where flash was not measured."""
+        """Return the processor time of one of `at_once` flash reads requested together; 0 if flash was not measured."""
         return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0
 
     def read_delay_us(self, workers: int, *, together: bool) -> float:
-        """What a read takes in a run beyond the flash's own time, named together with others or by itself. Raises
-        KeyError where that was not measured."""
-        found = {float(one.workers): one.us.median for one in self.read_delays if one.together == together}
-        if not found:
+        """Return the time of a read, named together or alone, in a run beyond the flash's. Raises KeyError if
+        unmeasured."""
+        delays = {float(delay.workers): delay.us.median for delay in self.read_delays if delay.together == together}
+        if not delays:
             raise KeyError("read_delays: not in this profile")
-        return between(found, workers)
+        return interpolate(delays, workers)
 
     def read_factor(self, workers: int) -> float:
-        """How many times `read_cpu_us` a read takes in a run. Raises KeyError where that was not measured."""
+        """Return the processor time of a read in a run relative to `read_cpu_us`. Raises KeyError if unmeasured."""
         if not self.read_factors:
             raise KeyError("read_factors: not in this profile")
-        return between({point.workers: point.factor.median for point in self.read_factors}, workers)
+        return interpolate({point.workers: point.factor.median for point in self.read_factors}, workers)
 
     def barrier_us(self, workers: int) -> float:
-        """One barrier of a step."""
-        return between({point.workers: point.us.median for point in self.barriers}, workers)
+        """Return the time of one barrier of a step."""
+        return interpolate({point.workers: point.us.median for point in self.barriers}, workers)
 
     def message_us(self, workers: int) -> float:
-        """From sending a step to so many workers to the last one's answer."""
-        return between({point.workers: point.us.median for point in self.messages}, workers)
+        """Return the time from sending a step to this many workers until the last answer."""
+        return interpolate({point.workers: point.us.median for point in self.messages}, workers)
 
     def step_factor(self, mode: str, workers: int) -> float:
-        """How much longer a step takes than its kernels do by themselves; a mode that was not measured computes as
-        exact mode does. Raises KeyError where no step was measured."""
-        return between(
+        """Return the duration of a step relative to its kernels. A mode that was not measured counts as exact mode.
+
+        Raises KeyError if no step was measured.
+        """
+        return interpolate(
             {point.workers: point.step_us.median / point.kernels_us.median for point in self._steps(mode)}, workers
         )
 
     def between_us(self, mode: str, workers: int) -> float:
-        """From the end of a step to the beginning of the next one: messages, sampling, what the coordinator does.
-        Raises KeyError where no step was measured."""
-        return between({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
+        """Return the time from the end of a step to the start of the next. Raises KeyError if no step was measured."""
+        return interpolate({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
 
     def _steps(self, mode: str) -> list[StepPoint]:
-        found: StepMode = "predicted" if mode == "predicted" else "exact"
-        points = [point for point in self.steps if point.mode == found]
+        measured_mode: StepMode = "predicted" if mode == "predicted" else "exact"
+        points = [point for point in self.steps if point.mode == measured_mode]
         if not points:
-            raise KeyError(f"steps in mode {found}: not in this profile")
+            raise KeyError(f"steps in mode {measured_mode}: not in this profile")
         return points
 
-    def _remembered(
-        self, what: tuple[object, ...], measured: Iterable[tuple[tuple[float, ...], float]], place: tuple[float, ...]
+    def _interpolated(
+        self, kind: tuple[object, ...], measured: Iterable[tuple[tuple[float, ...], float]], position: tuple[float, ...]
     ) -> float:
-        """The figure between those measured, computed once: a search asks for the same ones thousands of times.
-        Raises KeyError where nothing was measured."""
-        if (what, place) not in self._known:
+        """Interpolate between measured points and cache the result: a search looks up the same ones thousands of times.
+
+        Raises KeyError if nothing was measured.
+        """
+        if (kind, position) not in self._interpolations:
             points = list(measured)
             if not points:
-                raise KeyError(f"{', '.join(str(word) for word in what if word)}: not in this profile")
-            self._known[what, place] = between_all(points, place)
-        return self._known[what, place]
+                raise KeyError(f"{', '.join(str(word) for word in kind if word)}: not in this profile")
+            self._interpolations[kind, position] = interpolate_all(points, position)
+        return self._interpolations[kind, position]
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[object, ...], float]:
+    def _interpolations(self) -> dict[tuple[object, ...], float]:
         return {}
 
-    def _placed(self, points: Sequence[Any], core: Kind | None) -> Iterator[Any]:
-        """Of one worker on this class; or, for None, of any number: one on the fastest class, and all."""
-        fastest = max(self.cores, key=lambda one: one.capacity).kind
-        places = (None, fastest) if core is None else (core,)
-        return (point for point in points if point.core in places)
+    def _points_on(self, points: Sequence[Any], core: Kind | None) -> Iterator[Any]:
+        """Yield the points of one worker on this class; for None, of one worker on the fastest class and of all
+        workers."""
+        fastest = max(self.cores, key=lambda core_class: core_class.capacity).kind
+        accepted = (None, fastest) if core is None else (core,)
+        return (point for point in points if point.core in accepted)
 
     def flash_curve(self) -> FlashCurve | None:
-        """What a brief probe measures of flash: random reads in the whole file."""
+        """Return the part of the flash figures that a brief probe measures: random reads of the whole file."""
         flash = self.flash
         if flash is None:
             return None
@@ -354,24 +367,24 @@ class DeviceProfile:
         )
 
     def memory_speed(self) -> MemorySpeed | None:
-        """What a brief probe measures of memory."""
+        """Return the part of the memory figures that a brief probe measures."""
         pieces = sorted({point.piece_bytes for point in self.dram} - {SEQUENTIAL_PIECE_BYTES})
         if not pieces:
             return None
-        all_of_them = self.decode_workers
+        workers = self.decode_workers
         return MemorySpeed(
-            threads=all_of_them,
+            threads=workers,
             one_thread_bytes_per_s=self.dram_bytes_per_s(1),
-            sequential_bytes_per_s=self.dram_bytes_per_s(all_of_them),
+            sequential_bytes_per_s=self.dram_bytes_per_s(workers),
             pieces=tuple(
-                PiecePoint(piece_bytes=size, bytes_per_s=self.dram_bytes_per_s(all_of_them, size)) for size in pieces
+                PiecePoint(piece_bytes=size, bytes_per_s=self.dram_bytes_per_s(workers, size)) for size in pieces
             ),
             spread=self.spread,
             busy=self.busy,
         )
 
     def check(self, device_id: str, where: str) -> None:
-        """Raises UserError when this is another device's."""
+        """Raise UserError if this is the profile of another device."""
         if self.device_id != device_id:
             raise UserError(
                 f"{where}: field 'device_id': {quoted(self.device_id)} is another device; "
@@ -379,29 +392,31 @@ class DeviceProfile:
             )
 
     def to_json(self) -> str:
-        """The text of a profile file: a line for each point."""
+        """Return the contents of a profile file, with one line per point."""
         return _lines(dataclasses.asdict(self), "") + "\n"
 
 
 def _refuse_points(name: str, points: Sequence[Any]) -> None:
-    """Raises ValueError for a point that is there twice, and for a figure that no machine has."""
-    seen = set()
+    """Raise ValueError for a duplicate point or an implausible figure."""
+    known_keys = set()
     for number, point in enumerate(points):
         values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
-        what = tuple(value for value in values.values() if not isinstance(value, Figure))
-        if what in seen:
-            raise ValueError(f"{name}[{number}]: this point is there twice")
-        seen.add(what)
+        point_key = tuple(value for value in values.values() if not isinstance(value, Figure))
+        if point_key in known_keys:
+            raise ValueError(f"{name}[{number}]: duplicate point")
+        known_keys.add(point_key)
         for key, value in values.items():
             if not isinstance(value, Figure):
                 continue
-            least, most = next(limits for ending, limits in LIMITS.items() if key.endswith(ending))
-            if not least <= value.median <= most:
-                raise ValueError(f"{name}[{number}].{key}: a median of {value.median:g} is outside {least:g}..{most:g}")
+            minimum, maximum = next(limits for ending, limits in LIMITS.items() if key.endswith(ending))
+            if not minimum <= value.median <= maximum:
+                raise ValueError(
+                    f"{name}[{number}].{key}: a median of {value.median:g} is outside {minimum:g}..{maximum:g}"
+                )
 
 
 def _lines(value: Any, indent: str) -> str:
-    """JSON that a person can read: an object in a list is one line."""
+    """Return readable JSON, with one line per object in a list."""
     inner = indent + "  "
     if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(inner + json.dumps(item) for item in value) + f"\n{indent}]"
@@ -415,12 +430,12 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def parse_profile(data: bytes, where: str) -> DeviceProfile:
-    """The profile in a file's bytes. Raises UserError naming the field."""
+    """Parse a profile. Raises UserError that names the field."""
     values = json_object(data, where)
     if values.get("version") != VERSION:
-        found = quoted(values["version"]) if "version" in values else "missing"
+        version = quoted(values["version"]) if "version" in values else "missing"
         raise UserError(
-            f"{where}: field 'version': {found}, but this program reads {VERSION}; "
+            f"{where}: field 'version': {version}, but this program reads {VERSION}; "
             "measure again with `neuronpipe profile device`"
         )
     return from_json(DeviceProfile, values, where)

@@ -1,4 +1,4 @@
-"""What changed from one device profile to another, beyond what repetitions of one measurement differ by."""
+"""Comparison of two device profiles: figures that changed by more than their repetitions differ."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.protocol.frozen import frozen
 
-SPREADS = 2.0  # medians this many times as far apart as both spreads together have changed,
-MIN_CHANGE = 0.05  # and by this share at least
+# Medians count as changed if they differ by more than this many times the sum of both spreads, and by MIN_CHANGE.
+SPREADS = 2.0
+MIN_CHANGE = 0.05
 
 
 @frozen(kw_only=True)
 class Change:
-    """One figure that both profiles have. what: its list and its point; ratio: after by before."""
+    """One figure that both profiles have. what: the name of its list and point."""
 
     what: str
     unit: str
@@ -21,33 +22,36 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """How many times as large."""
+        """Return the later median relative to the earlier one."""
         return self.after.median / self.before.median
 
     @property
     def better(self) -> bool:
-        """Speeds are better when they grow, times when they shrink."""
+        """Return True if a speed grew or a time shrank."""
         return (self.ratio > 1) != self.unit.endswith("us")
 
     @property
     def beyond_spread(self) -> bool:
-        """Whether this is more than the repetitions differ by."""
-        far = SPREADS * (self.before.spread + self.after.spread)
-        return abs(self.ratio - 1) > max(MIN_CHANGE, far)
+        """Return True if the change is larger than the repetitions differ by."""
+        tolerance = SPREADS * (self.before.spread + self.after.spread)
+        return abs(self.ratio - 1) > max(MIN_CHANGE, tolerance)
 
 
 @frozen(kw_only=True)
 class Difference:
-    """changes: of all figures that both have, in the order of the later profile; missing, added: what only the earlier
-    and only the later one has."""
+    """All differences of two profiles.
+
+    changes: of the figures that both have, in the later profile's order; missing, added: figures that only the earlier
+    and only the later one has.
+    """
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
     added: tuple[str, ...]
 
 
-def difference(before: DeviceProfile, after: DeviceProfile) -> Difference:
-    """From the earlier profile to the later one. Figures belong together where all else of their points is equal."""
+def compare_profiles(before: DeviceProfile, after: DeviceProfile) -> Difference:
+    """Compare two profiles. Figures correspond if all other values of their points are equal."""
     old, new = dict(before.figures()), dict(after.figures())
     return Difference(
         changes=tuple(
@@ -61,7 +65,7 @@ def difference(before: DeviceProfile, after: DeviceProfile) -> Difference:
 
 
 def described(key: tuple[object, ...]) -> str:
-    """The name of a figure: "decode: kind ups, quantization q4, ... (bytes_per_s)"."""
+    """Return the readable name of a figure: "decode: kind ups, quantization q4, ... (bytes_per_s)"."""
     name, *pairs, unit = key
     values = [f"{pair[0]} {_plain(pair[1])}" for pair in pairs if isinstance(pair, tuple) and pair[1] is not None]
     return f"{name}: {', '.join(values)} ({unit})"

@@ -1,14 +1,15 @@
-"""How hot this device is, and whether its system has already slowed it down. Read from /sys, which an app may see in
-part or not at all; whatever cannot be read is left out.
+"""Temperatures of this device, and whether its system has lowered the clocks.
 
-    what              where                                                   an Android app may read it
+Read from /sys, which an app may see in part or not at all. Unreadable values are omitted.
+
+    value             file                                                    readable by an Android app
     zones             class/thermal/thermal_zone*/{type, temp}                on some phones
-    their limits      .../trip_point_*_{type, temp}: the lowest "passive" one  the same
+    limits            .../trip_point_*_{type, temp}: the lowest "passive" one  the same
     battery           class/power_supply/battery/temp, or termux-battery-status   with Termux:API
     clocks            devices/system/cpu/cpu*/cpufreq/{scaling, cpuinfo}_max_freq  on most phones
 
-Vendors name zones as they like and count in degrees, tenths or thousandths. Only zones whose name says processor or
-skin count: others (radio, charger, camera) say nothing about computing.
+Vendors choose zone names freely and count in degrees, tenths or thousandths. Only zones named after processor or skin
+count: others (radio, charger, camera) are unrelated to computing.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from neuronpipe.protocol.frozen import frozen
 
 SensorKind = Literal["processor", "skin", "battery"]
 
-# A zone that is called "soc" alone is no system on a chip but a state of charge, in per cent.
+# A zone named just "soc" is a state of charge in per cent, not a system on a chip.
 _KINDS: tuple[tuple[SensorKind, str], ...] = (
     ("skin", r"skin|shell|quiet|back.?cover"),
     ("battery", r"^batt"),
     ("processor", r"cpu|cluster|big|little|x86_pkg|coretemp|k10temp|soc.thermal|apss"),
 )
-# Where nothing says more: silicon slows itself down at 95 C on most phones; batteries and hands need much lower limits.
+# Used without a passive trip point. Silicon throttles at 95 C on most phones; batteries and skin have lower limits.
 LIMIT_CELSIUS: dict[SensorKind, float] = {"processor": 90.0, "skin": 43.0, "battery": 43.0}
-# So far below its limit, a sensor is warm: pauses neither begin nor end.
+# Within this distance of its limit a sensor is warm: pauses neither begin nor end.
 WARM_BELOW_CELSIUS: dict[SensorKind, float] = {"processor": 8.0, "skin": 2.0, "battery": 2.0}
 THOUSANDTHS_FROM = 200.0
-PLAUSIBLE_CELSIUS = (-20.0, 150.0)  # zones that are switched off say 0, -40000 or their largest number
-# A passive trip point further below than this only steers something else, a fan's first step, say.
+PLAUSIBLE_CELSIUS = (-20.0, 150.0)  # zones that are switched off report 0, -40000 or their largest number
+# A passive trip point further below the usual limit controls something else, such as a fan's first step.
 TRIP_COUNTS_WITHIN_CELSIUS = 20.0
 CLOCKS_LOWERED_BELOW = 0.95
 
 
 @frozen(kw_only=True)
 class Sensor:
-    """One temperature, and the one from which on the device slows down or should."""
+    """One temperature, and the limit from which on the device slows down or should."""
 
     name: str
     kind: SensorKind
@@ -50,16 +51,19 @@ class Sensor:
 
 
 @frozen(kw_only=True)
-class Heat:
-    """One look. sensors: what could be read, hottest first by distance from its limit. clock_share: highest clocks
-    allowed now over highest clocks there are, 0..1, summed over cores; None where it cannot be read."""
+class ThermalState:
+    """One reading.
+
+    sensors: all readable ones, sorted by distance from their limits; clock_share: currently allowed over highest
+    clocks, 0..1, summed over cores; None if unreadable.
+    """
 
     sensors: tuple[Sensor, ...]
     clock_share: float | None
 
     @property
     def state(self) -> Literal["unknown", "cool", "warm", "hot"]:
-        """hot: a sensor is at its limit; warm: close to it; unknown: no temperature can be read."""
+        """Return "hot" if a sensor is at its limit, "warm" if close to it, "unknown" if no temperature can be read."""
         if not self.sensors:
             return "unknown"
         nearest = self.sensors[0]
@@ -70,15 +74,15 @@ class Heat:
 
     @property
     def throttled(self) -> bool:
-        """Whether the system has lowered the clocks."""
+        """Return True if the system has lowered the clocks."""
         return self.clock_share is not None and self.clock_share < CLOCKS_LOWERED_BELOW
 
 
-def read_heat(root: Path, battery: str = "") -> Heat:
-    """A look at the sensors below `root`; battery: what `termux-battery-status` printed, if it was asked."""
+def read_thermal_state(root: Path, battery: str = "") -> ThermalState:
+    """Read the sensors below `root`. battery: the output of `termux-battery-status`, if it was called."""
     sensors = [*_zones(root), *_battery(root, battery)]
     sensors.sort(key=lambda sensor: (sensor.limit_celsius - sensor.celsius, sensor.name))
-    return Heat(sensors=tuple(sensors), clock_share=_clock_share(root))
+    return ThermalState(sensors=tuple(sensors), clock_share=_clock_share(root))
 
 
 def _text(path: Path) -> str:
@@ -94,7 +98,7 @@ def _number(path: Path) -> float | None:
 
 
 def _celsius(value: float | None) -> float | None:
-    """Degrees from degrees or thousandths; None when no device has such a temperature."""
+    """Convert degrees or thousandths to degrees; None if no device can have this temperature."""
     if value is None or value == 0:
         return None
     celsius = value / 1000 if abs(value) >= THOUSANDTHS_FROM else value
@@ -102,18 +106,18 @@ def _celsius(value: float | None) -> float | None:
 
 
 def _zones(root: Path) -> list[Sensor]:
-    found = []
+    sensors = []
     for zone in sorted((root / "sys/class/thermal").glob("thermal_zone[0-9]*")):
         name = _text(zone / "type")
         kind = next((kind for kind, pattern in _KINDS if re.search(pattern, name.lower())), None)
         celsius = _celsius(_number(zone / "temp")) if kind else None
         if kind and celsius is not None:
-            found.append(Sensor(name=name, kind=kind, celsius=celsius, limit_celsius=_limit(zone, kind)))
-    return found
+            sensors.append(Sensor(name=name, kind=kind, celsius=celsius, limit_celsius=_limit(zone, kind)))
+    return sensors
 
 
 def _limit(zone: Path, kind: SensorKind) -> float:
-    """The lowest passive trip point, at which the kernel begins to slow down, or the usual limit of such a sensor."""
+    """Return the lowest passive trip point, at which the kernel starts to throttle, or the usual limit of this kind."""
     usual = LIMIT_CELSIUS[kind]
     trips = [
         celsius
@@ -141,9 +145,9 @@ def _battery(root: Path, status: str) -> list[Sensor]:
 
 
 def _clock_share(root: Path) -> float | None:
-    allowed = most = 0.0
+    allowed_hz = max_hz = 0.0
     for core in sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq")):
-        now, ever = _number(core / "scaling_max_freq"), _number(core / "cpuinfo_max_freq")
-        if now is not None and ever:
-            allowed, most = allowed + min(now, ever), most + ever
-    return allowed / most if most else None
+        scaling_max, hardware_max = _number(core / "scaling_max_freq"), _number(core / "cpuinfo_max_freq")
+        if scaling_max is not None and hardware_max:
+            allowed_hz, max_hz = allowed_hz + min(scaling_max, hardware_max), max_hz + hardware_max
+    return allowed_hz / max_hz if max_hz else None

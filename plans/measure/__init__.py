@@ -1,1 +1,1 @@
-"""Benchmarks of this machine: what a device profile is measured with, and the measurements earlier starts have left."""
+"""Benchmarks of this machine: measurement of a device profile, and the cache of earlier measurements."""

@@ -1,7 +1,7 @@
-"""Measuring what workers wait for each other: a barrier of a step, and a step's messages over ZeroMQ, there and back.
+"""Measurement of a step's barrier and of a step's messages, there and back over ZeroMQ.
 
-Both between processes, with the run's own channels, messages and barrier; workers on the decode cores, and who sends
-the messages wherever the system puts it, as the coordinator.
+Both run between processes with the run's own channels, messages and barrier. Workers are pinned to the decode cores;
+the sender is unpinned, as the coordinator is.
 """
 
 from __future__ import annotations
@@ -14,83 +14,87 @@ from pathlib import Path
 
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import Wait
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
 from neuronpipe.protocol.channel import Connection, Listener, Poller, open_context
 from neuronpipe.protocol.errors import Lost
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 
-BARRIERS, AT_ONCE = 400, 20  # of one repetition, and between two looks at the clock
+BARRIERS, BATCH_BARRIERS = 400, 20  # per repetition, and between two readings of the clock
 STEPS = 50
 WARM_UP_STEPS = 5
 CONNECT_S = 10.0
 ANSWER_MS = 10_000
-COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # about as many as a worker reports
+COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # about as many counters as a worker reports
 
 
-def measure_barriers(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
-    """One barrier, by how many of these cores take part."""
+def measure_barriers(
+    cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[Wait, ...]:
+    """Measure one barrier with 1, 2, ... of these cores taking part."""
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
-        def some() -> None:  # by itself each barrier is quick for whoever comes last
-            for _ in range(AT_ONCE):
-                member.meet()
+    def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
+        def barriers() -> None:  # a single barrier looks quick to the last process that arrives
+            for _ in range(BATCH_BARRIERS):
+                process.meet()
 
         for _ in range(rounds):
-            member.meet()
-            yield [_typical_us(some, BARRIERS // AT_ONCE) / AT_ONCE]
+            process.meet()
+            yield [_typical_us(barriers, BARRIERS // BATCH_BARRIERS) / BATCH_BARRIERS]
 
     return tuple(
-        Wait(workers=count, us=_of_first(measured_together(cores[:count], work, progress)))
+        Wait(workers=count, us=_figure_of_first(measure_together(cores[:count], work, progress)))
         for count in range(1, len(cores) + 1)
     )
 
 
-def measure_messages(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
-    """From sending a step to the last worker's answer, by how many of these cores answer."""
-    found = []
+def measure_messages(
+    cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[Wait, ...]:
+    """Measure the time from sending a step to the last worker's answer, with 1, 2, ... of these cores answering."""
+    waits = []
     for count in range(1, len(cores) + 1):
         with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
-            members = [None, *cores[:count]]
-            work = _messages(f"ipc://{Path(folder) / CONTROL.name}", rounds)
-            found.append(Wait(workers=count, us=_of_first(measured_together(members, work, progress))))
-    return tuple(found)
+            processes_cores = [None, *cores[:count]]
+            work = _message_work(f"ipc://{Path(folder) / CONTROL.name}", rounds)
+            waits.append(Wait(workers=count, us=_figure_of_first(measure_together(processes_cores, work, progress))))
+    return tuple(waits)
 
 
-def _of_first(measured: Iterator[list[list[float]]]) -> Figure:
-    return Figure.of([of_all[0][0] for of_all in measured])
+def _figure_of_first(measured: Iterator[list[list[float]]]) -> Figure:
+    return Figure.of([figures[0][0] for figures in measured])
 
 
-def _typical_us(step: Callable[[], None], times: int) -> float:
-    taken_us = []
-    for _ in range(times):
+def _typical_us(step: Callable[[], None], count: int) -> float:
+    times_us = []
+    for _ in range(count):
         began = time.perf_counter()
         step()
-        taken_us.append(1e6 * (time.perf_counter() - began))
-    return statistics.median(taken_us)
+        times_us.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(times_us)
 
 
-def _messages(endpoint: str, rounds: int) -> Callable[[Member], Iterator[Sequence[float]]]:
+def _message_work(endpoint: str, rounds: int) -> Callable[[BenchmarkProcess], Iterator[Sequence[float]]]:
     steps = rounds * STEPS + WARM_UP_STEPS
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
-        if member.index == 0:
-            yield from _coordinate(member, endpoint, rounds)
+    def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
+        if process.index == 0:
+            yield from _act_as_coordinator(process, endpoint, rounds)
         else:
-            _answer(member, endpoint, steps)
+            _act_as_worker(process, endpoint, steps)
             yield from ([0.0] for _ in range(rounds))
 
     return work
 
 
-def _coordinate(member: Member, endpoint: str, rounds: int) -> Iterator[Sequence[float]]:
+def _act_as_coordinator(process: BenchmarkProcess, endpoint: str, rounds: int) -> Iterator[Sequence[float]]:
     with open_context() as context:
         listener, poller = Listener(context, CONTROL, endpoint), Poller()
         poller.add(listener)
-        member.meet()
-        workers = [f"decode-{n}" for n in range(member.count - 1)]
-        ask = Step(
+        process.meet()
+        workers = [f"decode-{n}" for n in range(process.count - 1)]
+        message = Step(
             step=1,
             epoch=1,
             participants=tuple(workers),
@@ -103,35 +107,35 @@ def _coordinate(member: Member, endpoint: str, rounds: int) -> Iterator[Sequence
 
         def step() -> None:
             for worker in workers:
-                _send(listener, worker, ask)
-            left = len(workers)
-            while left:
+                _send(listener, worker, message)
+            missing_answers = len(workers)
+            while missing_answers:
                 if not poller.wait(ANSWER_MS):
                     raise RuntimeError("a worker did not answer")
                 while listener.receive() is not None:
-                    left -= 1
+                    missing_answers -= 1
 
         for _ in range(WARM_UP_STEPS):
             step()
         yield from [[_typical_us(step, STEPS)] for _ in range(rounds)]
 
 
-def _send(listener: Listener, worker: str, ask: Step) -> None:
-    """Send it; a worker that has not connected yet is waited for."""
-    until = time.monotonic() + CONNECT_S
+def _send(listener: Listener, worker: str, message: Step) -> None:
+    """Send the message, waiting for a worker that has not connected yet."""
+    deadline = time.monotonic() + CONNECT_S
     while True:
         try:
-            return listener.send(worker, ask)
+            return listener.send(worker, message)
         except Lost:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.001)
 
 
-def _answer(member: Member, endpoint: str, steps: int) -> None:
-    number = member.index - 1
+def _act_as_worker(process: BenchmarkProcess, endpoint: str, steps: int) -> None:
+    number = process.index - 1
     with open_context() as context:
-        member.meet()
+        process.meet()
         connection, poller = Connection(context, CONTROL, endpoint, f"decode-{number}"), Poller()
         poller.add(connection)
         done = StepDone(step=1, epoch=1, index=number, counters=COUNTERS)

@@ -1,7 +1,7 @@
 """Processes that measure together, each on its own core, as a run's workers compute together.
 
-They are forked, so they see the memory that was mapped shared before; each does its work as a generator and yields
-figures, one list for each measurement, all in the same order. They die with who asked.
+They are forked, so they see memory that was mapped shared before. Each runs a generator that yields one list of figures
+per measurement, all in the same order. They die with the parent process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from neuronpipe.protocol.errors import UserError
 PAGE_BYTES = 4096
 MEETING_TIMEOUT_MS = 60_000
 END = b"end"
-SPIN_US = 50  # as workers of a run
-PASSES_S = 1.0
+SPIN_US = 50  # as in a run's workers
+HEARTBEAT_S = 1.0
 
-Work = Callable[["Member"], Iterator[Sequence[float]]]
-"""What a member does; yields the figures of one measurement after the other."""
-Told = Callable[[int], None]
-"""Called with how many measurements are done now: 1 after each, and 0 every PASSES_S while one is waited for."""
+Work = Callable[["BenchmarkProcess"], Iterator[Sequence[float]]]
+"""The work of a benchmark process: it yields the figures of one measurement after the other."""
+OnMeasured = Callable[[int], None]
+"""Callback with the number of new measurements: 1 after each, and 0 every HEARTBEAT_S while waiting for one."""
 
 
-class Member:
-    """One process of a crew. `index` of `count`; it runs on `core`, or anywhere (None)."""
+class BenchmarkProcess:
+    """One of `count` processes that measure together, pinned to `core` or unpinned (None)."""
 
     def __init__(self, index: int, count: int, core: int | None, page: Any) -> None:
         self.index, self.count, self.core = index, count, core
@@ -41,106 +41,107 @@ class Member:
         self._epoch = ffi.cast("uint32_t *", page + 1024)
 
     def meet(self) -> None:
-        """Go on when all members have come here."""
+        """Wait until all processes have called this. Raises RuntimeError after MEETING_TIMEOUT_MS."""
         done = lib.np_barrier_wait(self._barrier, self.count, self._epoch, 0, SPIN_US, MEETING_TIMEOUT_MS)
         if done < 0:
-            raise RuntimeError(f"the others did not come within {MEETING_TIMEOUT_MS} ms")
+            raise RuntimeError(f"the other processes did not arrive within {MEETING_TIMEOUT_MS} ms")
 
 
-def nobody_told(count: int) -> None:
-    """For who tells nobody."""
+def ignore_progress(count: int) -> None:
+    """Ignore the number of measurements done."""
 
 
-def measured_together(
-    cores: Sequence[int | None], work: Work, progress: Told = nobody_told
+def measure_together(
+    cores: Sequence[int | None], work: Work, progress: OnMeasured = ignore_progress
 ) -> Iterator[list[list[float]]]:
-    """The figures of each measurement as soon as all members have theirs: those of member 0, of member 1, ...
+    """Yield the figures of each measurement as soon as all processes have theirs, in the order of `cores`.
 
-    Raises UserError when a member ends before its work is done.
+    Raises UserError if a process ends before its work is done.
     """
-    memory = mmap.mmap(-1, PAGE_BYTES)  # shared with the members
+    memory = mmap.mmap(-1, PAGE_BYTES)  # shared with the processes
     page = ffi.from_buffer("uint8_t[]", memory)
     lib.np_barrier_reset(ffi.cast("np_barrier *", page))
     started: list[_Started] = []
     try:
         for index, core in enumerate(cores):
-            started.append(_start(Member(index, len(cores), core, page), work))
+            started.append(_start(BenchmarkProcess(index, len(cores), core, page), work))
         while (lines := _next_lines(started, progress)) != [END] * len(lines):
             yield [json.loads(line) for line in lines]
             progress(1)
     finally:
-        for one in started:
+        for process in started:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one.process, signal.SIGKILL)
-            os.waitpid(one.process, 0)
-            os.close(one.pipe)
+                os.kill(process.pid, signal.SIGKILL)
+            os.waitpid(process.pid, 0)
+            os.close(process.pipe)
 
 
 @dataclass
 class _Started:
-    """A member's process, the pipe from it, and what came through that and is no whole line yet."""
+    """A started process, the pipe from it, and received bytes that are not a whole line yet."""
 
-    process: int
+    pid: int
     pipe: int
-    rest: bytes = b""
+    received: bytes = b""
 
     def read(self) -> None:
         data = os.read(self.pipe, 1 << 16)
-        self.rest += data or b"a measuring process was killed\n"
+        self.received += data or b"a benchmark process was killed\n"
 
     def take(self) -> bytes | None:
-        """The next line, if there is a whole one."""
-        line, end, rest = self.rest.partition(b"\n")
-        if not end:
+        """Remove and return the next complete line; None if there is none. Raises UserError for an error line."""
+        line, newline, remainder = self.received.partition(b"\n")
+        if not newline:
             return None
-        self.rest = rest
+        self.received = remainder
         if line != END and not line.startswith(b"["):
             raise UserError(f"{line.decode(errors='replace')}; close other programs and try again")
         return line
 
 
-def _next_lines(started: Sequence[_Started], progress: Told) -> list[bytes]:
-    """One line of each. Raises UserError as soon as one of them has failed: the others may wait for it."""
+def _next_lines(started: Sequence[_Started], progress: OnMeasured) -> list[bytes]:
+    """Return one line of each process. Raises UserError as soon as one has failed, since the others may wait for it."""
     lines: dict[int, bytes] = {}
     while True:
-        for one in started:
-            if one.pipe not in lines and (line := one.take()) is not None:
-                lines[one.pipe] = line
-        waiting = {one.pipe: one for one in started if one.pipe not in lines}
+        for process in started:
+            if process.pipe not in lines and (line := process.take()) is not None:
+                lines[process.pipe] = line
+        waiting = {process.pipe: process for process in started if process.pipe not in lines}
         if not waiting:
-            return [lines[one.pipe] for one in started]
-        if not (readable := select.select(list(waiting), [], [], PASSES_S)[0]):
+            return [lines[process.pipe] for process in started]
+        if not (readable := select.select(list(waiting), [], [], HEARTBEAT_S)[0]):
             progress(0)
         for pipe in readable:
             waiting[pipe].read()
 
 
-def _start(member: Member, work: Work) -> _Started:
+def _start(process: BenchmarkProcess, work: Work) -> _Started:
     reading, writing = os.pipe()
     parent = os.getpid()
-    process = os.fork()
-    if process:
+    pid = os.fork()
+    if pid:
         os.close(writing)
-        return _Started(process, reading)
+        return _Started(pid, reading)
     try:
         os.close(reading)
         lib.np_process_die_with(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all; the parent ends this one
+        # A terminal interrupts the whole process group; the parent ends this process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.disable()
-        _serve(member, work, writing)
+        _serve(process, work, writing)
     finally:
         os._exit(0)
 
 
-def _serve(member: Member, work: Work, pipe: int) -> None:
+def _serve(process: BenchmarkProcess, work: Work, pipe: int) -> None:
     try:
-        if member.core is not None:
+        if process.core is not None:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, {member.core})
-        for figures in work(member):
+                os.sched_setaffinity(0, {process.core})
+        for figures in work(process):
             os.write(pipe, json.dumps(list(figures)).encode() + b"\n")
         os.write(pipe, END + b"\n")
-    except Exception as error:  # whatever it is, the parent says it
-        said = str(error) if isinstance(error, UserError) else f"measuring failed: {type(error).__name__}: {error}"
+    except Exception as error:  # the parent reports it
+        message = str(error) if isinstance(error, UserError) else f"measuring failed: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            os.write(pipe, f"{' '.join(said.split())}\n".encode())
+            os.write(pipe, f"{' '.join(message.split())}\n".encode())

@@ -1,7 +1,7 @@
-"""Memory to compute on while the kernels are measured: slots as a run has them, in memory that processes share.
+"""Weight slots for kernel benchmarks: laid out as in a run, in memory that processes share.
 
-The arena is larger than the caches of most machines. What lies in it are weights that mean nothing: every byte is the
-same, which as a scale is a small number.
+The memory is larger than the caches of most machines. Its weights are meaningless: every byte is the same, which is a
+small number as a scale.
 """
 
 from __future__ import annotations
@@ -21,53 +21,59 @@ from neuronpipe.protocol.frozen import frozen
 WEIGHT_BYTE = 0x11
 MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
 USUAL_BYTES = 256 << 20
-WORKER_BYTES = 16 << 20  # a block of the widest neurons that are measured fits
-CACHES = 4  # as large as so many of the largest cache, where memory allows
+WORKER_BYTES = 16 << 20  # room for a block of the widest measured neurons
+CACHES = 4  # size relative to the largest cache, if enough memory is available
 NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
-NEURONS_PER_WEIGHT = 3.5  # of a layer, by its width: so that blocks are as large as in common models
+NEURONS_PER_WEIGHT = 3.5  # neurons of a layer relative to its width; gives blocks of the size in common models
 
 
 @frozen
-class Arena:
-    """Some memory, mapped shared before any fork."""
+class BenchmarkMemory:
+    """Memory that was mapped shared before any fork."""
 
-    memory: mmap.mmap
+    mapping: mmap.mmap
 
     @property
     def pointer(self) -> Any:
-        """Its first byte."""
-        return ffi.from_buffer("uint8_t[]", self.memory)
+        """Return the address of the first byte."""
+        return ffi.from_buffer("uint8_t[]", self.mapping)
 
 
-def make_arena(available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES) -> Arena | None:
-    """An arena beyond the caches, of a sixteenth of what is available at most; None where that is too little."""
-    wanted = min(MAX_BYTES, max(usual_bytes, CACHES * cache_bytes))
-    size = min(wanted, available_bytes // 16) // MIN_BYTES * MIN_BYTES
-    if size < max(MIN_BYTES, workers * WORKER_BYTES):
+def allocate_benchmark_memory(
+    available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES
+) -> BenchmarkMemory | None:
+    """Allocate memory larger than the caches, at most a sixteenth of what is available; None if that is too little."""
+    target_bytes = min(MAX_BYTES, max(usual_bytes, CACHES * cache_bytes))
+    size_bytes = min(target_bytes, available_bytes // 16) // MIN_BYTES * MIN_BYTES
+    if size_bytes < max(MIN_BYTES, workers * WORKER_BYTES):
         return None
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size_bytes)
     ffi.memmove(memory, bytes([WEIGHT_BYTE]) * MIN_BYTES, MIN_BYTES)
-    for at in range(MIN_BYTES, size, MIN_BYTES):
-        ffi.memmove(ffi.from_buffer(memory)[at : at + MIN_BYTES], ffi.from_buffer(memory)[0:MIN_BYTES], MIN_BYTES)
-    return Arena(memory)
+    for offset in range(MIN_BYTES, size_bytes, MIN_BYTES):
+        target = ffi.from_buffer(memory)[offset : offset + MIN_BYTES]
+        ffi.memmove(target, ffi.from_buffer(memory)[0:MIN_BYTES], MIN_BYTES)
+    return BenchmarkMemory(memory)
 
 
 def largest_cache_bytes(root: Path) -> int:
-    """Of the first processor's caches; 0: not known."""
-    found = [0]
-    for size in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    """Return the size of the largest cache of the first processor; 0 if unknown."""
+    sizes_bytes = [0]
+    for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
-            match = re.fullmatch(r"([0-9]+)([KM])", size.read_text(encoding="ascii").strip())
+            match = re.fullmatch(r"([0-9]+)([KM])", file.read_text(encoding="ascii").strip())
         except (OSError, ValueError):
             continue
         if match:
-            found.append(int(match[1]) << (10 if match[2] == "K" else 20))
-    return max(found)
+            sizes_bytes.append(int(match[1]) << (10 if match[2] == "K" else 20))
+    return max(sizes_bytes)
 
 
 @frozen
 class Rows:
-    """Rows that lie anywhere, as the scattered kernels take them. type: theirs; fetch: what is fetched with each."""
+    """Scattered rows in the form that the kernels take.
+
+    type: native type of the rows; fetch: what the kernel prefetches with each row; keep: objects that must stay alive.
+    """
 
     type: int
     quants: Any
@@ -78,8 +84,10 @@ class Rows:
 
 
 class Neurons:
-    """The neurons of one quantization and width in a stretch of memory: their slots, and lists of their rows. q3 is
-    that of the gates, beside q4 values."""
+    """The neurons of one quantization and width in a stretch of memory: their slots, and lists of their rows.
+
+    Quantization q3 applies to gates only; the value parts are then q4.
+    """
 
     def __init__(self, quantization: Quantization, row_weights: int, start: int, size_bytes: int) -> None:
         gates: Quantization = quantization
@@ -102,40 +110,40 @@ class Neurons:
         self.block_neurons = self._layout.block_neurons
         self.blocks = clusters // self._layout.block_clusters
         self._start = {"trigger": start, "value": start + clusters * self._slot_bytes["trigger"]}
-        self._own_slot = self._layout.cluster_neurons == 1
+        self._one_neuron_slots = self._layout.cluster_neurons == 1
 
     def whole_block(self, block: int) -> range:
-        """All neurons of a block."""
+        """Return the numbers of all neurons of a block."""
         return range(block * self.block_neurons, (block + 1) * self.block_neurons)
 
-    def some_of(self, block: int, share: float, turn: int) -> list[int]:
-        """About this share of a block's neurons, ascending; others in each of 1 / share turns, always the same."""
+    def sample_block(self, block: int, share: float, turn: int) -> list[int]:
+        """Return about this share of a block's neurons, ascending. Each of 1 / share turns has different neurons,
+        always the same."""
         count = max(1, round(share * self.block_neurons))
-        all_of_it = random.Random(block).sample(self.whole_block(block), self.block_neurons)
-        return sorted(all_of_it[turn * count : (turn + 1) * count])
+        shuffled = random.Random(block).sample(self.whole_block(block), self.block_neurons)
+        return sorted(shuffled[turn * count : (turn + 1) * count])
 
     def rows(self, matrix: int, neurons: Iterable[int]) -> Rows:
-        """Rows of a matrix (0: gate, 1: up, 2: down). As the engine does it, the rows of Down are fetched with those of
-        Up."""
+        """Return rows of a matrix (0: gate, 1: up, 2: down). As in the engine, Up rows prefetch the Down rows."""
         place, per_cluster = self._layout.matrices[matrix], self._layout.cluster_neurons
-        own_bytes = self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
+        quant_bytes_per_row = self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
         down = self._layout.matrices[2]
-        quants, scales, beside = array("Q"), array("Q"), array("Q")
+        quants, scales, prefetched = array("Q"), array("Q"), array("Q")
         for neuron in neurons:
             cluster, row = divmod(neuron, per_cluster)
-            quants.append(self._slot(place.part, cluster) + place.quants + row * own_bytes)
+            quants.append(self._slot(place.part, cluster) + place.quants + row * quant_bytes_per_row)
             scales.append(self._slot(place.scales_part, cluster) + place.scales + row * self._scale_bytes)
-            beside.append(self._slot(down.part, cluster) + down.quants + row * self._quant_bytes)
+            prefetched.append(self._slot(down.part, cluster) + down.quants + row * self._quant_bytes)
         fetch = ffi.new(
             "np_fetch *",
             {
-                "row_bytes": self._slot_bytes[place.part] if self._own_slot and matrix == 0 else 0,
-                "beside": _pointers(beside) if matrix == 1 else ffi.NULL,
+                "row_bytes": self._slot_bytes[place.part] if self._one_neuron_slots and matrix == 0 else 0,
+                "beside": _pointers(prefetched) if matrix == 1 else ffi.NULL,
                 "beside_bytes": self._quant_bytes,
             },
         )
         type_ = self.trigger_type if matrix == 0 else self.type
-        return Rows(type_, _pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, beside))
+        return Rows(type_, _pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, prefetched))
 
     def _slot(self, part: str, cluster: int) -> int:
         return self._start[part] + cluster * self._slot_bytes[part]

@@ -1,8 +1,8 @@
-"""Measuring at a start: memory, and the decode and prompt kernels that one package needs, in about a second.
+"""Measurement at a start: memory, and the decode and prefill kernels that one package needs, in about a second.
 
-It is a small part of the device profile, measured in the same way: by processes, each on its own core, whose typical
-call counts, so that a busy machine distorts little. Reading memory alone says little of computing: rows that lie apart
-are read at twice the speed at which kernels compute them.
+This is a small part of the device profile, measured in the same way: by processes, each pinned to a core, whose median
+call counts, so that other programs distort little. Memory speed alone does not predict kernel speed: scattered rows are
+read at twice the speed at which kernels compute them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.measured_points import CoreClass, DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile
 from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
-from neuronpipe.plans.measure.benchmark_slots import MIN_BYTES, WORKER_BYTES, Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.benchmark_slots import (
+    MIN_BYTES,
+    WORKER_BYTES,
+    BenchmarkMemory,
+    allocate_benchmark_memory,
+    largest_cache_bytes,
+)
 from neuronpipe.plans.measure.kernel_speed import Case, Point, measure_kernels
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import measure_dram
 
 KINDS: tuple[Kind, ...] = ("big", "mid", "little")
-ARENA_BYTES = 128 << 20
+BRIEF_MEMORY_BYTES = 128 << 20
 BRIEF_ROUNDS, BRIEF_REPETITION_S = 3, 0.006
 FULL_ROUNDS, FULL_REPETITION_S = 5, 0.02
 
 
 def core_classes(device: Device) -> tuple[CoreClass, ...]:
-    """Return the kinds of cores that this process may use, fastest first."""
+    """Return the classes of cores that this process may use, fastest first."""
     classes = []
     for kind in KINDS:
         cores = [core for core in device.cores if core.kind == kind and core.allowed]
         if cores:
-            best = max(cores, key=lambda core: (core.capacity, -core.id))
+            fastest = max(cores, key=lambda core: (core.capacity, -core.id))
             ids = tuple(core.id for core in cores)
             classes.append(
-                CoreClass(kind=kind, cores=ids, capacity=min(best.capacity, FULL_CAPACITY), measured=best.id)
+                CoreClass(kind=kind, cores=ids, capacity=min(fastest.capacity, FULL_CAPACITY), measured=fastest.id)
             )
     return tuple(classes)
 
@@ -44,24 +50,26 @@ def core_classes(device: Device) -> tuple[CoreClass, ...]:
 def measure_briefly(
     device: Device, cores: Sequence[int | None], cases: Sequence[Case], *, brief: bool
 ) -> DeviceProfile | None:
-    """Return a device profile of memory, of these kernels and of waits alone, with a worker on each of `cores`; None
-    where too little memory is available to measure on."""
+    """Return a device profile with only memory, these kernels and waits, with a worker on each of `cores`.
+
+    None if too little memory is available to measure on.
+    """
     rounds, repetition_s = (BRIEF_ROUNDS, BRIEF_REPETITION_S) if brief else (FULL_ROUNDS, FULL_REPETITION_S)
-    available_bytes, busy, taken_at = device.memory_available_bytes, Busyness(), time.time()
+    available_bytes, load, taken_at = device.memory_available_bytes, MachineLoad(), time.time()
     dram = measure_dram(
         cores,
         available_bytes,
         rounds=rounds,
         budget_s=repetition_s,
-        max_bytes=ARENA_BYTES,
+        max_bytes=BRIEF_MEMORY_BYTES,
         counts=sorted({1, len(cores)}),
     )
     if not dram:
         return None
-    usual_bytes = max(ARENA_BYTES, -(-len(cores) * WORKER_BYTES // MIN_BYTES) * MIN_BYTES)
-    arena = make_arena(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
+    usual_bytes = max(BRIEF_MEMORY_BYTES, -(-len(cores) * WORKER_BYTES // MIN_BYTES) * MIN_BYTES)
+    memory = allocate_benchmark_memory(available_bytes, 0, len(cores), usual_bytes=usual_bytes) if cases else None
     classes = core_classes(device)
-    points = tuple(_kernels(arena, cores, classes[0], cases, rounds, repetition_s)) if arena else ()
+    points = tuple(_kernels(memory, cores, classes[0], cases, rounds, repetition_s)) if memory else ()
     return DeviceProfile(
         version=VERSION,
         device_id=device.id,
@@ -70,7 +78,7 @@ def measure_briefly(
         taken_at=round(taken_at, 1),
         cores=classes,
         decode_workers=len(cores),
-        arena_bytes=len(arena.memory) if arena else 0,
+        arena_bytes=len(memory.mapping) if memory else 0,
         cache_bytes=largest_cache_bytes(Path("/")),
         dram=dram,
         decode=tuple(point for point in points if isinstance(point, DecodePoint)),
@@ -83,19 +91,19 @@ def measure_briefly(
         steps=(),
         read_delays=(),
         read_factors=(),
-        busy=round(busy.processors(), 3),
+        busy=round(load.processor_share(), 3),
     )
 
 
 def _kernels(
-    arena: Arena,
+    memory: BenchmarkMemory,
     cores: Sequence[int | None],
     fastest: CoreClass,
     cases: Sequence[Case],
     rounds: int,
     repetition_s: float,
 ) -> Iterator[Point]:
-    """Of one worker, since a search may choose fewer, and of all."""
-    yield from measure_kernels(arena, [fastest.measured], fastest.kind, cases, rounds=rounds, budget_s=repetition_s)
+    """Yield the points of one worker, since a search may choose fewer workers, and of all workers."""
+    yield from measure_kernels(memory, [fastest.measured], fastest.kind, cases, rounds=rounds, budget_s=repetition_s)
     if len(cores) > 1:
-        yield from measure_kernels(arena, cores, None, cases, rounds=rounds, budget_s=repetition_s)
+        yield from measure_kernels(memory, cores, None, cases, rounds=rounds, budget_s=repetition_s)

@@ -1,4 +1,4 @@
-"""Measuring a device profile, in well under a minute: memory, kernels, waits, flash, what a read costs."""
+"""Measurement of a device profile in well under a minute: memory, kernels, waits, flash, cost of reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_messages
-from neuronpipe.plans.measure.benchmark_slots import Arena, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.brief_measurement import core_classes
 from neuronpipe.plans.measure.flash_reads import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
 from neuronpipe.plans.measure.kernel_speed import Case, Point, all_cases, measure_kernels
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import PROFILE_PIECES, measure_dram
 from neuronpipe.plans.measure.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.measure.read_cost import COST_CASES, measure_costs, measure_sharing
@@ -32,7 +32,8 @@ SHARING_REPETITION_S = 0.08
 
 @frozen
 class Effort:
-    """How much is measured: everything, or a little of each for a test. pace: of the usual time for a repetition."""
+    """Amount of measuring: everything by default, a little of each in tests. pace: relative duration of a
+    repetition."""
 
     rounds: int = ROUNDS
     flash_rounds: int = FLASH_ROUNDS
@@ -43,13 +44,12 @@ class Effort:
 def measure_profile(
     directory: Path, *, effort: Effort | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> DeviceProfile:
-    """The profile of this device, and of the flash that the package in `directory` lies on; without a package there,
-    or with a small one, none of flash. progress gets (done, total) in measurements, again and again while one takes
-    long.
+    """Measure the profile of this device, and of the flash that the package in `directory` lies on.
 
-    Raises UserError when flash cannot be read.
+    Flash is omitted without a package or if it is small. progress receives (done, total) in measurements, repeatedly
+    during a long one. Raises UserError if flash cannot be read.
     """
-    return _Measuring(directory, effort or Effort(), progress).profile()
+    return _Measurement(directory, effort or Effort(), progress).profile()
 
 
 def measure_flash(
@@ -59,11 +59,11 @@ def measure_flash(
     effort: Effort | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DeviceProfile:
-    """This profile with its flash measured again. Raises UserError where the package is too small."""
-    return _Measuring(directory, effort or Effort(), progress).with_flash(profile)
+    """Measure the flash of this profile again. Raises UserError if the package is too small."""
+    return _Measurement(directory, effort or Effort(), progress).with_flash(profile)
 
 
-class _Measuring:
+class _Measurement:
     def __init__(self, directory: Path, effort: Effort, progress: Callable[[int, int], None]) -> None:
         self._device = this_device()
         self._file = directory / BUNDLES
@@ -77,8 +77,8 @@ class _Measuring:
 
     def _count(self) -> int:
         rounds, workers = self._effort.rounds, len(self._cores)
-        crews = len(self._classes) + (workers > 1)
-        steps = rounds * (workers * len(PROFILE_PIECES) + crews * len(self._effort.kernels) + 2 * workers)
+        process_groups = len(self._classes) + (workers > 1)
+        steps = rounds * (workers * len(PROFILE_PIECES) + process_groups * len(self._effort.kernels) + 2 * workers)
         flash = self._effort.flash_rounds * len(self._reads) + rounds * (len(COST_CASES) + 2)
         return steps + (flash if self._reads else 0)
 
@@ -87,9 +87,9 @@ class _Measuring:
         self._progress(self._done, self._total)
 
     def profile(self) -> DeviceProfile:
-        device, effort, busy = self._device, self._effort, Busyness()
+        device, effort, load = self._device, self._effort, MachineLoad()
         taken_at = time.time()
-        self._step(0)  # the first measurement takes its time
+        self._step(0)  # shows progress before the long first measurement
         cache_bytes = largest_cache_bytes(Path("/"))
         rounds = effort.rounds
         dram = measure_dram(
@@ -99,12 +99,12 @@ class _Measuring:
             budget_s=effort.pace * DRAM_REPETITION_S,
             progress=self._step,
         )
-        arena = make_arena(device.memory_available_bytes, cache_bytes, len(self._cores))
-        points = self._kernels(arena) if arena else []
+        memory = allocate_benchmark_memory(device.memory_available_bytes, cache_bytes, len(self._cores))
+        points = self._kernels(memory) if memory else []
         barriers = measure_barriers(self._cores, rounds=rounds, progress=self._step)
         messages = measure_messages(self._cores, rounds=rounds, progress=self._step)
         flash = self._flash() if self._reads else None
-        sharing = self._sharing(arena) if arena and self._reads else ()
+        sharing = self._sharing(memory) if memory and self._reads else ()
         self._progress(self._total, self._total)
         return DeviceProfile(
             version=VERSION,
@@ -112,10 +112,10 @@ class _Measuring:
             architecture=device.architecture,
             instruction_set=device.instruction_set,
             taken_at=round(taken_at, 1),
-            busy=round(max(busy.processors(), busy.storage()), 3),
+            busy=round(max(load.processor_share(), load.storage_share()), 3),
             cores=self._classes,
             decode_workers=len(self._cores),
-            arena_bytes=len(arena.memory) if arena else 0,
+            arena_bytes=len(memory.mapping) if memory else 0,
             cache_bytes=cache_bytes,
             dram=dram,
             decode=tuple(point for point in points if isinstance(point, DecodePoint)),
@@ -134,21 +134,23 @@ class _Measuring:
         if not self._reads:
             raise UserError(f"{self._file}: too small to measure flash with; name a larger package")
         self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(COST_CASES)
-        busy = Busyness()
+        load = MachineLoad()
         self._step(0)
         flash = self._flash()
         self._progress(self._total, self._total)
-        busy_share = round(max(busy.processors(), busy.storage()), 3)
-        return dataclasses.replace(profile, flash=flash, busy=max(profile.busy, busy_share))
+        busy = round(max(load.processor_share(), load.storage_share()), 3)
+        return dataclasses.replace(profile, flash=flash, busy=max(profile.busy, busy))
 
-    def _kernels(self, arena: Arena) -> list[Point]:
-        crews: list[tuple[Sequence[int | None], Kind | None]] = [([one.measured], one.kind) for one in self._classes]
+    def _kernels(self, memory: BenchmarkMemory) -> list[Point]:
+        process_groups: list[tuple[Sequence[int | None], Kind | None]] = [
+            ([core_class.measured], core_class.kind) for core_class in self._classes
+        ]
         if len(self._cores) > 1:
-            crews.append((self._cores, None))
+            process_groups.append((self._cores, None))
         points: list[Point] = []
-        for cores, kind in crews:
+        for cores, kind in process_groups:
             points += measure_kernels(
-                arena,
+                memory,
                 cores,
                 kind,
                 self._effort.kernels,
@@ -172,14 +174,14 @@ class _Measuring:
             engine=engine, direct=direct, file_bytes=self._file.stat().st_size, reads=reads, costs=costs
         )
 
-    def _sharing(self, arena: Arena) -> tuple[Sharing, ...]:
+    def _sharing(self, memory: BenchmarkMemory) -> tuple[Sharing, ...]:
         core = self._classes[0].measured
-        others = [other.id for other in self._device.cores if other.allowed and other.id != core]
+        other_cores = [candidate.id for candidate in self._device.cores if candidate.allowed and candidate.id != core]
         return measure_sharing(
             self._file,
-            arena,
+            memory,
             core,
-            others,
+            other_cores,
             rounds=self._effort.rounds,
             budget_s=self._effort.pace * SHARING_REPETITION_S,
             progress=self._step,

@@ -1,6 +1,6 @@
-"""Measuring flash: random reads of a package's own file through the native reader, a few milliseconds per point.
+"""Measurement of flash: random reads of a package's own file by the native reader, a few milliseconds per point.
 
-The package's file is the right one to ask: same storage, same file system, same direct I/O as the loader's.
+Reading the package's file measures the same storage, file system and direct I/O as the loader will use.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
-from neuronpipe.plans.device.measured_figures import by_turns, spread_of
+from neuronpipe.plans.device.measured_figures import measure_in_turns, spread_of
 from neuronpipe.plans.device.measured_points import CoreClass, FlashRead
-from neuronpipe.plans.measure.benchmark_processes import Told, nobody_told
+from neuronpipe.plans.measure.benchmark_processes import OnMeasured, ignore_progress
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 KIB = 1 << 10
-# (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
-# Each depth above one needs several sizes: what a read costs by itself is told from the difference between them.
+# (request_bytes, depth): several reads in flight show the storage's throughput, one at a time the cost of a miss.
+# Each depth above one needs several sizes: the cost of a read itself is derived from the difference between them.
 BRIEF_POINTS = ((4 * KIB, 1), *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)), (256 * KIB, 32))
 BRIEF_BUDGET_S = 0.24
 FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
 )
 FULL_BUDGET_S = 1.0
-ROUNDS, MAX_MORE_ROUNDS = 3, 3  # of each point; more of those that are not steady
+ROUNDS, MAX_MORE_ROUNDS = 3, 3  # of each point; additional rounds for unsteady points
 NOISE = 0.15
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
 MIN_FILE_BYTES = 1 << 20
-MIN_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
+MIN_PLACES = 8  # a size is measured only if the file holds this many reads of it
 
 
-RANGES_BYTES = (128 << 20, 512 << 20)  # and the whole file: what the storage remembers of its map may not cover it
+RANGES_BYTES = (128 << 20, 512 << 20)  # and the whole file, which the storage's cached mapping may not cover
 PROFILE_SIZES = tuple(size * KIB for size in (4, 8, 16, 64, 256, 1024))
 PROFILE_DEPTHS = (1, 8, 32, 128)
 SEQUENTIAL_DEPTHS = (1, 8, 32)
@@ -51,7 +51,7 @@ MAX_IN_FLIGHT_BYTES = 32 << 20
 
 @frozen
 class ReadCase:
-    """One point of the device profile: see FlashRead."""
+    """One point to measure for a device profile: see FlashRead."""
 
     request_bytes: int
     depth: int
@@ -62,20 +62,20 @@ class ReadCase:
 
 
 def read_cases(file_bytes: int, cores: Sequence[CoreClass]) -> tuple[ReadCase, ...]:
-    """What the device profile measures in a file of this size; by core class where there are several."""
+    """Return the cases to measure in a file of this size, also by core class if there are several."""
     sizes = [size for size in PROFILE_SIZES if MIN_PLACES * size <= file_bytes]
     ranges = [size for size in RANGES_BYTES if size < file_bytes] + [file_bytes]
     cases = [
-        ReadCase(size, depth, within)
-        for within in ranges
+        ReadCase(size, depth, range_bytes)
+        for range_bytes in ranges
         for depth in PROFILE_DEPTHS
         for size in sizes
         if size * depth <= MAX_IN_FLIGHT_BYTES
     ]
     cases += [ReadCase(size, depth, file_bytes, sequential=True) for depth in SEQUENTIAL_DEPTHS for size in sizes]
     cases += [
-        ReadCase(size, depth, file_bytes, kind=one.kind, core=one.measured)
-        for one in (cores if len(cores) > 1 else ())
+        ReadCase(size, depth, file_bytes, kind=core_class.kind, core=core_class.measured)
+        for core_class in (cores if len(cores) > 1 else ())
         for size, depth in CLASS_POINTS
         if size in sizes
     ]
@@ -88,24 +88,24 @@ def measure_reads(
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> tuple[str, bool, tuple[FlashRead, ...]]:
-    """(engine, whether it reads directly, the points). budget_s: of a repetition; progress is called after each.
+    """Measure the cases. Return (engine, whether it reads directly, points).
 
-    Raises UserError when the file cannot be read.
+    budget_s: of a repetition; progress is called after each. Raises UserError if the file cannot be read.
     """
     reader = open_reader(path, max(case.depth for case in cases))
     allowed = os.sched_getaffinity(0)
     memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(case.request_bytes * case.depth for case in cases)))
 
-    def one(case: ReadCase) -> float:
+    def measure_case(case: ReadCase) -> float:
         if case.core is not None:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, {case.core})
         try:
-            within, size, depth = case.range_bytes, case.request_bytes, case.depth
+            range_bytes, size, depth = case.range_bytes, case.request_bytes, case.depth
             return _measure_point(
-                reader, path, memory, size, depth, budget_s, range_bytes=within, sequential=case.sequential
+                reader, path, memory, size, depth, budget_s, range_bytes=range_bytes, sequential=case.sequential
             )
         finally:
             if case.core is not None:
@@ -113,7 +113,7 @@ def measure_reads(
             progress(1)
 
     try:
-        figures = by_turns(cases, one, rounds)
+        figures = measure_in_turns(cases, measure_case, rounds)
         engine, direct = ffi.string(lib.np_reader_engine(reader)).decode(), bool(lib.np_reader_direct(reader))
     finally:
         lib.np_reader_close(reader)
@@ -132,7 +132,7 @@ def measure_reads(
 
 
 def open_reader(path: Path, depth: int) -> Any:
-    """The native reader, as the loader opens it. Raises UserError."""
+    """Open the native reader as the loader does. Raises UserError."""
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, depth, error)
     if reader == ffi.NULL:
@@ -141,7 +141,7 @@ def open_reader(path: Path, depth: int) -> Any:
 
 
 def io_uring_allowed(path: Path) -> bool:
-    """Whether the kernel lets this process read `path` through io_uring (app sandboxes forbid it)."""
+    """Return True if this process may read `path` through io_uring, which app sandboxes forbid."""
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), b"io_uring", 1, error)
     if reader == ffi.NULL:
@@ -150,11 +150,11 @@ def io_uring_allowed(path: Path) -> bool:
     return True
 
 
-def measure(path: Path, *, brief: bool) -> FlashCurve | None:
-    """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that where it is not steady;
-    None for a file too small to tell.
+def measure_curve(path: Path, *, brief: bool) -> FlashCurve | None:
+    """Measure the speeds of the file's storage; None if the file is too small.
 
-    Raises UserError when the file cannot be read.
+    Takes BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that if the points are unsteady. Raises UserError if the file
+    cannot be read.
     """
     points, budget_s = (BRIEF_POINTS, BRIEF_BUDGET_S) if brief else (FULL_POINTS, FULL_BUDGET_S)
     file_bytes = path.stat().st_size
@@ -165,7 +165,7 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
     try:
         memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
         round_s = budget_s / len(points) / ROUNDS
-        rounds = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
+        rounds = repeat_points(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
         return FlashCurve(
             engine=ffi.string(lib.np_reader_engine(reader)).decode(),
             direct=bool(lib.np_reader_direct(reader)),
@@ -179,11 +179,13 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
         lib.np_reader_close(reader)
 
 
-def repeated(
+def repeat_points(
     points: Sequence[tuple[int, int]], measure_point: Callable[[int, int], float]
 ) -> dict[tuple[int, int], list[float]]:
-    """Bytes per second of every (request_bytes, depth), several times: all points by turns, so that what disturbs one
-    repetition disturbs few of another; then again those that lie apart, or that more bytes at once seem to slow down.
+    """Return repeated measurements of every (request_bytes, depth) in bytes per second.
+
+    All points are measured in turns, so that one disturbance affects few repetitions of each. Then points are repeated
+    that are unsteady or slower than a smaller or shallower one.
     """
     rounds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     for turn in range(ROUNDS + MAX_MORE_ROUNDS):
@@ -194,12 +196,12 @@ def repeated(
 
 def _unsteady(rounds: Mapping[tuple[int, int], Sequence[float]]) -> list[tuple[int, int]]:
     speeds = {point: statistics.median(measured) for point, measured in rounds.items()}
-    found = {point for point, measured in rounds.items() if spread_of(measured) > NOISE}
+    unsteady = {point for point, measured in rounds.items() if spread_of(measured) > NOISE}
     for small, large in itertools.permutations(speeds, 2):
         larger = small[0] <= large[0] and small[1] <= large[1]
         if larger and (small[0] == large[0] or small[1] == large[1]) and speeds[large] < (1 - NOISE) * speeds[small]:
-            found |= {small, large}
-    return [point for point in rounds if point in found]
+            unsteady |= {small, large}
+    return [point for point in rounds if point in unsteady]
 
 
 def _measure_point(
@@ -213,29 +215,32 @@ def _measure_point(
     range_bytes: int | None = None,
     sequential: bool = False,
 ) -> float:
-    """Bytes per second, with `depth` reads under way from start to end, in the file's first range_bytes (None: in all
-    of it): at random places, or one behind the other from a random place on, round and round."""
+    """Return bytes per second with `depth` reads in flight from start to end.
+
+    Reads are random within the first range_bytes of the file (None: the whole file), or sequential and cyclic from a
+    random offset on.
+    """
     step = max(4096, lib.np_reader_alignment(reader))
     places = ((range_bytes or path.stat().st_size) - read_bytes) // step + 1
-    follow = itertools.count(random.randrange(places) * step // read_bytes * read_bytes, read_bytes)
+    next_offset = itertools.count(random.randrange(places) * step // read_bytes * read_bytes, read_bytes)
     targets = [ffi.cast("void *", memory + slot * read_bytes) for slot in range(depth)]
     done = ffi.new("np_completion[]", depth)
 
     def submit(slots: list[int]) -> None:
         if sequential:
-            offsets = [next(follow) % (places * step) // step * step for _ in slots]
+            offsets = [next(next_offset) % (places * step) // step * step for _ in slots]
         else:
             offsets = [random.randrange(places) * step for _ in slots]
         addresses = [targets[slot] for slot in slots]
-        taken = lib.np_reader_submit(reader, offsets, [read_bytes] * len(slots), addresses, slots, len(slots))
-        if taken != len(slots):
-            raise UserError(f"{path}: the reader took {taken} of {len(slots)} reads; run `neuronpipe doctor`")
+        submitted = lib.np_reader_submit(reader, offsets, [read_bytes] * len(slots), addresses, slots, len(slots))
+        if submitted != len(slots):
+            raise UserError(f"{path}: the reader accepted {submitted} of {len(slots)} reads; run `neuronpipe doctor`")
 
     reads = 0
     started = now = time.perf_counter()
     submit(list(range(depth)))
-    under_way = depth
-    while under_way:
+    in_flight = depth
+    while in_flight:
         count = lib.np_reader_reap(reader, done, 1, depth, -1)
         for completion in done[0:count]:
             if completion.result != read_bytes:
@@ -243,8 +248,8 @@ def _measure_point(
                 raise UserError(f"{path}: reading failed ({reason}); check the storage or convert the model again")
         now = time.perf_counter()
         reads += count
-        under_way -= count
+        in_flight -= count
         if now - started < budget_s:
             submit([completion.tag for completion in done[0:count]])
-            under_way += count
+            in_flight += count
     return reads * read_bytes / (now - started)

@@ -1,15 +1,14 @@
-"""Measuring the kernels that decode and prefill spend their time in, on slots as they lie, called as the engine calls
-them: a block's triggers, then the value rows of the neurons that fired.
+"""Measurement of the kernels that dominate decode and prefill, on slots as in a run, called as the engine calls them.
 
     exact       all triggers of a block; then Up and Down rows of a share of its neurons
-    predicted   triggers of a share of its neurons; then their Ups, with which the rows of Down are fetched; then Downs
-    matrix      a matrix from end to end
+    predicted   triggers of a share of its neurons; then their Ups, which prefetch the rows of Down; then Downs
+    matrix      a whole matrix
     panel       a block's triggers times many tokens
-    reused      value rows that the token before has left in the cache
+    reused      value rows that are still in the cache from the previous token
 
-A repetition lasts some milliseconds and goes on where the last one ended, so that no cache knows its rows. Its speed is
-that of its typical call: one that the system interrupted does not count. What an empty call from Python takes is taken
-off each. Workers are processes, each on its own core and its own part of the arena.
+A repetition lasts some milliseconds and continues where the last one ended, so that its rows are in no cache. Its speed
+is that of the median call, so that calls interrupted by the system do not count. The time of an empty call from Python
+is subtracted. Workers are processes, each on its own core and its own part of the memory.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import DecodePoint, PanelPoint, ReusedPoint
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
-from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons, Rows
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, Neurons, Rows
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.frozen import frozen
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (
     *(("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096)),
-    *(("q3", 2048), ("q3", 4096)),  # of gates alone: Ups and Downs beside them are q4
+    *(("q3", 2048), ("q3", 4096)),  # gates only: their Ups and Downs are q4
 )
 SHARES = (0.1, 0.5)
 PANEL_TOKENS = (16, 64, 512)
 PANEL_ROWS = 128
-MAX_ROW_WEIGHTS = 4096  # wider rows take as long a byte, and their blocks would not fit a worker's part of the arena
-MATRIX_ROWS = 512  # of one call
+MAX_ROW_WEIGHTS = 4096  # wider rows take the same time per byte, and their blocks would exceed a worker's memory
+MATRIX_ROWS = 512  # per call
 MIN_CALLS = 2
 EMPTY_CALLS = 200
 
@@ -52,16 +51,16 @@ KINDS = {
     "panel": ("panel",),
     "reused": ("ups", "downs"),
 }
-"""What a case yields the speeds of."""
+"""The kinds whose speeds a case yields, in this order."""
 
 Point = DecodePoint | PanelPoint | ReusedPoint
 Calls = Callable[[int], Iterator[tuple[int, float, int]]]
-"""The calls on one block: (which of the case's kinds, work, nanoseconds)."""
+"""The calls on one block: (index of the kind in KINDS, work, nanoseconds)."""
 
 
 @frozen
 class Case:
-    """One thing to measure, of one quantization and width. amount: a share, or a number of tokens."""
+    """One kernel to measure, with one quantization and width. amount: a share of neurons, or a number of tokens."""
 
     kind: CaseKind
     quantization: Quantization
@@ -70,7 +69,7 @@ class Case:
 
 
 def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case, ...]:
-    """Everything that is measured."""
+    """Return the cases of a device profile."""
     amounts: tuple[tuple[CaseKind, Sequence[float]], ...] = (
         ("matrix", (1.0,)),
         ("exact", SHARES),
@@ -81,14 +80,14 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
     return tuple(
         Case(kind, *shape, float(amount))
         for shape in shapes
-        for kind, some in amounts
-        for amount in some
+        for kind, kind_amounts in amounts
+        for amount in kind_amounts
         if shape[0] != "q3" or kind in ("exact", "predicted", "panel")
     )
 
 
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
-    """Return the kernels that runs of this package spend their time in."""
+    """Return the kernels that dominate runs of this package."""
     width = min(manifest.model.width, MAX_ROW_WEIGHTS)
     rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
     share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
@@ -102,35 +101,40 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
 
 
 def measure_kernels(
-    arena: Arena,
+    memory: BenchmarkMemory,
     cores: Sequence[int | None],
     core: Kind | None,
     cases: Sequence[Case],
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> list[Point]:
-    """Speeds with a worker on each of these cores; `core`: the class of a single one. budget_s: of a repetition;
-    progress is called after each."""
-    found: dict[tuple[Case, str], list[float]] = {}
+    """Measure with a worker on each of `cores`. core: the class of a single worker's core.
+
+    budget_s: of a repetition; progress is called after each.
+    """
+    repetitions_of: dict[tuple[Case, str], list[float]] = {}
     turns = (case for _ in range(rounds) for case in cases)
-    work = functools.partial(_work, arena=arena, cases=cases, rounds=rounds, budget_s=budget_s)
-    for case, speeds in zip(turns, measured_together(cores, work, progress), strict=True):
+    work = functools.partial(_work, memory=memory, cases=cases, rounds=rounds, budget_s=budget_s)
+    for case, speeds in zip(turns, measure_together(cores, work, progress), strict=True):
         for number, kind in enumerate(KINDS[case.kind]):
-            found.setdefault((case, kind), []).append(sum(of_one[number] for of_one in speeds))
-    figures = {key: Figure.of(repetitions) for key, repetitions in found.items()}
-    wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key, cases)}
-    return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in wanted.items()]
+            repetitions_of.setdefault((case, kind), []).append(sum(worker_speeds[number] for worker_speeds in speeds))
+    figures = {key: Figure.of(repetitions) for key, repetitions in repetitions_of.items()}
+    unique = {key: figure for key, figure in figures.items() if not _is_duplicate(*key, cases)}
+    return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in unique.items()]
 
 
-def _is_twin(case: Case, kind: str, cases: Sequence[Case]) -> bool:
-    """Whether another case has this figure: all triggers of a block are measured with each share of value rows, and the
-    q4 values beside q3 gates by themselves."""
+def _is_duplicate(case: Case, kind: str, cases: Sequence[Case]) -> bool:
+    """Return True if another case yields this figure.
+
+    The triggers of a block are measured with each share of value rows, and the q4 values of q3 gates are cases of their
+    own.
+    """
     if case.quantization == "q3" and kind not in ("triggers", "predicted_triggers", "panel"):
         return True
-    same = [one for one in cases if dataclasses.replace(one, amount=case.amount) == case]
-    return kind == "triggers" and case.amount != same[0].amount
+    same_kind = [candidate for candidate in cases if dataclasses.replace(candidate, amount=case.amount) == case]
+    return kind == "triggers" and case.amount != same_kind[0].amount
 
 
 def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figure) -> Point:
@@ -150,51 +154,51 @@ def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figur
 
 
 def _work(
-    member: Member, arena: Arena, cases: Sequence[Case], rounds: int, budget_s: float
+    process: BenchmarkProcess, memory: BenchmarkMemory, cases: Sequence[Case], rounds: int, budget_s: float
 ) -> Iterator[Sequence[float]]:
-    """What each worker does; yields a speed for each kind of the case, in work a second."""
-    bench = _Bench(member, arena)
+    """Yield a speed for each kind of the case, in work per second. This is what each worker process runs."""
+    bench = _Bench(process, memory)
     prepared = {case: bench.calls(case) for case in cases}
     block = 0
     for _ in range(rounds):
         for case in cases:
-            member.meet()
+            process.meet()
             speeds, block = bench.repetition(case, prepared[case], block, budget_s)
             yield speeds
 
 
 class _Bench:
-    """One worker's part of the arena, and its vectors."""
+    """One worker's part of the memory, and its vectors."""
 
-    def __init__(self, member: Member, arena: Arena) -> None:
-        self._size_bytes = len(arena.memory) // member.count // mmap.PAGESIZE * mmap.PAGESIZE
-        self._start = int(ffi.cast("uintptr_t", arena.pointer)) + member.index * self._size_bytes
+    def __init__(self, process: BenchmarkProcess, memory: BenchmarkMemory) -> None:
+        self._size_bytes = len(memory.mapping) // process.count // mmap.PAGESIZE * mmap.PAGESIZE
+        self._start = int(ffi.cast("uintptr_t", memory.pointer)) + process.index * self._size_bytes
         self._neurons: dict[tuple[Quantization, int], Neurons] = {}
         self._empty_ns = self._empty_call_ns()
 
     def repetition(self, case: Case, calls: Calls, block: int, budget_s: float) -> tuple[list[float], int]:
-        """The speed of each kind's typical call, and the block to go on with."""
+        """Return the speed of each kind's median call, and the block to continue with."""
         speeds: list[list[float]] = [[] for _ in KINDS[case.kind]]
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(speeds[0]) < MIN_CALLS:
+        deadline = time.perf_counter() + budget_s
+        while time.perf_counter() < deadline or len(speeds[0]) < MIN_CALLS:
             for number, work, ns in calls(block):
                 speeds[number].append(1e9 * work / max(1.0, ns - self._empty_ns))
             block += 1
-        return [statistics.median(of_one) for of_one in speeds], block
+        return [statistics.median(kind_speeds) for kind_speeds in speeds], block
 
     def calls(self, case: Case) -> Calls:
-        """The calls of a case on one block after the other, round and round."""
+        """Return the calls of a case on consecutive blocks, cyclically."""
         key = (case.quantization, case.row_weights)
         neurons = self._neurons.setdefault(key, Neurons(*key, self._start, self._size_bytes))
-        made: Calls = getattr(self, f"_{case.kind}")(neurons, case.amount)
-        return made
+        calls: Calls = getattr(self, f"_{case.kind}")(neurons, case.amount)
+        return calls
 
     def _exact(self, neurons: Neurons, share: float) -> Calls:
         whole = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
-        some = self._choices(neurons, share)
+        choices = self._choices(neurons, share)
         lists = [
             (whole[n % neurons.blocks], neurons.rows(1, chosen), neurons.rows(2, chosen))
-            for n, chosen in enumerate(some)
+            for n, chosen in enumerate(choices)
         ]
         return self._block_calls(neurons, lists)
 
@@ -206,10 +210,11 @@ class _Bench:
         return self._block_calls(neurons, lists)
 
     def _choices(self, neurons: Neurons, share: float) -> Iterator[list[int]]:
-        """Of all blocks by turns, until every row has had its turn: a few rows of each would stay in the cache."""
+        """Yield samples of all blocks in turns until every row was used: a few rows of each block would stay in the
+        cache."""
         for turn in range(int(1 / share)):
             for block in range(neurons.blocks):
-                yield neurons.some_of(block, share, turn)
+                yield neurons.sample_block(block, share, turn)
 
     def _block_calls(self, neurons: Neurons, lists: Sequence[tuple[Rows, Rows, Rows]]) -> Calls:
         dot, add = self._dot(neurons), self._add(neurons)
@@ -225,16 +230,16 @@ class _Bench:
     def _reused(self, neurons: Neurons, share: float) -> Calls:
         dot, add = self._dot(neurons), self._add(neurons)
         lists = [
-            (neurons.rows(1, some), neurons.rows(2, some))
-            for some in (neurons.some_of(block, share, 0) for block in range(min(neurons.blocks, 8)))
+            (neurons.rows(1, sample), neurons.rows(2, sample))
+            for sample in (neurons.sample_block(block, share, 0) for block in range(min(neurons.blocks, 8)))
         ]
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             ups, downs = lists[block % len(lists)]
-            for again in range(4):  # the first brings the rows
-                taken = dot(ups, ffi.NULL), add(downs)
-                if again:
-                    for number, ns in enumerate(taken):
+            for repetition in range(4):  # the first loads the rows into the cache
+                times_ns = dot(ups, ffi.NULL), add(downs)
+                if repetition:
+                    for number, ns in enumerate(times_ns):
                         yield number, ups.count * neurons.row_weights, ns
 
         return calls
@@ -249,9 +254,9 @@ class _Bench:
 
         def calls(block: int) -> Iterator[tuple[int, float, int]]:
             first = block * MATRIX_ROWS % rows
-            here, scales = quants_at + first * quants, scales_at + first * scale_bytes
+            first_quants, scales = quants_at + first * quants, scales_at + first * scale_bytes
             began = clock()
-            dot(neurons.type, here, scales, MATRIX_ROWS, n, vector, 0, 1, ffi.NULL, out, MATRIX_ROWS)
+            dot(neurons.type, first_quants, scales, MATRIX_ROWS, n, vector, 0, 1, ffi.NULL, out, MATRIX_ROWS)
             yield 0, MATRIX_ROWS * neurons.row_bytes, clock() - began
 
         return calls
@@ -259,7 +264,7 @@ class _Bench:
     def _panel(self, neurons: Neurons, amount: float) -> Calls:
         tokens, n = int(amount), neurons.row_weights
         vectors, stride = _activations(neurons, tokens)
-        panel = _room(lib.np_panel_bytes(neurons.type, n, tokens))
+        panel = _page_aligned(lib.np_panel_bytes(neurons.type, n, tokens))
         lib.np_panel_prepare(neurons.type, vectors, stride, tokens, n, panel)
         lists = [neurons.rows(0, neurons.whole_block(block)[:PANEL_ROWS]) for block in range(neurons.blocks)]
         out, clock, dot = ffi.new("float[]", PANEL_ROWS * tokens), time.perf_counter_ns, lib.np_dot_panel
@@ -302,16 +307,16 @@ class _Bench:
 
 
 def _activations(neurons: Neurons, tokens: int) -> tuple[Any, int]:
-    """Prepared vectors of so many tokens, and the bytes from one to the next."""
+    """Return prepared vectors of this many tokens, and the bytes from one to the next."""
     n = neurons.row_weights
     stride = -(-lib.np_activation_bytes(neurons.type, n) // 64) * 64
-    room = _room(tokens * stride)
+    vectors = _page_aligned(tokens * stride)
     for token in range(tokens):
         vector = ffi.new("float[]", [float((j * 7919 + token) % 255 - 127) for j in range(n)])
-        lib.np_activation_prepare(neurons.type, vector, n, room + token * stride)
-    return room, stride
+        lib.np_activation_prepare(neurons.type, vector, n, vectors + token * stride)
+    return vectors, stride
 
 
-def _room(size_bytes: int) -> Any:
-    """Memory that begins with a page."""
+def _page_aligned(size_bytes: int) -> Any:
+    """Return zeroed memory that starts at a page boundary."""
     return ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(1, size_bytes)))

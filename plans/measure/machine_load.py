@@ -1,10 +1,10 @@
-"""How busy other programs keep this machine while something is measured, and so distort the figures.
+"""Load of this machine by other programs during a measurement, which distorts its figures.
 
-    processors   /proc/stat: time that others had, and that a hypervisor gave to other machines, over all the time
-                 there was. Interrupts are left out: those of our own reads cannot be told from others.
-    storage      /proc/pressure/io: share of the last ten seconds in which some process waited for it, before we began
+    processors   /proc/stat: time used by other processes, and stolen by a hypervisor, relative to all time. Interrupts
+                 are excluded, since those of our own reads cannot be separated from others.
+    storage      /proc/pressure/io: share of the ten seconds before in which some process waited for storage
 
-Phones and containers hide some of these. What cannot be read counts as quiet, and only the spread of a
+Phones and containers hide some of these. An unreadable value counts as no load, and then only the spread of a
 measurement's repetitions shows it.
 """
 
@@ -17,39 +17,39 @@ from pathlib import Path
 _BUSY_FIELDS, _FIELDS = (0, 1, 2, 7), 8  # user, nice, system, stolen; of user, nice, system, idle, iowait, ...
 
 
-class Busyness:
-    """Begins to look when it is made."""
+class MachineLoad:
+    """Load of the machine by other programs since this object was created."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._began = self._ticks()
         self._storage = self._storage_share()
 
-    def processors(self) -> float:
-        """Share of all processor time since then that other programs had, 0..1."""
-        if self._began is None or (now := self._ticks()) is None:
+    def processor_share(self) -> float:
+        """Return the share of all processor time that other programs used since then, 0..1."""
+        if self._began is None or (ticks := self._ticks()) is None:
             return 0.0
-        busy, own, total = (after - before for before, after in zip(self._began, now, strict=True))
-        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
+        used_ticks, own_ticks, total_ticks = (after - before for before, after in zip(self._began, ticks, strict=True))
+        return min(1.0, max(0.0, (used_ticks - own_ticks) / total_ticks)) if total_ticks > 0 else 0.0
 
-    def storage(self) -> float:
-        """Share of the time before that in which somebody waited for storage, 0..1."""
+    def storage_share(self) -> float:
+        """Return the share of the ten seconds before in which some process waited for storage, 0..1."""
         return self._storage
 
     def _ticks(self) -> tuple[float, float, float] | None:
-        """(used by anybody, used by this process, all there was)."""
-        found = re.match(r"cpu((?: +\d+)+)", _text(self._root / "proc/stat"))
-        numbers = [int(number) for number in found.group(1).split()[:_FIELDS]] if found else []
+        """Return ticks (used by all processes, used by this process and its finished children, total)."""
+        match = re.match(r"cpu((?: +\d+)+)", _text(self._root / "proc/stat"))
+        numbers = [int(number) for number in match.group(1).split()[:_FIELDS]] if match else []
         if len(numbers) < _FIELDS:
             return None
-        own = os.times()
+        times = os.times()
         ticks_per_s = os.sysconf("SC_CLK_TCK")
-        used_s = own.user + own.system + own.children_user + own.children_system  # of children that have ended
+        used_s = times.user + times.system + times.children_user + times.children_system
         return sum(numbers[n] for n in _BUSY_FIELDS), ticks_per_s * used_s, sum(numbers)
 
     def _storage_share(self) -> float:
-        found = re.match(r"some avg10=([0-9.]+)", _text(self._root / "proc/pressure/io"))
-        return min(1.0, float(found.group(1)) / 100) if found else 0.0
+        match = re.match(r"some avg10=([0-9.]+)", _text(self._root / "proc/pressure/io"))
+        return min(1.0, float(match.group(1)) / 100) if match else 0.0
 
 
 def _text(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""Measuring what a flash read costs the processor, with the run's own loader: it submits, reaps, compares checksums,
-copies into slots and publishes. And who pays for it where the loader shares a core with a worker.
+"""Measurement of the processor time of a flash read, and of a loader and a worker that share a core.
 
-The loader runs in a process of its own, whose processor time is counted, the kernel's part for it included.
+The run's own loader submits, reaps, checks checksums, copies into slots and publishes, in a process of its own. The
+processor time of this process is counted, including the kernel's part.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import MAX_SHARE, ReadCost, Sharing
-from neuronpipe.plans.measure.benchmark_processes import Member, Told, measured_together, nobody_told
-from neuronpipe.plans.measure.benchmark_slots import Arena, Neurons
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, OnMeasured, ignore_progress, measure_together
+from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, Neurons
 from neuronpipe.plans.measure.flash_reads import open_reader
 from neuronpipe.protocol.errors import UserError
 
@@ -29,15 +29,17 @@ COST_CASES = [(size, at_once) for size in SIZES_BYTES for at_once in AT_ONCE]
 SHARING_SIZE_BYTES = 8192  # the cluster of a 7B model at q4
 DEPTH = 32
 PAGE_BYTES = 4096
-MAX_BYTES = 32 << 20  # of the file, for each size
+MAX_BYTES = 32 << 20  # read from the file for each size
 MAX_CLUSTERS = 2048
 MIN_CLUSTERS = 64
 TURN_MS = 1000
 
 
-class _Loading:
-    """The native loader over clusters of `size_bytes` at the beginning of a file, every one followed by a page that
-    nobody wants: so no two of them are read together."""
+class _LoaderBenchmark:
+    """The native loader over clusters of `size_bytes` at the start of a file.
+
+    Each cluster is followed by an unused page, so that no two clusters are merged into one read.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path, self._stride_bytes = path, size_bytes + PAGE_BYTES
@@ -99,7 +101,7 @@ class _Loading:
         return lib.np_loader_create(self._reader, *native, arrivals, self.clusters)
 
     def read_all(self, at_once: int | None = None) -> None:
-        """Every cluster once, in random order; so many are asked for together (default: all)."""
+        """Read every cluster once, in random order, requesting `at_once` clusters together (default: all)."""
         for words in self._words:
             words[:] = array("I", bytes(4 * self.clusters))
         lib.np_loader_reset(self._loader)
@@ -112,10 +114,10 @@ class _Loading:
         lib.np_loader_request(self._loader, lib.NP_REQUEST_TRIGGER, clusters, len(clusters), 0, 0)
         published = 0
         while published < len(clusters):
-            came = lib.np_loader_turn(self._loader, TURN_MS)
-            if came == 0:
+            arrived = lib.np_loader_turn(self._loader, TURN_MS)
+            if arrived == 0:
                 raise UserError(f"{self._path}: a read took longer than {TURN_MS} ms; run `neuronpipe doctor`")
-            published += came
+            published += arrived
 
     def close(self) -> None:
         lib.np_loader_destroy(self._loader)
@@ -126,81 +128,91 @@ def _clusters(file_bytes: int, size_bytes: int) -> int:
     return min(MAX_CLUSTERS, min(file_bytes, MAX_BYTES) // (size_bytes + PAGE_BYTES))
 
 
-def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told = nobody_told) -> tuple[ReadCost, ...]:
-    """Processor time of a read by its size and by how many are asked for together, on this core; sizes that the file
-    holds only a few times are left out."""
+def measure_costs(
+    path: Path, core: int | None, *, rounds: int, progress: OnMeasured = ignore_progress
+) -> tuple[ReadCost, ...]:
+    """Measure the processor time of a read by size and by number of reads requested together, on this core.
+
+    Sizes that the file holds only a few times are omitted.
+    """
     sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
     cases = [(size, at_once) for size, at_once in COST_CASES if size in sizes]
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
-        assert member.count == 1
-        loadings = {size: _Loading(path, size) for size in sizes}
-        for loading in loadings.values():
-            loading.read_all()  # the first touch of the slots
+    def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
+        assert process.count == 1
+        loaders = {size: _LoaderBenchmark(path, size) for size in sizes}
+        for loader in loaders.values():
+            loader.read_all()  # the first touch of the slots
         for _ in range(rounds):
             for size, at_once in cases:
                 began = time.process_time()
-                loadings[size].read_all(at_once)
-                yield [1e6 * (time.process_time() - began) / loadings[size].clusters]
+                loaders[size].read_all(at_once)
+                yield [1e6 * (time.process_time() - began) / loaders[size].clusters]
 
-    found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    repetitions_us: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     turns = (case for _ in range(rounds) for case in cases)
-    for case, [[cpu_us]] in zip(turns, measured_together([core], work, progress), strict=True):
-        found[case].append(max(1e-3, cpu_us))
+    for case, [[cpu_us]] in zip(turns, measure_together([core], work, progress), strict=True):
+        repetitions_us[case].append(max(1e-3, cpu_us))
     return tuple(
-        ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(of_one))
-        for (size, at_once), of_one in found.items()
+        ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(values_us))
+        for (size, at_once), values_us in repetitions_us.items()
     )
 
 
 def measure_sharing(
     path: Path,
-    arena: Arena,
+    memory: BenchmarkMemory,
     core: int,
-    others: Sequence[int],
+    other_cores: Sequence[int],
     *,
     rounds: int,
     budget_s: float,
-    progress: Told = nobody_told,
+    progress: OnMeasured = ignore_progress,
 ) -> tuple[Sharing, ...]:
-    """A worker on `core`, and the loader on the same core, and on the first of the `others` if there are any."""
+    """Measure a worker on `core` and the loader on the same core, and on the first of the other cores if there are
+    any."""
     if _clusters(path.stat().st_size, SHARING_SIZE_BYTES) < MIN_CLUSTERS:
         return ()
-    found = []
-    for place in (core, *others[:1]):
+    sharings = []
+    for loader_core in (core, *other_cores[:1]):
         shares: list[tuple[float, float]] = []
-        for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s), progress):
+        for worker, loader in measure_together([core, loader_core], _pair(path, memory, rounds, budget_s), progress):
             shares.append((min(MAX_SHARE, worker[1] / worker[0]), min(MAX_SHARE, loader[1] / loader[0])))
-        worker_share, loader_share = (Figure.of(of_one) for of_one in zip(*shares, strict=True))
-        found.append(Sharing(same_core=place == core, worker_share=worker_share, loader_share=loader_share))
-    return tuple(found)
+        worker_share, loader_share = (Figure.of(repetitions) for repetitions in zip(*shares, strict=True))
+        sharings.append(Sharing(same_core=loader_core == core, worker_share=worker_share, loader_share=loader_share))
+    return tuple(sharings)
 
 
-def _pair(path: Path, arena: Arena, rounds: int, budget_s: float) -> Callable[[Member], Iterator[Sequence[float]]]:
-    """Member 0 computes and member 1 reads: each alone, then both; yields the rates alone and together."""
+def _pair(
+    path: Path, memory: BenchmarkMemory, rounds: int, budget_s: float
+) -> Callable[[BenchmarkProcess], Iterator[Sequence[float]]]:
+    """Return the work of process 0, which computes, and process 1, which reads: each alone, then both.
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
-        reads = member.index == 1
-        loading = _Loading(path, SHARING_SIZE_BYTES) if reads else None
-        step = loading.read_all if loading is not None else _computing(arena)
+    The work yields the rates alone and together.
+    """
+
+    def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
+        reads = process.index == 1
+        loader = _LoaderBenchmark(path, SHARING_SIZE_BYTES) if reads else None
+        step = loader.read_all if loader is not None else _compute_step(memory)
         step()
         for _ in range(rounds):
             rates = [0.0, 0.0]
-            for whose in (0, 1, None):
-                member.meet()
-                if whose in (member.index, None):
-                    rates[whose is None] = _rate(step, budget_s)
-                elif whose is not None:
+            for active in (0, 1, None):
+                process.meet()
+                if active in (process.index, None):
+                    rates[active is None] = _rate(step, budget_s)
+                elif active is not None:
                     time.sleep(budget_s)
             yield rates
 
     return work
 
 
-def _computing(arena: Arena) -> Callable[[], None]:
-    """Triggers of blocks of a 7B model, one block after the other."""
-    start = int(ffi.cast("uintptr_t", arena.pointer))
-    neurons = Neurons("q4", 4096, start, len(arena.memory))
+def _compute_step(memory: BenchmarkMemory) -> Callable[[], None]:
+    """Return a step that computes the triggers of one block of a 7B model after the other."""
+    start = int(ffi.cast("uintptr_t", memory.pointer))
+    neurons = Neurons("q4", 4096, start, len(memory.mapping))
     blocks = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
     vector = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, lib.np_activation_bytes(neurons.type, 4096)))
     lib.np_activation_prepare(neurons.type, ffi.new("float[]", [1.0] * 4096), 4096, vector)
@@ -215,7 +227,7 @@ def _computing(arena: Arena) -> Callable[[], None]:
 
 
 def _rate(step: Callable[[], None], budget_s: float) -> float:
-    """Steps a second."""
+    """Return the rate in steps per second."""
     steps, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < budget_s or steps == 0:
         step()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost
 from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.token_time import Measurements, matrices_saved_ms, step_ms
-from neuronpipe.plans.device.accelerator import MAX_TEXTS
+from neuronpipe.plans.device.accelerator import MAX_SEQUENCES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Memory, Plan
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, offloaded_matrices_bytes
@@ -85,7 +85,7 @@ def best_offloaded_blocks(
 
 
 def best_blocks_by_batch(step_ms: StepMs, max_blocks: int, sequences: int) -> tuple[int, ...] | None:
-    """Return `Compute.held_blocks` with the shortest steps of one sequence, two, and so on up to MAX_TEXTS.
+    """Return `Compute.held_blocks` with the shortest steps of one sequence, two, and so on up to MAX_SEQUENCES.
 
     At least one number is not 0. None if no time is known.
     """
@@ -95,7 +95,7 @@ def best_blocks_by_batch(step_ms: StepMs, max_blocks: int, sequences: int) -> tu
     def best(batch: int, min_blocks: int) -> int:
         return min(range(min_blocks, max_blocks + 1), key=lambda blocks: step_ms(blocks, batch) or 0.0)
 
-    blocks_by_batch = [best(batch, 0) for batch in range(1, min(sequences, MAX_TEXTS) + 1)]
+    blocks_by_batch = [best(batch, 0) for batch in range(1, min(sequences, MAX_SEQUENCES) + 1)]
     if not any(blocks_by_batch):
         blocks_by_batch[0] = best(1, 1)
     while len(blocks_by_batch) > 1 and blocks_by_batch[-1] == blocks_by_batch[-2]:

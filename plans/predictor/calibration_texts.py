@@ -1,4 +1,4 @@
-"""What a predictor, or thresholds, are fitted and judged on: context windows of token ids, some of them held out."""
+"""Texts that a predictor or thresholds are fitted and evaluated on: context windows of token ids, some held out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 MAX_WINDOW_TOKENS = 512
-HELD_OUT_PART = 4  # one in so many context windows is held out
+HELD_OUT_PART = 4  # one held-out context window per this many for calibration
 MIN_TOKENS = 512
 
 ContextWindow = Sequence[int]
@@ -28,12 +28,12 @@ class Texts:
 
     @property
     def calibration_tokens(self) -> int:
-        """Tokens of all context windows for calibration."""
+        """Return the number of tokens of all context windows for calibration."""
         return sum(map(len, self.calibration))
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file. Raises UserError."""
+    """Read a UTF-8 file. Raises UserError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -45,10 +45,10 @@ def read_text(path: Path) -> str:
 
 
 def from_file(package: Package, path: Path, tokens: int) -> Texts:
-    """The first tokens of a UTF-8 text, MIN_TOKENS at least; its last context windows are held out."""
+    """Return the first tokens of a UTF-8 text, at least MIN_TOKENS; its last context windows are held out."""
     text = read_text(path)
     if "\0" in text:
-        raise UserError(f"{path}: has zero bytes, so it is no text")
+        raise UserError(f"{path}: has zero bytes, so it is not a text")
     ids = (
         open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
         .encode(text)
@@ -56,7 +56,7 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
     )
     if len(ids) < MIN_TOKENS:
         raise UserError(f"{path}: {len(ids)} tokens; profiling needs {MIN_TOKENS} or more")
-    # Windows of nearly the same length, so that what is held out of a short text is not its last few tokens.
+    # Windows of nearly the same length, so that a short text's held-out part is not just its last few tokens.
     count = max(HELD_OUT_PART + 1, -(-len(ids) // _window_tokens(package.manifest)))
     starts = [number * len(ids) // count for number in range(count + 1)]
     windows = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
@@ -65,15 +65,16 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
 
 
 def from_demo(package: Package, tokens: int) -> Texts:
-    """The demo model's corpus, training and held-out side: a context window from each of evenly spread documents."""
+    """Return windows of the demo model's corpus, training and held-out side, one from each of evenly spaced
+    documents."""
     from neuronpipe.plans.demo.corpus import documents
 
     tokenizer = open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
     length = _window_tokens(package.manifest)
 
-    def windows(wanted_tokens: int, *, held_out: bool) -> Sequence[ContextWindow]:
+    def windows(target_tokens: int, *, held_out: bool) -> Sequence[ContextWindow]:
         texts = list(documents(held_out=held_out))
-        count = max(1, wanted_tokens // length)
+        count = max(1, target_tokens // length)
         chosen = [tokenizer.encode(text).ids for text in texts[:: max(1, len(texts) // count)]]
         middles = [ids[(len(ids) - length) // 2 :][:length] if len(ids) > length else ids for ids in chosen]
         return [ids for ids in middles if len(ids) > 1][:count]
@@ -82,7 +83,7 @@ def from_demo(package: Package, tokens: int) -> Texts:
 
 
 def from_workload(manifest: Manifest, tokens: int) -> Texts:
-    """A synthetic package's own trajectories: of each preset a first stretch, and another one held out."""
+    """Return a synthetic package's own trajectories: the first part of each preset, and another part held out."""
     if manifest.workload is None:
         raise UserError("this package has no workload; name a calibration text with --text FILE")
     calibration, held_out = [], []
@@ -94,21 +95,23 @@ def from_workload(manifest: Manifest, tokens: int) -> Texts:
 
 
 def activity_windows(package: Package, texts: Texts | None, tokens: int) -> list[ContextWindow]:
-    """What an activity profile is measured on, `tokens` tokens at most: nothing of a text needs to be held out. texts:
-    None for a synthetic package's own workload, the end of its default preset; benchmarks begin at its beginning."""
+    """Return context windows for an activity profile, at most `tokens` tokens; none need to be held out.
+
+    texts: None for a synthetic package's own workload, the end of its default preset, because benchmarks use the start.
+    """
     if texts is not None:
         windows = [*texts.calibration, *texts.held_out]
-    elif (work := package.manifest.workload) is None:
+    elif (workload := package.manifest.workload) is None:
         raise UserError("this package has no workload; name a text with --text FILE")
     else:
-        first, count = work.presets.get("default") or next(iter(work.presets.values()))
+        first, count = workload.presets.get("default") or next(iter(workload.presets.values()))
         windows = [range(first + max(0, count - tokens), first + count)]
-    length, cut = _window_tokens(package.manifest), []
+    length, pieces = _window_tokens(package.manifest), []
     for window in windows:
         for start in range(0, min(len(window), tokens), length):
-            cut.append(window[start : min(start + length, tokens)])
+            pieces.append(window[start : min(start + length, tokens)])
         tokens -= min(len(window), tokens)
-    return [window for window in cut if len(window) > 1]
+    return [window for window in pieces if len(window) > 1]
 
 
 def _window_tokens(manifest: Manifest) -> int:

@@ -1,11 +1,11 @@
-"""A predictor without training: low-rank factors of Gate (and Up) that matter on a calibration text, and thresholds.
+"""A predictor without training: low-rank factors of Gate (and Up) weighted by a calibration text, and thresholds.
 
-Values of a side [tokens, neurons] are centred and divided by their deviation (D); their leading directions over
+Values of a side [tokens, neurons] are centred and divided by their deviation (D). Their leading directions over
 neurons, V [neurons, rank], give the truncated singular value decomposition of the rows whitened by the inputs (SVDP)
-without forming a covariance: score = V · (V^T D G) · x. Where the predictor reads another vector than the
-feed-forward's, V^T D G is carried over to it by regression. Thresholds come last, on the scores of the quantized
-factors: a neuron is predicted where it is active with a probability above c, and c is what gives the wanted recall over
-all neurons of the layer. A rare neuron thus needs no sample of its own firing: its deviation is known from every token.
+without forming a covariance: score = V · (V^T D G) · x. If the predictor reads another vector than the feed-forward's,
+V^T D G is transferred to it by regression. Thresholds are fitted last, on the scores of the quantized factors: a neuron
+is predicted if it is active with a probability above c, and c is chosen for the requested recall over all neurons of
+the layer. A rare neuron therefore needs no sample of its own firing: its deviation is known from every token.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ NEVER = np.float32(-1e30)  # a bias that no score reaches
 
 @frozen
 class Calibration:
-    """One layer on the calibration text: what the predictor reads [tokens, width], what the feed-forward reads, and per
-    predicted side its weights [neurons, width] and values [tokens, neurons]; active bool [tokens, neurons]."""
+    """One layer on the calibration text.
+
+    reads: the predictor's input [tokens, width]; feed_forward: the feed-forward's input; weights: per predicted side
+    [neurons, width]; values: per side [tokens, neurons]; active: bool [tokens, neurons].
+    """
 
     reads: Array
     feed_forward: Array
@@ -53,9 +56,12 @@ def fit_layer(
     recall: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> LayerFactors:
-    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text. progress: told
-    which share of the time is over, about. Raises UserError when there are no numbers to encode."""
-    weight = np.sqrt(layer.active.mean(axis=0) + MIN_ACTIVITY)  # what fires often costs more when it is missed
+    """Fit the factors of one layer, encoded, with thresholds that reach `recall` on the calibration text.
+
+    progress: receives the share of the time that is over, approximately. Raises UserError if the factors are not
+    finite.
+    """
+    weight = np.sqrt(layer.active.mean(axis=0) + MIN_ACTIVITY)  # missing a neuron that fires often costs more
     deviation = {side: np.maximum(values.std(axis=0), MIN_DEVIATION) / weight for side, values in layer.values.items()}
     scaled = np.concatenate(
         [(values - values.mean(axis=0)) / deviation[side] for side, values in layer.values.items()], axis=1
@@ -67,11 +73,11 @@ def fit_layer(
     parts = {side: directions[a:b] for side, a, b in zip(layer.values, bounds[:-1], bounds[1:], strict=True)}
     rows = sum((parts[side] / deviation[side][:, None]).T @ layer.weights[side] for side in layer.values)
     if layer.reads is not layer.feed_forward:
-        rows = carried_over(rows, layer.reads, layer.feed_forward)
+        rows = transfer_rows(rows, layer.reads, layer.feed_forward)
     mean = layer.reads.mean(axis=0)
-    rows = rows - np.outer(rows @ mean, mean) / (mean @ mean)  # the bias carries what every token has in common
+    rows = rows - np.outer(rows @ mean, mean) / (mean @ mean)  # the bias carries the component that all tokens share
     if not (np.isfinite(rows).all() and np.isfinite(directions).all()):
-        # Seen with the OpenBLAS in numpy on an emulated matrix extension (SME): finite matrices, and a product of NaN.
+        # Observed with numpy's OpenBLAS on an emulated matrix extension (SME): finite matrices with a product of NaN.
         raise UserError(
             "the predictor has values that are not numbers: the package is damaged (`neuronpipe perplexity` shows it), "
             "or numpy cannot multiply matrices on this processor; on Arm, try again with OPENBLAS_CORETYPE=ARMV8 set"
@@ -86,47 +92,54 @@ def fit_layer(
 
 
 def leading_directions(values: Array, rank: int) -> Array:
-    """The first `rank` right singular vectors of values [tokens, neurons] as [neurons, rank], randomized."""
+    """Return the first `rank` right singular vectors of values [tokens, neurons] as [neurons, rank], by a randomized
+    method."""
     count = min(rank + SPARE_DIRECTIONS, *values.shape)
     random = np.random.default_rng(0)
     basis = values.T @ random.standard_normal((len(values), count), dtype=np.float32)
     for _ in range(POWER_STEPS):
         basis = values.T @ (values @ _orthonormal(basis))
     basis = _orthonormal(basis)
-    small = values @ basis
-    turn = np.linalg.eigh((small.T @ small).astype(np.float64))[1][:, ::-1]  # the largest first
+    projected = values @ basis
+    rotation = np.linalg.eigh((projected.T @ projected).astype(np.float64))[1][:, ::-1]  # the largest first
     directions = np.zeros((values.shape[1], rank), dtype=np.float32)
-    found = min(rank, count)
-    directions[:, :found] = basis @ turn[:, :found].astype(np.float32)
+    count_used = min(rank, count)
+    directions[:, :count_used] = basis @ rotation[:, :count_used].astype(np.float32)
     return directions
 
 
 def _orthonormal(basis: Array) -> Array:
-    """Orthonormal columns of the same span, by products alone: an order faster than Householder's for tall matrices.
-    Directions below the precision of their inner products become zero."""
-    size, turn = np.linalg.eigh((basis.T @ basis).astype(np.float64))
+    """Return orthonormal columns of the same span, by matrix products alone, ten times as fast as Householder for tall
+    matrices.
+
+    Directions below the precision of their inner products become zero.
+    """
+    size, rotation = np.linalg.eigh((basis.T @ basis).astype(np.float64))
     inverse = np.where(size > MIN_DEVIATION * size[-1], 1 / np.sqrt(np.maximum(size, 1e-300)), 0)
-    return np.asarray(basis @ (turn * inverse).astype(np.float32))
+    return np.asarray(basis @ (rotation * inverse).astype(np.float32))
 
 
-def carried_over(rows: Array, reads: Array, target: Array) -> Array:
-    """Rows that give from `reads` what `rows` give from `target`: each coordinate by its own slope, and what that
-    leaves by ridge regression, so that a short text does not invent relations."""
-    source, wanted = reads - reads.mean(axis=0), target - target.mean(axis=0)
+def transfer_rows(rows: Array, reads: Array, target: Array) -> Array:
+    """Return rows that approximate on `reads` what `rows` give on `target`.
+
+    Each coordinate is fitted by its own slope, the residual by ridge regression, so that a short text does not produce
+    spurious relations.
+    """
+    source, centred_target = reads - reads.mean(axis=0), target - target.mean(axis=0)
     power = np.square(source).sum(axis=0)
-    slope = (source * wanted).sum(axis=0) / np.maximum(power, MIN_DEVIATION)
-    left = (wanted - source * slope) @ rows.T
+    slope = (source * centred_target).sum(axis=0) / np.maximum(power, MIN_DEVIATION)
+    residual = (centred_target - source * slope) @ rows.T
     tokens, width = source.shape
     ridge = np.float32(power.mean() * max(0.01, width / tokens))
     if tokens > width:
-        change = np.linalg.solve(source.T @ source + ridge * np.eye(width, dtype=np.float32), source.T @ left)
+        change = np.linalg.solve(source.T @ source + ridge * np.eye(width, dtype=np.float32), source.T @ residual)
     else:
-        change = source.T @ np.linalg.solve(source @ source.T + ridge * np.eye(tokens, dtype=np.float32), left)
+        change = source.T @ np.linalg.solve(source @ source.T + ridge * np.eye(tokens, dtype=np.float32), residual)
     return np.asarray(rows * slope + change.T)
 
 
 def scores(quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: Array) -> dict[Side, Array]:
-    """Each side's scores [tokens, neurons] with its bias, as the engines compute them."""
+    """Return each side's scores [tokens, neurons] with its bias, as the engines compute them."""
     inner = product(quantization, factors.input, reads)
     if hidden == "relu":
         inner = np.maximum(inner, 0)
@@ -141,34 +154,38 @@ def thresholds(
     recall: float,
     hidden: Hidden = "none",
 ) -> LayerFactors:
-    """Factors with biases. Per neuron value ≈ slope · score + offset with a normal error, so that P(value > 0 | score)
-    is known; with one side of two, that is multiplied by how often the other side fires as well."""
+    """Return the factors with biases.
+
+    Per neuron value ≈ slope · score + offset with a normal error, so that P(value > 0 | score) is known. With only one
+    side of two, this is multiplied by the frequency of the other side's firing.
+    """
     plain = LayerFactors(rows, {side: SideFactor(part, np.zeros(1, np.float32)) for side, part in sides.items()})
     raw = scores(quantization, plain, hidden, layer.reads)
-    others = layer.active if len(sides) == 1 else None
-    lines = {side: Line.fitted(raw[side], layer.values[side], others) for side in sides}
-    chances = [line.chances(raw[side], layer.active) for side, line in lines.items()]
-    least = least_chance(np.minimum.reduce(chances), recall)
-    return LayerFactors(rows, {side: SideFactor(sides[side], line.bias(least)) for side, line in lines.items()})
+    active = layer.active if len(sides) == 1 else None
+    models = {side: ScoreModel.fitted(raw[side], layer.values[side], active) for side in sides}
+    probabilities = [model.probabilities(raw[side], layer.active) for side, model in models.items()]
+    threshold = min_probability(np.minimum.reduce(probabilities), recall)
+    return LayerFactors(rows, {side: SideFactor(sides[side], model.bias(threshold)) for side, model in models.items()})
 
 
 @frozen
-class Line:
-    """value ≈ slope · score + offset with a normal error of this deviation, for each neuron [neurons].
+class ScoreModel:
+    """Linear model per neuron: value ≈ slope · score + offset, with a normal error; all arrays [neurons].
 
-    others: how often it is active when the value is above zero. constant: 1 for a value that is always the same and
-    above zero, -1 where it is not above zero, 0 for all others.
+    active_if_positive: probability that a neuron is active if its value is above zero. constant: 1 for a constant value
+    above zero, -1 for another constant value, 0 otherwise.
     """
 
     slope: NDArray[np.float64]
     offset: NDArray[np.float64]
     error: NDArray[np.float64]
-    others: NDArray[np.float64]
+    active_if_positive: NDArray[np.float64]
     constant: Array
 
     @classmethod
-    def fitted(cls, score: Array, value: Array, active: NDArray[np.bool_] | None) -> Line:
-        """From scores and values [tokens, neurons]. active: which were, if something else decides as well."""
+    def fitted(cls, score: Array, value: Array, active: NDArray[np.bool_] | None) -> ScoreModel:
+        """Fit the model to scores and values [tokens, neurons]. active: the active neurons, if another side decides
+        too."""
         tokens = len(value)
         score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
         score, centred = score - score_mean, value - value_mean
@@ -176,51 +193,53 @@ class Line:
         variance = _products(centred, centred) / tokens
         slope = np.maximum(_products(score, centred) / tokens / spread, MIN_DEVIATION)
         error = np.sqrt(np.maximum(variance - np.square(slope) * spread, MIN_DEVIATION**2))
-        others = np.ones(value.shape[1])
+        active_if_positive = np.ones(value.shape[1])
         if active is not None:
             fired = (value > 0).sum(axis=0)
-            others = np.minimum((active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS), 1.0)
+            active_if_positive = np.minimum((active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS), 1.0)
         constant = np.where(variance <= MIN_DEVIATION**2, np.where(value[0] > 0, 1, -1), 0).astype(np.float32)
-        return cls(slope, value_mean - slope * score_mean, error, others, constant)
+        return cls(slope, value_mean - slope * score_mean, error, active_if_positive, constant)
 
-    def chances(self, score: Array, where: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """How likely each neuron is active, given its score; of the pairs of token and neuron that `where` says."""
+    def probabilities(self, score: Array, where: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the probability that a neuron is active given its score, for the pairs of token and neuron in
+        `where`."""
         tokens, neurons = np.nonzero(where)
         points = (self.slope[neurons] * score[tokens, neurons] + self.offset[neurons]) / self.error[neurons]
-        likely = share_below(points) * self.others[neurons]
-        return np.where(self.constant[neurons] != 0, self.constant[neurons] > 0, likely)
+        probabilities = share_below(points) * self.active_if_positive[neurons]
+        return np.where(self.constant[neurons] != 0, self.constant[neurons] > 0, probabilities)
 
-    def bias(self, least: float) -> Array:
-        """What makes scores positive that are active with a chance above this one."""
+    def bias(self, min_probability: float) -> Array:
+        """Return biases that make scores positive if the neuron is active with a probability above min_probability."""
         with np.errstate(invalid="ignore"):
-            cut = (self.error * quantile(np.minimum(least / self.others, 1.0)) - self.offset) / self.slope
-        bias = np.where(np.isfinite(cut), -cut, NEVER)
+            point = quantile(np.minimum(min_probability / self.active_if_positive, 1.0))
+            threshold = (self.error * point - self.offset) / self.slope
+        bias = np.where(np.isfinite(threshold), -threshold, NEVER)
         return np.where(self.constant != 0, -NEVER * self.constant, bias).astype(np.float32)
 
 
-def least_chance(chances: NDArray[np.float64], recall: float) -> float:
-    """The chance that this share of the active neurons reaches."""
-    if not len(chances):
+def min_probability(probabilities: NDArray[np.float64], recall: float) -> float:
+    """Return the probability that this share of the active neurons reaches."""
+    if not len(probabilities):
         return MIN_CHANCE
-    missed = int((1 - recall) * len(chances))
-    return float(np.clip(np.partition(chances, missed)[missed] * (1 - 1e-6), MIN_CHANCE, MAX_CHANCE))
+    missed = int((1 - recall) * len(probabilities))
+    return float(np.clip(np.partition(probabilities, missed)[missed] * (1 - 1e-6), MIN_CHANCE, MAX_CHANCE))
 
 
 def _products(a: Array, b: Array) -> NDArray[np.float64]:
-    """Sums over tokens of a · b, [neurons]."""
+    """Return sums over tokens of a · b, [neurons]."""
     return np.asarray(np.einsum("tn,tn->n", a, b), dtype=np.float64)
 
 
-# The normal distribution on arrays, without a library for it.
+# The normal distribution on arrays, without a dependency on scipy.
 _POINTS = np.linspace(-6.0, 6.0, 4801)
 _SHARES = np.array([NormalDist().cdf(point) for point in _POINTS])
 
 
 def quantile(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The point below which the share lies; minus or plus infinity at 0 and 1."""
+    """Return the point below which the share lies; minus or plus infinity at 0 and 1."""
     return np.asarray(np.interp(shares, _SHARES, _POINTS, left=-np.inf, right=np.inf))
 
 
 def share_below(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """P(z < point); beyond six deviations 0 or 1."""
+    """Return P(z < point) of the normal distribution; 0 or 1 beyond six deviations."""
     return np.asarray(np.interp(points, _POINTS, _SHARES, left=0.0, right=1.0))

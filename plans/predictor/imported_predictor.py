@@ -1,8 +1,8 @@
-"""Predictors trained elsewhere: PowerInfer's two matrices per feed-forward (of a mixture, per expert), score =
-fc2 · relu(fc1 · x), from safetensors or from its own GGUF.
+"""Import of predictors trained elsewhere, from safetensors or PowerInfer's own GGUF.
 
-PowerInfer gives them the residual stream before the norm, and so do engines here (`reads` is `residual`). Thresholds
-are not imported: they are calibrated here, on the quantized factors.
+PowerInfer has two matrices per feed-forward (per expert of a mixture): score = fc2 · relu(fc1 · x). It applies them to
+the residual stream before the norm, and so do the engines here (`reads` is `residual`). Thresholds are not imported:
+they are calibrated on the quantized factors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ OF_LAYER = re.compile(r"(?:.*\.)?(\d+)(\.)(?:mlp\.)?(?:predictor\.)?fc([12])\.we
 
 @frozen
 class ImportedPredictor:
-    """Both matrices of every feed-forward in one file, by its number, layer * experts + expert; opened by
+    """Both matrices of every feed-forward in one file, by number: layer * experts + expert. Opened by
     `open_imported`."""
 
     path: Path
     entries: dict[tuple[int, int], TensorEntry]
-    ranks: tuple[int, ...]  # of each feed-forward, as a package has them
+    ranks: tuple[int, ...]  # of each feed-forward, rounded up as in a package
 
     def of_ffn(self, number: int) -> tuple[Array, Array]:
-        """fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, with zeros up to its rank in the package."""
+        """Return fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, padded with zeros to its rank in the
+        package."""
         first, second = self._read(number, 1), self._read(number, 2)
         missing = self.ranks[number] - len(first)
         return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
@@ -47,12 +48,14 @@ class ImportedPredictor:
             stored = np.frombuffer(file.read(entry.stop - entry.start), dtype=np.uint8)
         values = decode_stored(entry.dtype, stored.reshape(entry.shape[0], -1)).reshape(entry.shape)
         if not np.isfinite(values).all():
-            raise UserError(f"{self.path}: fc{matrix} of feed-forward {ffn}: holds values that are not finite: damaged")
+            raise UserError(
+                f"{self.path}: fc{matrix} of feed-forward {ffn}: contains values that are not finite: damaged"
+            )
         return values
 
 
 def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
-    """The predictor in a safetensors file, its shapes checked against the package. Raises UserError."""
+    """Open the predictor in a file and check its shapes against the package. Raises UserError."""
     if path.is_dir() or path.suffix in (".pt", ".pth", ".bin"):
         raise UserError(
             f"{path}: predictors are read from one safetensors file or from PowerInfer's GGUF; pickled ones can run "
@@ -90,7 +93,7 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
 
 
 def _header(path: Path) -> dict[str, TensorEntry]:
-    """The file's tensors: by PowerInfer's magic those of a GGUF, else of safetensors."""
+    """Return the file's tensors, of a GGUF if it has PowerInfer's magic, else of safetensors."""
     with open_file(path) as file:
         if file.read(len(POWERINFER_MAGIC)) != POWERINFER_MAGIC:
             return read_header(path)

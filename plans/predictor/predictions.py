@@ -1,4 +1,4 @@
-"""What a predictor predicts and how good that is; and a package's own predictor, read one layer at a time."""
+"""Predictions and their quality, and access to a package's own predictor, one layer at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 def predicted_neurons(
     quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: NDArray[np.float32]
 ) -> NDArray[np.bool_]:
-    """Which neurons are predicted to be active, bool [tokens, neurons]."""
+    """Return the neurons that are predicted to be active, bool [tokens, neurons]."""
     positive = [score > 0 for score in scores(quantization, factors, hidden, reads).values()]
     return np.asarray(np.logical_and.reduce(positive))
 
 
 def judge(predicted: NDArray[np.bool_], active: NDArray[np.bool_]) -> PredictorQuality:
-    """Recall, precision and predicted share over tokens and neurons; a layer where nothing fires has recall 1."""
+    """Return recall, precision and predicted share over tokens and neurons. A layer where nothing fires has recall
+    1."""
     hits = int((predicted & active).sum())
     return PredictorQuality(
         recall=round(hits / max(1, int(active.sum())), 6) if active.any() else 1.0,
@@ -33,7 +34,7 @@ def judge(predicted: NDArray[np.bool_], active: NDArray[np.bool_]) -> PredictorQ
 
 
 class StoredPredictor:
-    """Reads predictor.safetensors of a package that has one; keeps nothing."""
+    """Reader of predictor.safetensors of a package. It caches nothing."""
 
     def __init__(self, package: Package) -> None:
         if package.predictor is None or package.manifest.predictor is None:
@@ -43,7 +44,7 @@ class StoredPredictor:
         self._file: NDArray[np.uint8] = np.memmap(package.predictor_path, mode="r", dtype=np.uint8)
 
     def of_ffn(self, number: int) -> LayerFactors:
-        """The factors of one feed-forward, layer * experts + expert."""
+        """Return the factors of one feed-forward, layer * experts + expert."""
         name = predictor_name(self._model, *divmod(number, self._model.experts))
         return LayerFactors(
             self._rows(f"{name}.input"),
@@ -56,7 +57,7 @@ class StoredPredictor:
         )
 
     def mask(self, run: LayerRun) -> NDArray[np.bool_]:
-        """Which neurons of a layer are predicted, for the reference engine: bool [tokens, neurons]."""
+        """Return the predicted neurons of a layer for the reference engine: bool [tokens, neurons]."""
         predictor = self._predictor
         factors = self.of_ffn(run.ffn)
         return predicted_neurons(predictor.quantization, factors, predictor.hidden, run.read_by(predictor.reads))

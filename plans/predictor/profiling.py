@@ -1,5 +1,7 @@
-"""Profiling a package: one pass of the reference engine over calibration and held-out text, a layer at a time, in which
-every layer's predictor is fitted on the one and judged on the other."""
+"""Profiling of a package: one pass of the reference engine over calibration and held-out text, a layer at a time.
+
+Every layer's predictor is fitted on the calibration text and evaluated on the held-out text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from neuronpipe.plans.activity.stored_profile import forget
+from neuronpipe.plans.activity.stored_profile import remove_profile
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
@@ -37,8 +39,8 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-MIN_CALIBRATION_TOKENS = 16  # of one expert; with fewer, all of its neurons are predicted
-ATTENTION_SHARE = 0.25  # of the time of a layer that is fitted; measured with the demo, as the next one
+MIN_CALIBRATION_TOKENS = 16  # per expert; with fewer, all of its neurons are predicted
+ATTENTION_SHARE = 0.25  # of a layer's time with fitting; both shares were measured with the demo
 COMPUTED_SHARE = 0.3  # of an expert's time, before its predictor is fitted
 BOTH_SIDES: tuple[Side, ...] = ("gate", "up")
 
@@ -47,29 +49,29 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Candidate:
-    """One choice of sides with its rank, fitted here or trained before, and what came out of it layer by layer."""
+    """One choice of sides with its rank, and its factors and quality layer by layer."""
 
     sides: tuple[Side, ...]
     rank: int
     hidden: Hidden = "none"
     ranks: tuple[int, ...] | None = None  # of each feed-forward, where they differ
     factors: dict[int, LayerFactors] = field(default_factory=dict)  # by feed-forward
-    judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)  # by layer: on so many tokens
+    judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)  # by layer: (tokens, quality)
 
     @property
     def quality(self) -> list[PredictorQuality]:
-        """Of each layer, the mean over its experts, by the tokens that each had."""
+        """Return the quality of each layer, the mean over its experts weighted by their tokens."""
         return [_mean_quality(self.judged[layer]) for layer in sorted(self.judged)]
 
     @property
     def predicted(self) -> float:
-        """Share of neurons predicted, mean over layers: what is paid."""
+        """Return the predicted share of neurons, mean over layers."""
         return float(np.mean([layer.predicted for layer in self.quality]))
 
 
 @frozen
-class Trained:
-    """Factors that were trained before: their thresholds are fitted here, nothing else. of_ffn: by feed-forward."""
+class TrainedPredictor:
+    """Factors that were trained before, for which only thresholds are fitted. of_ffn: by feed-forward."""
 
     sides: tuple[Side, ...]
     ranks: tuple[int, ...]
@@ -79,8 +81,8 @@ class Trained:
     of_ffn: Callable[[int], LayerFactors]
 
     @classmethod
-    def of_package(cls, package: Package) -> Trained:
-        """The package's own. Raises UserError where it has none."""
+    def of_package(cls, package: Package) -> TrainedPredictor:
+        """Return the package's own predictor. Raises UserError if it has none."""
         if (predictor := package.manifest.predictor) is None:
             raise UserError(f"{package.path}: has no predictor that could be calibrated; fit one, without --calibrate")
         ranks = tuple(predictor.rank_of(ffn) for ffn in range(package.manifest.model.ffns))
@@ -96,8 +98,8 @@ class Trained:
     @classmethod
     def of_file(
         cls, imported: ImportedPredictor, model: ModelSpec, quantization: Quantization, *, reads_normed: bool
-    ) -> Trained:
-        """Imported ones. reads_normed: trained on normed vectors, not on the residual stream."""
+    ) -> TrainedPredictor:
+        """Return an imported predictor. reads_normed: trained on normed vectors, not on the residual stream."""
 
         def of_ffn(number: int) -> LayerFactors:
             first, second = imported.of_ffn(number)
@@ -108,14 +110,17 @@ class Trained:
         return cls((model.trigger,), imported.ranks, quantization, reads, "relu", of_ffn)
 
     def candidate(self) -> Candidate:
-        """The one choice there is."""
+        """Return the only candidate: these factors."""
         return Candidate(self.sides, max(self.ranks), self.hidden, self.ranks if len(set(self.ranks)) > 1 else None)
 
 
 @frozen
-class Profiled:
-    """The package with its predictor, the candidates that were tried (the chosen one first), and held-out perplexity of
-    the exact and of the predicted model, both by the reference engine."""
+class ProfilingResult:
+    """A package with its predictor.
+
+    candidates: all that were tried, the chosen one first; the perplexities are of held-out text by the reference
+    engine.
+    """
 
     package: Package
     candidates: list[Candidate]
@@ -137,11 +142,14 @@ def profile(
     calibrate: bool = False,
     text: str = "a text without a name",
     progress: Progress | None = None,
-) -> Profiled:
-    """Fit, judge and write a predictor. sides: `trigger`, `both` or `auto`: with drelu both are tried, and the trigger
-    alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor, or with
-    calibrate the package's own, is taken instead, and only its thresholds are fitted; imported_reads_normed: it was
-    trained on normed vectors, not on the residual stream. text: what the texts are called. Raises UserError."""
+) -> ProfilingResult:
+    """Fit, evaluate and write a predictor.
+
+    sides: `trigger`, `both` or `auto`; with drelu, `auto` tries both sides and the trigger alone with the same number
+    of bytes, and uses the one that predicts fewer neurons at this recall. imported, calibrate: fit only the thresholds
+    of an imported predictor or of the package's own. imported_reads_normed: the imported one was trained on normed
+    vectors, not on the residual stream. text: name of the texts. Raises UserError.
+    """
     model = package.manifest.model
     if model.activation == "silu":
         raise UserError(
@@ -152,74 +160,83 @@ def profile(
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
     if model.experts > 1 and reads == "attention":
         raise UserError(f"{package.path}: predictors of a mixture read the feed-forward's input; leave --reads out")
-    trained = Trained.of_package(package) if calibrate else None
+    trained = TrainedPredictor.of_package(package) if calibrate else None
     if imported is not None:
-        trained = Trained.of_file(imported, model, quantization, reads_normed=imported_reads_normed)
+        trained = TrainedPredictor.of_file(imported, model, quantization, reads_normed=imported_reads_normed)
     if trained is not None and reads == "attention":
         raise UserError("--reads attention: a trained predictor reads what it was trained on; leave --reads out")
     if trained is not None:
         quantization, reads = trained.quantization, trained.reads
     candidates = _candidates(sides, rank, model) if trained is None else [trained.candidate()]
     package.verify_fixed()
-    cut = texts.calibration_tokens
+    calibration_tokens = texts.calibration_tokens
     held_out = sum(map(len, texts.held_out))
-    both = cut + held_out
+    total_tokens = calibration_tokens + held_out
 
-    told = _Told(progress, model, both, held_out)
-    told.layer(0, 0)
+    reporter = _Progress(progress, model, total_tokens, held_out)
+    reporter.layer(0, 0)
     fired, trigger_fired = _FiringByLayer(model.layers), _FiringByLayer(model.layers)
 
-    def unknown(candidate: Candidate, ffn: int) -> LayerFactors:
-        """Of an expert that too few tokens chose to know it: as it was trained, or everything is predicted."""
-        return _everything(candidate, model, quantization) if trained is None else trained.of_ffn(ffn)
+    def fallback_factors(candidate: Candidate, ffn: int) -> LayerFactors:
+        """Return factors for an expert with too few tokens: as trained, or factors that predict everything."""
+        return _predict_everything(candidate, model, quantization) if trained is None else trained.of_ffn(ffn)
 
     def observe(run: LayerRun) -> None:
-        told.fit(run.ffn, 0, len(candidates), 0.0)
+        reporter.fit(run.ffn, 0, len(candidates), 0.0)
         inputs = run.read_by(reads)
         active = run.inner != 0
         fired.add(run.layer, active)
         trigger_fired.add(run.layer, run.values[model.trigger] > model.activation_threshold)
-        fitted = int(np.count_nonzero(run.tokens < cut))  # of the expert's tokens: the others judge
+        fitted_tokens = int(np.count_nonzero(run.tokens < calibration_tokens))
         for number, candidate in enumerate(candidates):
-            calibration = _calibration(run, inputs, active, fitted, candidate.sides, model.activation_threshold)
-            if fitted < MIN_CALIBRATION_TOKENS and model.experts > 1:
-                factors = unknown(candidate, run.ffn)
+            calibration = _calibration(run, inputs, active, fitted_tokens, candidate.sides, model.activation_threshold)
+            if fitted_tokens < MIN_CALIBRATION_TOKENS and model.experts > 1:
+                factors = fallback_factors(candidate, run.ffn)
             elif trained is None:
-                fitting = partial(told.fit, run.ffn, number, len(candidates))
+                fitting = partial(reporter.fit, run.ffn, number, len(candidates))
                 factors = fit_layer(calibration, candidate.rank, quantization, recall, fitting)
             else:
                 factors = trained.of_ffn(run.ffn)
                 rows = {side: factor.rows for side, factor in factors.sides.items()}
                 factors = thresholds(factors.input, rows, calibration, quantization, recall, trained.hidden)
             candidate.factors[run.ffn] = factors
-            if fitted < len(run.tokens):
-                predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[fitted:])
+            if fitted_tokens < len(run.tokens):
+                predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[fitted_tokens:])
                 judged = candidate.judged.setdefault(run.layer, [])
-                judged.append((len(predicted), judge(predicted, active[fitted:])))
-            told.fit(run.ffn, number, len(candidates), 1.0)
+                judged.append((len(predicted), judge(predicted, active[fitted_tokens:])))
+            reporter.fit(run.ffn, number, len(candidates), 1.0)
 
-    exact = ReferenceEngine(package, observe=observe, attended=told.attended)
+    exact = ReferenceEngine(package, observe=observe, attended=reporter.attended)
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
     candidates.sort(key=lambda candidate: candidate.predicted)
-    best = candidates[0]
-    chosen_by_nobody = set(range(model.ffns)) - best.factors.keys()
-    best.factors |= {ffn: unknown(best, ffn) for ffn in chosen_by_nobody}
-    predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality), best.ranks)
+    chosen = candidates[0]
+    never_chosen = set(range(model.ffns)) - chosen.factors.keys()
+    chosen.factors |= {ffn: fallback_factors(chosen, ffn) for ffn in never_chosen}
+    predictor = Predictor(
+        chosen.rank,
+        quantization,
+        reads,
+        chosen.sides,
+        chosen.hidden,
+        calibration_tokens,
+        tuple(chosen.quality),
+        chosen.ranks,
+    )
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
-        told.rate(run.layer * held_out)
-        return predicted_neurons(quantization, best.factors[run.ffn], best.hidden, run.read_by(reads))
+        reporter.held_out_pass(run.layer * held_out)
+        return predicted_neurons(quantization, chosen.factors[run.ffn], chosen.hidden, run.read_by(reads))
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
-    exact_perplexity = perplexity(exact, hidden[cut:], texts.held_out, told.rated)
-    predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out, told.rated)
-    return Profiled(
-        forget(
+    exact_perplexity = perplexity(exact, hidden[calibration_tokens:], texts.held_out, reporter.logits_computed)
+    predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out, reporter.logits_computed)
+    return ProfilingResult(
+        remove_profile(
             write_predictor(
                 package,
                 _with_loss(predictor, text, held_out, exact_perplexity, predicted_perplexity),
-                [best.factors[ffn] for ffn in range(model.ffns)],
+                [chosen.factors[ffn] for ffn in range(model.ffns)],
                 FiringShares(fired.shares(), trigger_fired.shares()),
             ),
             "predicted",  # it was measured with another predictor
@@ -231,7 +248,7 @@ def profile(
 
 
 def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: float, predicted: float) -> Predictor:
-    """With what it costs; as it is where a model that was never trained makes that no number."""
+    """Return the predictor with its perplexities; unchanged if an untrained model makes them meaningless."""
     if not (exact <= MAX_PERPLEXITY and predicted <= MAX_PERPLEXITY):
         return predictor
     return replace(
@@ -243,54 +260,57 @@ def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: flo
     )
 
 
-class _Told:
-    """Tells how much is done: of tokens, as often as each layer computes them. Both texts go through all layers, where
-    each is fitted and judged; the one held out goes through once more, and its logits are computed twice."""
+class _Progress:
+    """Progress in tokens times layers.
 
-    def __init__(self, progress: Progress | None, model: ModelSpec, both: int, held_out: int) -> None:
-        self._progress, self._model, self._both, self._held_out = progress, model, both, held_out
+    Both texts go through all layers for fitting and evaluation; the held-out text goes through once more, and its
+    logits are computed twice.
+    """
+
+    def __init__(self, progress: Progress | None, model: ModelSpec, total_tokens: int, held_out: int) -> None:
+        self._progress, self._model, self._total_tokens, self._held_out = progress, model, total_tokens, held_out
         self._rated = 0
 
     def layer(self, layer: int, share: float) -> None:
-        """This share of a layer is over."""
-        self._tell(int((layer + share) * self._both))
+        """Report that this share of a layer is done."""
+        self._report(int((layer + share) * self._total_tokens))
 
     def attended(self, layer: int, tokens: int) -> None:
-        """So many tokens of both texts have gone through a layer's attention."""
-        self.layer(layer, ATTENTION_SHARE * tokens / self._both)
+        """Report that this many tokens of both texts have passed a layer's attention."""
+        self.layer(layer, ATTENTION_SHARE * tokens / self._total_tokens)
 
     def fit(self, ffn: int, candidate: int, candidates: int, share: float) -> None:
-        """This share of fitting one of a feed-forward's candidates is over; 0 of the first: it was computed."""
+        """Report that this share of fitting one of a feed-forward's candidates is done."""
         layer, expert = divmod(ffn, self._model.experts)
         fitted = COMPUTED_SHARE + (1 - COMPUTED_SHARE) * (candidate + share) / candidates
         self.layer(layer, ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + fitted) / self._model.experts)
 
-    def rate(self, tokens: int) -> None:
-        """The held-out text goes through the layers once more: so many tokens of them are done."""
-        self._tell(self._model.layers * self._both + tokens)
+    def held_out_pass(self, tokens: int) -> None:
+        """Report that this many tokens times layers of the second pass over the held-out text are done."""
+        self._report(self._model.layers * self._total_tokens + tokens)
 
-    def rated(self, tokens: int) -> None:
-        """So many more tokens have their logits."""
+    def logits_computed(self, tokens: int) -> None:
+        """Report that this many more tokens have logits."""
         self._rated += tokens
-        self.rate(self._model.layers * self._held_out + self._rated)
+        self.held_out_pass(self._model.layers * self._held_out + self._rated)
 
-    def _tell(self, tokens: int) -> None:
+    def _report(self, tokens: int) -> None:
         if self._progress is not None:
-            self._progress(tokens, self._model.layers * (self._both + self._held_out) + 2 * self._held_out)
+            self._progress(tokens, self._model.layers * (self._total_tokens + self._held_out) + 2 * self._held_out)
 
 
 class _FiringByLayer:
-    """How often neurons of a layer's experts fired, of those that were computed."""
+    """Shares of computed neurons that fired, by layer."""
 
     def __init__(self, layers: int) -> None:
         self._counts = np.zeros((layers, 2))
 
     def add(self, layer: int, fired: NDArray[np.bool_]) -> None:
-        """One expert's neurons, for the tokens that chose it."""
+        """Add one expert's neurons for the tokens that chose it."""
         self._counts[layer] += (fired.sum(), fired.size)
 
     def shares(self) -> tuple[float, ...]:
-        """By layer."""
+        """Return the shares by layer."""
         return tuple(round(float(fired / size), 6) for fired, size in self._counts)
 
 
@@ -302,8 +322,8 @@ def _mean_quality(judged: list[tuple[int, PredictorQuality]]) -> PredictorQualit
     )
 
 
-def _everything(candidate: Candidate, model: ModelSpec, quantization: Quantization) -> LayerFactors:
-    """What predicts every neuron."""
+def _predict_everything(candidate: Candidate, model: ModelSpec, quantization: Quantization) -> LayerFactors:
+    """Return factors that predict every neuron."""
     nothing = encode(quantization, np.zeros((model.neurons, candidate.rank), np.float32))
     always = np.full(model.neurons, -NEVER, np.float32)
     return LayerFactors(
@@ -332,8 +352,10 @@ def _calibration(
     sides: tuple[Side, ...],
     threshold: float,
 ) -> Calibration:
-    """Of the expert's first `cut` tokens. Values are counted from the threshold: a neuron fires where they are above
-    zero."""
+    """Return the calibration data of the expert's first `cut` tokens.
+
+    Values are relative to the threshold: a neuron fires if its value is above zero.
+    """
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
@@ -350,14 +372,14 @@ def perplexity(
     texts: Sequence[ContextWindow],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Of every token but the first of each context window. progress: told how many more tokens are done."""
-    total, rated, start = 0.0, 0, 0
+    """Return the perplexity of every token but the first of each context window. progress: receives new tokens."""
+    total, logits_computed, start = 0.0, 0, 0
     for window in texts:
         logits = engine.logits(hidden[start : start + len(window) - 1]).astype(np.float64)
         start += len(window)
         top = logits.max(axis=1, keepdims=True)
         spread = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
         total += float((spread - logits[np.arange(len(logits)), np.asarray(window[1:])]).sum())
-        rated += len(logits)
+        logits_computed += len(logits)
         progress(len(window))
-    return float(np.exp(total / max(1, rated)))
+    return float(np.exp(total / max(1, logits_computed)))

@@ -1,4 +1,4 @@
-"""Logits of a token list, straight from the definition: dense, float32, one layer after the other."""
+"""Logits of a token list, directly from the definition: dense, float32, one layer after the other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class Result(NamedTuple):
-    """logits float32 [tokens, vocabulary]; fired int64 [layers * experts, neurons]: for how many tokens each fired.
+    """Logits float32 [tokens, vocabulary], and fired int64 [layers * experts, neurons]: number of tokens for which each
+    fired.
 
-    Neurons are counted in the package's order; only a package in the source's order gives frequencies for `convert`.
+    Neurons are numbered in the package's order; only a package in the source's order gives frequencies for `convert`.
     """
 
     logits: Array
@@ -42,13 +43,13 @@ UNGATED: dict[Activation, Callable[[Array], Array]] = {"relu": _relu, "relu2": l
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
-    """(x - mean) / deviation * weight + bias over the last axis."""
+    """Return (x - mean) / deviation * weight + bias over the last axis."""
     centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
     return rms_norm(centred, weight, epsilon) + bias
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """x / rms(x) * weight over the last axis."""
+    """Return x / rms(x) * weight over the last axis."""
     mean: Array = np.mean(np.square(x), axis=-1, keepdims=True, dtype=np.float32)
     normed: Array = x / np.sqrt(mean + np.float32(epsilon)) * weight
     return normed
@@ -62,22 +63,23 @@ def rotate(heads: Array, angles: Array) -> Array:
 
 
 def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Array:
-    """Causal attention [tokens, query_heads, head_width]; a key head serves query_heads/key_heads heads in a row."""
+    """Compute causal attention [tokens, query_heads, head_width]; a key head serves query_heads/key_heads heads in a
+    row."""
     tokens, query_heads, head_width = queries.shape
     group = query_heads // keys.shape[1]
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
-    seen = (distance >= 0) & ((distance < window_tokens) if window_tokens else True)
+    is_visible = (distance >= 0) & ((distance < window_tokens) if window_tokens else True)
     result = np.empty_like(queries)
     for head in range(query_heads):
         scores = queries[:, head] @ keys[:, head // group].T / np.float32(np.sqrt(head_width))
-        scores = np.where(seen, scores, -np.inf)
+        scores = np.where(is_visible, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         result[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[:, head // group]
     return result
 
 
 def expert_shares(model: ModelSpec, values: Array) -> Array:
-    """Each expert's share of each token [tokens, experts], 0 where it is not chosen, of a router's values."""
+    """Return each expert's share of each token [tokens, experts], 0 if it is not chosen, from a router's values."""
     chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
     best = np.take_along_axis(values, chosen, axis=1)
     raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
@@ -88,11 +90,13 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
 
 @frozen
 class LayerRun:
-    """One feed-forward while it is computed, a layer's or an expert's: the normed inputs of attention and feed-forward
-    [tokens, width] (of a mixture, of the tokens that chose the expert), and the latter before its norm (residual); the
-    matrices before Down, `gate` (where there is one) and `up`, [neurons, width], their values [tokens, neurons], and
-    the inner activations (zero: the neuron did not fire). ffn: number of the feed-forward, layer * experts + expert;
-    tokens: which of all tokens these are."""
+    """One feed-forward during computation, a layer's or an expert's.
+
+    ffn: layer * experts + expert; tokens: indices of the tokens (of a mixture, those that chose the expert);
+    attention_input, feed_forward_input: normed inputs [tokens, width]; residual: the latter before its norm; weights:
+    the matrices before Down, `gate` (if any) and `up`, [neurons, width]; values: their values [tokens, neurons]; inner:
+    activations, zero if the neuron did not fire.
+    """
 
     ffn: int
     layer: int
@@ -105,7 +109,7 @@ class LayerRun:
     inner: Array
 
     def read_by(self, reads: PredictorInput) -> Array:
-        """What a predictor reads that reads this."""
+        """Return the input of a predictor with this `reads`."""
         inputs = {"attention": self.attention_input, "residual": self.residual}
         return inputs.get(reads, self.feed_forward_input)
 
@@ -114,10 +118,10 @@ Mask = Callable[[LayerRun], np.ndarray]
 
 
 class ReferenceEngine:
-    """Computes with a package's decoded weights, a layer at a time.
+    """Engine that computes with a package's decoded weights, a layer at a time.
 
-    observe is shown every layer. mask, bool [tokens, neurons] of a layer, says which neurons take part: predicted mode.
-    attended: told a layer, and how many tokens have gone through its attention, text by text.
+    observe: receives every layer. mask: returns bool [tokens, neurons], the neurons of a layer that take part in
+    predicted mode. attended: receives a layer and the number of tokens that have passed its attention, text by text.
     """
 
     def __init__(
@@ -132,13 +136,15 @@ class ReferenceEngine:
         self._observe, self._mask, self._attended = observe, mask, attended
 
     def run(self, tokens: Sequence[int]) -> Result:
-        """Logits after each token of one text, from its start; and the firing counts."""
+        """Return the logits after each token of one text, from its start, and the firing counts."""
         hidden, fired = self.hidden([tokens])
         return Result(self.logits(hidden), fired)
 
     def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
-        """The residual stream after the last layer [tokens of all texts, width], every text from its own start, and the
-        firing counts int64 [layers * experts, neurons]."""
+        """Return the residual stream after the last layer [tokens of all texts, width], and the firing counts.
+
+        Every text starts at position 0. The counts are int64 [layers * experts, neurons].
+        """
         model = self._manifest.model
         for tokens in texts:
             self._check(tokens, model)
@@ -161,13 +167,13 @@ class ReferenceEngine:
                 if len(chosen):
                     ffn = layer * model.experts + expert
                     inputs = (attention_input[chosen], residual[chosen], normed[chosen])
-                    one, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
-                    change[chosen] += shares[chosen, expert, None] * one
+                    expert_change, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
+                    change[chosen] += shares[chosen, expert, None] * expert_change
             x = x + scale * change
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
-        """Logits [tokens, vocabulary] of the residual stream after the last layer."""
+        """Return logits [tokens, vocabulary] of the residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._manifest.model.tied_embeddings else "output")
         normed: Array = self._normed("output_norm", hidden) * np.float32(self._manifest.model.logit_scale)
         return normed @ output.T
@@ -203,12 +209,12 @@ class ReferenceEngine:
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 
     def _product(self, layer: int, name: str, x: Array) -> Array:
-        """Vectors [tokens, columns] times one of a layer's attention matrices: [tokens, rows]."""
+        """Return vectors [tokens, columns] times one of a layer's attention matrices: [tokens, rows]."""
         product: Array = x @ self._weights.matrix(f"layers.{layer}.{name}").T
         return product
 
     def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
-        """Queries or keys [tokens, heads, head_width] as attention compares them: normed and rotated, by the model."""
+        """Return queries or keys [tokens, heads, head_width] normed and rotated as the model requires."""
         model = self._manifest.model
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
@@ -218,7 +224,7 @@ class ReferenceEngine:
         return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
 
     def _route(self, layer: int, x: Array) -> Array:
-        """Each expert's share [tokens, experts]; 0 where it is not chosen."""
+        """Return each expert's share [tokens, experts]; 0 if it is not chosen."""
         model = self._manifest.model
         if model.experts == 1:
             return np.ones((len(x), 1), dtype=np.float32)
@@ -228,7 +234,10 @@ class ReferenceEngine:
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray
     ) -> tuple[Array, np.ndarray]:
-        """inputs: attention's, the residual stream before the norm, and the feed-forward's."""
+        """Return the change [tokens, width] and the firing counts.
+
+        inputs: attention's, the residual stream before the norm, and the feed-forward's.
+        """
         model, name = self._manifest.model, f"layers.{layer}"
         normed = inputs[-1]
         *before, down = self._weights.neurons(layer, expert)

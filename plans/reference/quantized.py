@@ -1,4 +1,4 @@
-"""Products of encoded rows and vectors with the bits of the engines: int8 activations for q8 and q4, native kernels."""
+"""Products of encoded rows and vectors, bit for bit as the engines: int8 activations for q8 and q4, native kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Vectors:
         lib.np_panel_prepare(self._kind, target, stride, self._tokens, self._n, panel)
 
     def times(self, rows: Rows) -> Array:
-        """float32 [tokens, rows] of encoded rows of n weights, on the calling thread."""
+        """Return float32 [tokens, rows], the product with encoded rows of n weights, on the calling thread."""
         count = len(rows.quants)
         quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
         result = np.empty((self._tokens, count), dtype=np.float32)
@@ -48,7 +48,7 @@ class Vectors:
 
 
 def product(quantization: Quantization, rows: Rows, vectors: Array) -> Array:
-    """float32 [tokens, rows] of vectors float32 [tokens, n] and encoded rows of n weights."""
+    """Return float32 [tokens, rows], the product of vectors float32 [tokens, n] and encoded rows of n weights."""
     prepared = Vectors(quantization, vectors)
     result = np.empty((len(vectors), len(rows.quants)), dtype=np.float32)
 

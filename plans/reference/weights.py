@@ -1,4 +1,4 @@
-"""A package's tensors as float32 arrays, found the way the services find them: by the manifest's layout."""
+"""A package's tensors as float32 arrays, located by the manifest's layout as in the services."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ Array = NDArray[np.float32]
 
 
 class PackageWeights:
-    """Decodes tensors of one package on demand; keeps none. Neurons are compared with their checksums, as the loader
-    does: UserError where they differ."""
+    """Decoder of one package's tensors on demand, without a cache.
+
+    Neurons are checked against their checksums, as in the loader. Raises UserError if they differ.
+    """
 
     def __init__(self, package: Package) -> None:
         self._package, self._manifest = package, package.manifest
@@ -24,12 +26,12 @@ class PackageWeights:
         self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
 
     def vector(self, name: str) -> Array:
-        """A float32 vector of fixed.safetensors."""
+        """Return a float32 vector of fixed.safetensors."""
         entry = self._package.fixed[name]
         return self._fixed[entry.start : entry.stop].view("<f4").astype(np.float32)
 
     def matrix(self, name: str) -> Array:
-        """A matrix of fixed.safetensors, [rows, columns]."""
+        """Return a matrix of fixed.safetensors, [rows, columns]."""
         quants = self._rows(f"{name}.quants")
         quantization = self._manifest.quantization_of(name)
         if quantization == "f16":
@@ -41,8 +43,8 @@ class PackageWeights:
         return np.asarray(self._fixed[entry.start : entry.stop].reshape(entry.shape[0], -1))
 
     def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
-        """The matrices of one layer's feed-forward, gate (where there is one), up and transposed down, each [neurons,
-        width], in the package's order."""
+        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width], in the
+        package's order."""
         manifest, layout = self._manifest, self._manifest.layout
         first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)

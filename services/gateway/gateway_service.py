@@ -14,7 +14,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from neuronpipe.plans.package.reader import Package
@@ -22,6 +21,7 @@ from neuronpipe.plans.plan.document import Plan, read_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.process_facts import private_writable_bytes
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.listener import Listener
@@ -184,10 +184,8 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
 def bounded_growth() -> Iterator[None]:
     """Meanwhile this process's own memory grows by MAX_GROWTH_BYTES at most: beyond, an allocation fails. Address space
     does not count, since each thread reserves 72 MB of it, for a stack and a heap that stay almost empty."""
-    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
-    writable_bytes = int(statm[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = writable_bytes + MAX_GROWTH_BYTES
+    wanted = private_writable_bytes() + MAX_GROWTH_BYTES
     if soft == resource.RLIM_INFINITY or soft > wanted:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
     try:

@@ -16,10 +16,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from neuronpipe.native import lib
+from neuronpipe.protocol.process_facts import private_writable_bytes
 from neuronpipe.services.untrusted.frames import HEADER, Kind, frame
 
 IDLE_S = 60
@@ -123,9 +123,8 @@ def _limit(memory_bytes: int) -> None:
     """From here on this process's private writable memory grows by so much at most, its stack excepted, which has a
     limit of its own. It writes no files, and leaves no core. RLIMIT_AS would not do: threads and allocators reserve
     addresses that they never use, and RLIMIT_DATA counts only what can be written to."""
-    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
     limits = {
-        resource.RLIMIT_DATA: data_pages * resource.getpagesize() + memory_bytes,
+        resource.RLIMIT_DATA: private_writable_bytes() + memory_bytes,
         resource.RLIMIT_STACK: MAX_STACK_BYTES,
         resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,  # of standard error, which the service reads when this has died
         resource.RLIMIT_CORE: 0,

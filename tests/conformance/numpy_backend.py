@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.predictor.thresholds import speaking
+from neuronpipe.plans.predictor.thresholds import threshold_mask
 from neuronpipe.plans.reference.engine import Array, ReferenceEngine, rms_norm, rotate
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.services.runtime.job import Job
@@ -41,7 +41,7 @@ class NumpyBackend:
         shape = (m.layers, compute.sequences, m.key_heads, 2, compute.context_tokens, m.head_width)
         self._kv = np.asarray(memory.view("kv", "kv")).view(np.float16).reshape(shape)
         self._logits = np.asarray(memory.view("exchange", "logits")).reshape(-1, m.vocabulary)
-        mask = speaking(job.package.manifest) if compute.mode == "thresholded" else None
+        mask = threshold_mask(job.package.manifest) if compute.mode == "thresholded" else None
         self._weights, self._engine = PackageWeights(job.package), ReferenceEngine(job.package, mask=mask)
 
     def compute(self, work: StepWork) -> dict[str, float]:

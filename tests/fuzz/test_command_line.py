@@ -32,7 +32,7 @@ from neuronpipe.launch.verbs import (
     throttle,
     up,
 )
-from neuronpipe.plans.device.thermal import Heat
+from neuronpipe.plans.device.thermal import ThermalState
 from neuronpipe.plans.lab.synth import gguf_counterpart
 from neuronpipe.plans.lab.synth import measured_statistics as measure
 from neuronpipe.plans.lab.synth import synthesize as make
@@ -105,7 +105,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(files, "write_graphs", begun)
         if importlib.util.find_spec("onnx") is not None:
             patch.setattr("neuronpipe.services.offload.npu.accuracy_measurement.measure", begun)
-        patch.setattr(throttle, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
+        patch.setattr(throttle, "read_thermal_state", lambda *_: ThermalState(sensors=(), clock_share=None))
         patch.setattr(throttle, "battery_status", lambda: "")
         yield
 

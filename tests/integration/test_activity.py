@@ -121,7 +121,7 @@ def test_texts_that_cannot_be_measured_on_are_refused(shell: Shell, demo: Path, 
     for content, wanted in (
         (b"", "0 tokens; profiling needs 512 or more"),
         (b"few words", "tokens; profiling needs 512 or more"),
-        (b"\x00" * 5000, "has zero bytes, so it is no text"),
+        (b"\x00" * 5000, "has zero bytes, so it is not a text"),
         (b"\xff\xfe" * 5000, "is no UTF-8 text: invalid start byte at byte 0"),
     ):
         file.write_bytes(content)

@@ -18,14 +18,14 @@ from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     AcceleratorProfile,
     Copy,
-    HeldPoint,
-    InRun,
     Launch,
-    Visit,
+    LayerCall,
+    OffloadedPoint,
+    RunOverhead,
 )
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import parse_profile
-from neuronpipe.plans.device.profile_difference import difference
+from neuronpipe.plans.device.profile_difference import compare_profiles
 from neuronpipe.protocol.errors import UserError
 
 from tests.opencl import require_opencl
@@ -56,18 +56,18 @@ def accelerator(**changes: Any) -> AcceleratorProfile:
             Copy(back=True, copy_bytes=4 * KIB, bytes_per_s=figure(0.5 * GB)),
         ),
         visits=(
-            Visit(texts=1, routed=False, us=figure(50)),
-            Visit(texts=4, routed=False, us=figure(80)),
-            Visit(texts=1, routed=True, us=figure(90)),
+            LayerCall(texts=1, routed=False, us=figure(50)),
+            LayerCall(texts=4, routed=False, us=figure(80)),
+            LayerCall(texts=1, routed=True, us=figure(90)),
         ),
         held=tuple(
-            HeldPoint(
+            OffloadedPoint(
                 kind="exact", share=share, texts=texts, bytes_per_s=figure(100 * GB * texts**0.5 * factor), **place
             )
             for share, factor in ((0.1, 1.0), (0.5, 2.0))
             for texts in (1, 4)
         ),
-        in_runs=(InRun(mode="exact", us=figure(25)),),
+        in_runs=(RunOverhead(mode="exact", us=figure(25)),),
     )
     return dataclasses.replace(made, **changes)
 
@@ -75,17 +75,17 @@ def accelerator(**changes: Any) -> AcceleratorProfile:
 def test_between_its_points_are_lines() -> None:
     one = accelerator()
     q4: dict[str, Any] = {"quantization": "q4", "row_weights": 4096}
-    assert one.held_bytes_per_s("exact", 1, 0.1, **q4) == pytest.approx(100 * GB)
-    assert one.held_bytes_per_s("exact", 2, 0.1, **q4) == pytest.approx(100 * GB * 2**0.5)
-    assert one.held_bytes_per_s("exact", 9, 0.9, **q4) == pytest.approx(400 * GB)
-    with pytest.raises(KeyError, match="held blocks of q8"):
-        one.held_bytes_per_s("exact", 1, 0.1, quantization="q8", row_weights=4096)
-    assert one.visit_us(1, routed=False) == pytest.approx(50)
-    assert one.visit_us(2, routed=False) == pytest.approx((50 * 80) ** 0.5)
-    assert one.visit_us(4, routed=True) == pytest.approx(90)
+    assert one.offloaded_bytes_per_s("exact", 1, 0.1, **q4) == pytest.approx(100 * GB)
+    assert one.offloaded_bytes_per_s("exact", 2, 0.1, **q4) == pytest.approx(100 * GB * 2**0.5)
+    assert one.offloaded_bytes_per_s("exact", 9, 0.9, **q4) == pytest.approx(400 * GB)
+    with pytest.raises(KeyError, match="offloaded blocks of q8"):
+        one.offloaded_bytes_per_s("exact", 1, 0.1, quantization="q8", row_weights=4096)
+    assert one.layer_call_us(1, routed=False) == pytest.approx(50)
+    assert one.layer_call_us(2, routed=False) == pytest.approx((50 * 80) ** 0.5)
+    assert one.layer_call_us(4, routed=True) == pytest.approx(90)
     assert one.copy_us(4 * KIB, back=False) == 0, "a visit has the smallest copies already"
     assert one.copy_us(64 * KIB, back=False) == pytest.approx(20)
-    assert (one.in_run_us("exact"), one.in_run_us("predicted")) == (25, 0)
+    assert (one.run_overhead_us("exact"), one.run_overhead_us("predicted")) == (25, 0)
     assert one.copy_us(1 << 20, back=True) == pytest.approx(1e6 * ((1 << 20) - 4096) / (0.5 * GB))
 
 
@@ -124,10 +124,12 @@ def test_copies_go_both_ways() -> None:
 def test_figures_of_another_device_are_other_figures() -> None:
     one = profile(accelerator=accelerator())
     slower = accelerator(launches=(Launch(us=figure(20)),))
-    (change,) = [change for change in difference(one, profile(accelerator=slower)).changes if change.beyond_spread]
+    (change,) = [
+        change for change in compare_profiles(one, profile(accelerator=slower)).changes if change.beyond_spread
+    ]
     assert change.what == "accelerator.launches: device Fast GPU (us)"
     assert not change.better
-    other = difference(one, profile(accelerator=accelerator(name="Other GPU")))
+    other = compare_profiles(one, profile(accelerator=accelerator(name="Other GPU")))
     assert len(other.missing) == len(other.added) == 1 + 3 + 3 + 4 + 1
     assert any(name.startswith("accelerator.held: device Other GPU, kind exact") for name in other.added)
 
@@ -135,9 +137,10 @@ def test_figures_of_another_device_are_other_figures() -> None:
 def test_the_page_and_the_picture_show_it() -> None:
     page = render(profile(accelerator=accelerator(is_processor=True)))
     assert "accelerator Fast GPU by opencl, 8.00 GiB of its own, which computes on this processor's cores" in page
-    assert "exact, 10%, 4 texts" in page
+    assert "exact, 10%, 4 sequences" in page
     assert (
-        "a layer's call besides: 50, 80 us with 1, 2, ... texts, of a mixture 90 us; the smallest kernel: 10 us" in page
+        "a layer's call besides: 50, 80 us with 1, 2, ... sequences, of a mixture 90 us; the smallest kernel: 10 us"
+        in page
     )
     assert "a layer in a run besides: 25 us exact" in page
     assert "accelerator, q4 rows of 4096" in draw(profile(accelerator=accelerator()))

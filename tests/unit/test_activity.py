@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from neuronpipe.native import lib
 from neuronpipe.plans.activity.expert_prediction import guessed_experts
-from neuronpipe.plans.activity.recorded_profile import Measured, measure
-from neuronpipe.plans.activity.recording import NOBODY, RecordingFolder, token_record
+from neuronpipe.plans.activity.recorded_profile import MeasuredProfile, measure
+from neuronpipe.plans.activity.recording import NO_EXPERT, RecordingFolder, token_record
 from neuronpipe.plans.activity.reorder import reorder
-from neuronpipe.plans.activity.stored_profile import keep
+from neuronpipe.plans.activity.stored_profile import add_profile
 from neuronpipe.plans.cost.activation_rates import HOTTEST, rates
 from neuronpipe.plans.inspect import describe, profile_lines, render
 from neuronpipe.plans.package.activity_profile import ALWAYS, BATCHES, POLICIES, interpolated, neuron_bin_ends
@@ -53,11 +53,11 @@ def flags_of(package: Package, windows: Sequence[Sequence[int]]) -> list[list[Fl
     return [list(flags[a:b]) for a, b in itertools.pairwise(starts)]
 
 
-def measured(package: Package, windows: Sequence[Sequence[int]] = WINDOWS) -> Measured:
+def measured(package: Package, windows: Sequence[Sequence[int]] = WINDOWS) -> MeasuredProfile:
     with RecordingFolder(package, "exact", windows) as folder:
         for window in flags_of(package, windows)[folder.windows_done :]:
             folder.add([token_record(token, package.manifest.model, "exact") for token in window])
-        made = measure(package.manifest, folder.recorded(), "exact", "a text")
+        made = measure(package.manifest, folder.open_recording(), "exact", "a text")
         folder.remove()
     return made
 
@@ -76,7 +76,7 @@ def mixture(tmp_path: Path) -> Package:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package with a profile, for copies."""
     package = write_package(tmp_path_factory.mktemp("kept") / "p", SPECS["gated layer norm"], "q8")
-    return keep(package, measured(package)).path
+    return add_profile(package, measured(package)).path
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_an_interrupted_recording_goes_on_after_its_last_whole_text(package: Pac
         assert folder.windows_done == 1
         for window in records[1:]:
             folder.add(window)
-        tokens = folder.recorded().tokens
+        tokens = folder.open_recording().tokens
         assert len(tokens) == sum(map(len, WINDOWS))
         assert tokens["wanted"].tobytes() == np.stack([t for w in records for t in w])["wanted"].tobytes()
 
@@ -162,7 +162,7 @@ def test_frequencies_are_those_of_the_text(kind: str, request: pytest.FixtureReq
     model = package.manifest.model
     flags = np.concatenate([np.stack(window) for window in flags_of(package, WINDOWS)])[:, :, : model.neurons]
     wanted = (flags & lib.NP_FIRED) != 0
-    made = keep(package, measured(package))
+    made = add_profile(package, measured(package))
     for batch in BATCHES:
         each = len(wanted) // batch
         union = np.logical_or.reduce([wanted[part * each : (part + 1) * each] for part in range(batch)])
@@ -242,12 +242,12 @@ def test_experts_that_follow_nothing_are_guessed_no_better_than_by_frequency() -
 
 def test_experts_nobody_looked_at_are_not_counted() -> None:
     chosen = choices(400, 16, follow=True)
-    chosen[:, :, 1] = NOBODY
+    chosen[:, :, 1] = NO_EXPERT
     assert guessed_experts(chosen, 16)[1][1:] == (1.0, 1.0)
 
 
 def test_what_a_mixtures_layers_tell_is_kept_and_shown(mixture: Package, package: Package) -> None:
-    made = keep(mixture, measured(mixture))
+    made = add_profile(mixture, measured(mixture))
     (profile,) = made.manifest.profiles
     assert len(profile.experts_by_frequency) == len(profile.experts_by_layer_before) == made.manifest.model.layers
     assert "a token's experts that as many guesses find" in "\n".join(profile_lines(describe(made)["profiles"]))
@@ -256,9 +256,9 @@ def test_what_a_mixtures_layers_tell_is_kept_and_shown(mixture: Package, package
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 def test_the_profile_is_kept_replaced_and_shown(package: Package) -> None:
-    made = keep(package, measured(package))
+    made = add_profile(package, measured(package))
     assert made.manifest.id != package.manifest.id
-    again = keep(made, measured(made, WINDOWS[:2]))
+    again = add_profile(made, measured(made, WINDOWS[:2]))
     assert [(one.mode, one.tokens) for one in again.manifest.profiles] == [("exact", 70)]
     again.verify_fixed()
     assert Package.open(again.path).manifest == again.manifest
@@ -272,7 +272,7 @@ def test_profiles_of_two_modes_stand_side_by_side(package: Package) -> None:
     half = replace(exact, profile=replace(exact.profile, mode="predicted", tokens=7))
     half.frequencies.neurons[:] /= 2
     whole = measured(package)
-    made = keep(keep(package, half), whole)
+    made = add_profile(add_profile(package, half), whole)
     assert [one.mode for one in made.manifest.profiles] == ["exact", "predicted"]
     both = [np.frombuffer(made.activity.neurons(mode, 1, 1, 0), "<u2") for mode in ("exact", "predicted")]  # type: ignore[arg-type]
     np.testing.assert_allclose(both[0] / 2, both[1], atol=1)
@@ -282,10 +282,10 @@ def test_profiles_of_two_modes_stand_side_by_side(package: Package) -> None:
 def test_a_new_predictor_makes_the_profile_of_predicted_mode_void(tmp_path: Path) -> None:
     package, _ = give_predictor(write_package(tmp_path / "p", SPECS["gated layer norm"], "q8"), WINDOWS[0])
     exact = measured(package)
-    package = keep(package, replace(exact, profile=replace(exact.profile, mode="predicted")))
+    package = add_profile(package, replace(exact, profile=replace(exact.profile, mode="predicted")))
     fitted = profile(package, Texts(WINDOWS * 8, WINDOWS), rank=32).package
     assert (fitted.manifest.profiles, (fitted.path / "activity.bin").exists()) == ((), False)
-    both = keep(keep(fitted, exact), replace(exact, profile=replace(exact.profile, mode="predicted")))
+    both = add_profile(add_profile(fitted, exact), replace(exact, profile=replace(exact.profile, mode="predicted")))
     fitted = profile(both, Texts(WINDOWS * 8, WINDOWS), rank=32).package
     assert fitted.manifest.profiles == (exact.profile,)
     fitted.verify_fixed()
@@ -333,7 +333,7 @@ def test_a_damaged_file_is_refused_when_it_is_read(profiled: Package) -> None:
 
 
 def test_a_plan_uses_the_packages_own_curve(package: Package) -> None:
-    made = keep(package, measured(package))
+    made = add_profile(package, measured(package))
     (profile,) = made.manifest.profiles
     assert rates(package.manifest, "exact").curve == HOTTEST
     own = rates(replace(made.manifest, layout=replace(made.manifest.layout, neuron_order="frequency")), "exact")
@@ -349,7 +349,7 @@ def test_a_reordered_package_computes_the_same(spec: str, tmp_path: Path) -> Non
     text = list(range(50, 90))
     package = write_package(tmp_path / "p", SPECS[spec], "q8" if "odd" not in spec else "f16")
     before = ReferenceEngine(package).run(text).logits
-    package = keep(package, measured(package))
+    package = add_profile(package, measured(package))
     made = reorder(package, lambda done, all_: None)
     assert made.manifest.layout.neuron_order == "frequency"
     assert made.manifest.id != package.manifest.id
@@ -365,8 +365,8 @@ def test_a_reordered_package_computes_the_same(spec: str, tmp_path: Path) -> Non
 
 
 def test_a_reordered_packages_frequencies_are_those_it_has_now(package: Package) -> None:
-    made = reorder(keep(package, measured(package)), lambda done, all_: None)
-    now = keep(made, measured(made))
+    made = reorder(add_profile(package, measured(package)), lambda done, all_: None)
+    now = add_profile(made, measured(made))
     for layer in range(package.manifest.model.layers):
         first, second = (
             np.frombuffer(one.activity.neurons("exact", 4, layer, 0), "<u2").astype(int) for one in (made, now)
@@ -378,7 +378,7 @@ def test_a_reordered_packages_frequencies_are_those_it_has_now(package: Package)
 def test_predictor_rows_follow_their_neurons(tmp_path: Path) -> None:
     text = list(range(50, 90))
     package, before = give_predictor(write_package(tmp_path / "p", SPECS["turbosparse"], "q8"), text)
-    made = reorder(keep(package, measured(package)), lambda done, all_: None)
+    made = reorder(add_profile(package, measured(package)), lambda done, all_: None)
     after = ReferenceEngine(made, mask=StoredPredictor(made).mask).run(text).logits
     np.testing.assert_allclose(after, before, atol=1e-3 * np.abs(before).max())
 
@@ -386,7 +386,7 @@ def test_predictor_rows_follow_their_neurons(tmp_path: Path) -> None:
 def test_what_a_cache_misses_of_clusters_is_forgotten_where_they_have_other_neurons(tmp_path: Path) -> None:
     package = write_package(tmp_path / "p", SPECS["turbosparse"], "q8")
     assert package.manifest.layout.cluster_neurons > 1
-    made = reorder(keep(package, measured(package)), lambda done, all_: None)
+    made = reorder(add_profile(package, measured(package)), lambda done, all_: None)
     misses = made.manifest.profiles[0].misses
     assert misses is not None
     assert set(misses) == {"expert"}

@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.activity.powerinfer_statistics import MAX_STORAGE_BYTES, import_activity, read_counts
 from neuronpipe.plans.activity.reorder import reorder
-from neuronpipe.plans.activity.stored_profile import keep
+from neuronpipe.plans.activity.stored_profile import add_profile
 from neuronpipe.plans.package.activity_profile import ALWAYS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
@@ -80,7 +80,7 @@ def test_counts_of_every_kind_of_number_are_read(dtype: str, tmp_path: Path) -> 
 def test_frequencies_are_counts_by_tokens_and_the_package_can_be_reordered_by_them(
     package: Package, folder: Path
 ) -> None:
-    made = keep(package, import_activity(package, folder, 1000))
+    made = add_profile(package, import_activity(package, folder, 1000))
     (profile,) = made.manifest.profiles
     assert (profile.source, profile.tokens, profile.text, profile.misses) == ("powerinfer", 1000, "activation", None)
     for layer in range(made.manifest.model.layers):

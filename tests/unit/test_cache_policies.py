@@ -61,7 +61,7 @@ def test_the_hand_spares_what_was_looked_up_and_takes_a_guess_that_was_not() -> 
 
 
 def test_the_hand_counts_uses_and_keeps_what_has_more_of_them() -> None:
-    clock = Clock(ORDER, 4, most_uses=7)
+    clock = Clock(ORDER, 4, max_uses=7)
     for wanted in ({0, 1, 2, 3}, {10}, {1}, {11}, {1}, {12}):  # every other step is a miss: the hand moves
         clock.step(ids(wanted))
     assert 1 in np.flatnonzero(clock.resident)  # used three times

@@ -29,11 +29,11 @@ from neuronpipe.plans.measure.cached_profile import (
     MAX_AGE_DAYS,
     MAX_TRIES,
     RETRY_S,
-    Kept,
-    keep,
-    kept_or_measured,
+    CachedMeasurement,
+    cache_measurement,
+    cached_or_measured,
 )
-from neuronpipe.plans.measure.machine_load import Busyness
+from neuronpipe.plans.measure.machine_load import MachineLoad
 
 from tests.unit.test_device_profile import profile
 
@@ -73,7 +73,7 @@ class Starts:
             self.measured += 1
             return finds
 
-        return kept_or_measured(self.file, "flash", FlashCurve, measure, self.said.append)
+        return cached_or_measured(self.file, "flash", FlashCurve, measure, self.said.append)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_date_that_lies_ahead_is_no_reason_to_keep_figures(starts: Starts) -> 
 
 def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) -> None:
     full = curve(1e8, sizes=(4096, 65536, 1 << 20))
-    keep(starts.file, full)
+    cache_measurement(starts.file, full)
     starts.now = START + (MAX_AGE_DAYS + 1) * DAY_S
     assert starts.start(SAME) == full
     assert starts.start(BETTER, (MAX_AGE_DAYS + 1) * DAY_S) == BETTER
@@ -167,9 +167,9 @@ def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) 
 
 def test_the_doctors_measurement_is_kept_unless_it_is_the_doubtful_one(starts: Starts) -> None:
     starts.start(BUSY)
-    keep(starts.file, WORSE)
+    cache_measurement(starts.file, WORSE)
     assert starts.start(GOOD) == WORSE
-    keep(starts.file, curve(1e7, busy=0.5))
+    cache_measurement(starts.file, curve(1e7, busy=0.5))
     assert starts.start(GOOD) == WORSE
     assert starts.measured == 1
 
@@ -217,14 +217,16 @@ def test_a_record_with_one_wrong_field_is_measured_over(starts: Starts, path: st
 
 def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
     found = memory(4.7e9)
-    keep(tmp_path / "memory.json", found)
-    assert kept_or_measured(tmp_path / "memory.json", "memory", DeviceProfile, lambda: None, lambda line: None) == found
+    cache_measurement(tmp_path / "memory.json", found)
+    assert (
+        cached_or_measured(tmp_path / "memory.json", "memory", DeviceProfile, lambda: None, lambda line: None) == found
+    )
 
 
 def test_memory_and_flash_are_compared_by_the_figures_that_both_have() -> None:
-    record = Kept(measured=memory(4.7e9, busy=0.6), taken_at=START)
+    record = CachedMeasurement(measured=memory(4.7e9, busy=0.6), taken_at=START)
     assert record.followed_by(memory(14.4e9), START).measured == memory(14.4e9)
-    assert kept.shown(memory(14.4e9)) == "14.4 GB/s"
+    assert kept.best_speed(memory(14.4e9)) == "14.4 GB/s"
 
 
 # ---- how steady a measurement is ---------------------------------------------------------------------------------
@@ -238,14 +240,14 @@ def test_a_flash_point_is_the_median_of_repetitions_that_are_spread_over_time() 
         return 1.0 if len(calls) in (2, 3) else 100.0 * size  # something disturbs two neighbours in time
 
     points = ((4, 1), (8, 1), (64, 1))
-    windows = flash.repeated(points, measure_point)
+    windows = flash.repeat_points(points, measure_point)
     assert calls[:6] == [*points, *points]
     assert [statistics.median(windows[point]) for point in points] == [400.0, 800.0, 6400.0]
 
 
 def test_a_point_whose_repetitions_lie_apart_is_measured_until_it_is_steady() -> None:
     drawn: Iterator[float] = iter([100.0, 50.0, 10.0, 96.0, 101.0, 104.0])
-    windows = flash.repeated(((4, 1), (8, 1)), lambda size, depth: next(drawn) if size == 4 else 200.0)
+    windows = flash.repeat_points(((4, 1), (8, 1)), lambda size, depth: next(drawn) if size == 4 else 200.0)
     assert len(windows[8, 1]) == flash.ROUNDS
     assert statistics.median(windows[4, 1]) == 96.0
     assert list(drawn) == [104.0]
@@ -261,7 +263,7 @@ def test_a_curve_that_falls_with_larger_or_more_reads_is_measured_again(slower: 
         disturbed = (size, depth) == slower and turns[slower] <= 2
         return 30.0 if disturbed else 100.0 + size + depth
 
-    windows = flash.repeated(tuple(turns), measure_point)
+    windows = flash.repeat_points(tuple(turns), measure_point)
     assert statistics.median(windows[slower]) == 100.0 + sum(slower)
     assert turns[4, 32] > flash.ROUNDS  # either of the two may be the wrong one
 
@@ -277,26 +279,26 @@ def written(root: Path, stat: str, pressure: str = "") -> Path:
 
 
 def test_what_others_and_other_machines_took_counts_as_busy(tmp_path: Path) -> None:
-    busy = Busyness(written(tmp_path, "cpu  1000 0 1000 8000 0 0 0 0 0 0\n", "some avg10=12.50 avg60=0.00 total=1"))
+    busy = MachineLoad(written(tmp_path, "cpu  1000 0 1000 8000 0 0 0 0 0 0\n", "some avg10=12.50 avg60=0.00 total=1"))
     written(tmp_path, "cpu  1100 100 1100 8500 50 40 10 100 0 0\n")
-    assert busy.processors() == pytest.approx(0.4, abs=0.02)
-    assert busy.storage() == 0.125
+    assert busy.processor_share() == pytest.approx(0.4, abs=0.02)
+    assert busy.storage_share() == 0.125
 
 
 @pytest.mark.parametrize("stat", ["", "cpu 1 2 3\n", "intr 1\n", "cpu  1000 0 1000 8000 0 0 0 0 0 0\n"])
 def test_what_cannot_be_read_counts_as_quiet(tmp_path: Path, stat: str) -> None:
-    busy = Busyness(written(tmp_path, stat, "nonsense"))
-    assert (busy.processors(), busy.storage()) == (0.0, 0.0)
+    busy = MachineLoad(written(tmp_path, stat, "nonsense"))
+    assert (busy.processor_share(), busy.storage_share()) == (0.0, 0.0)
 
 
 def test_what_this_process_takes_itself_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
-    busy = Busyness(written(tmp_path, "cpu  1000 0 1000 8000 0 0 0 0 0 0\n"))
+    busy = MachineLoad(written(tmp_path, "cpu  1000 0 1000 8000 0 0 0 0 0 0\n"))
     own = os.times()
     used = os.times_result((own.user + 100 / ticks, own.system, own.children_user, own.children_system, 0))
     monkeypatch.setattr(os, "times", lambda: used)
     written(tmp_path, "cpu  1100 0 1000 8100 0 0 0 0 0 0\n")
-    assert busy.processors() == pytest.approx(0.0, abs=0.02)
+    assert busy.processor_share() == pytest.approx(0.0, abs=0.02)
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
@@ -308,9 +310,9 @@ class Machine:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.speed, self.busy, hours = memory(4.7e9), 0.8, itertools.count()
         patch.setattr(probe, "measure_memory", lambda *_, **__: dataclasses.replace(self.speed, busy=self.busy))
-        patch.setattr(probe, "measure", lambda *_, **__: GOOD)
-        patch.setattr(Busyness, "processors", lambda _: self.busy)
-        patch.setattr(Busyness, "storage", lambda _: 0.0)
+        patch.setattr(probe, "measure_curve", lambda *_, **__: GOOD)
+        patch.setattr(MachineLoad, "processor_share", lambda _: self.busy)
+        patch.setattr(MachineLoad, "storage_share", lambda _: 0.0)
         patch.setattr(kept, "time", SimpleNamespace(time=lambda: START + 3600 * next(hours)))
 
     def grows_quiet(self) -> None:

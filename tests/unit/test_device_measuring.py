@@ -13,11 +13,11 @@ import pytest
 from neuronpipe.native import ffi
 from neuronpipe.plans.device.measured_points import CoreClass
 from neuronpipe.plans.device.profile import parse_profile
-from neuronpipe.plans.measure import benchmark_processes as crew
+from neuronpipe.plans.measure import benchmark_processes
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import machine_load as busy
-from neuronpipe.plans.measure.benchmark_processes import Member, measured_together
-from neuronpipe.plans.measure.benchmark_slots import Neurons, largest_cache_bytes, make_arena
+from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measure_together
+from neuronpipe.plans.measure.benchmark_slots import Neurons, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.device_measurement import Effort, measure_flash, measure_profile
 from neuronpipe.plans.measure.flash_reads import read_cases
 from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases
@@ -27,34 +27,34 @@ from neuronpipe.protocol.errors import UserError
 MIB = 1 << 20
 
 
-def test_a_crew_measures_in_step_and_on_its_cores() -> None:
-    def work(member: Member) -> Iterator[Sequence[float]]:
+def test_benchmark_processes_measure_in_step_and_on_its_cores() -> None:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         for turn in range(3):
             member.meet()
             yield [turn, member.index, float(os.sched_getaffinity(0) == {member.core})]
 
     core = min(os.sched_getaffinity(0))
-    assert list(measured_together([core, core], work)) == [[[n, 0, 1.0], [n, 1, 1.0]] for n in range(3)]
+    assert list(measure_together([core, core], work)) == [[[n, 0, 1.0], [n, 1, 1.0]] for n in range(3)]
 
 
-def test_whoever_waits_for_a_crew_hears_of_each_measurement_and_that_time_passes(
+def test_whoever_waits_for_benchmark_processes_hears_of_each_measurement_and_that_time_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "PASSES_S", 0.01)
+    monkeypatch.setattr(benchmark_processes, "HEARTBEAT_S", 0.01)
     told: list[int] = []
 
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         yield [1.0]
         time.sleep(0.2)
         yield [2.0]
 
-    assert list(measured_together([None], work, told.append)) == [[[1.0]], [[2.0]]]
+    assert list(measure_together([None], work, told.append)) == [[[1.0]], [[2.0]]]
     assert sum(told) == 2
     assert told[-2:] == [0, 1]
 
 
 def test_a_member_that_fails_ends_the_measurement_with_what_it_said() -> None:
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         yield [1.0]
         if member.index == 1:
             raise UserError("bundles.bin: reading failed")
@@ -62,11 +62,11 @@ def test_a_member_that_fails_ends_the_measurement_with_what_it_said() -> None:
         yield [2.0]
 
     with pytest.raises(UserError, match=r"bundles.bin: reading failed; close other programs"):
-        list(measured_together([None, None], work))
+        list(measure_together([None, None], work))
 
 
 def test_a_member_that_is_killed_does_not_hang_the_others() -> None:
-    def work(member: Member) -> Iterator[Sequence[float]]:
+    def work(member: BenchmarkProcess) -> Iterator[Sequence[float]]:
         if member.index == 1:
             os.kill(os.getpid(), 9)
         member.meet()
@@ -74,7 +74,7 @@ def test_a_member_that_is_killed_does_not_hang_the_others() -> None:
 
     started = time.monotonic()
     with pytest.raises(UserError, match="was killed"):
-        list(measured_together([None, None], work))
+        list(measure_together([None, None], work))
     assert time.monotonic() - started < 10
 
 
@@ -85,10 +85,10 @@ def test_processes_that_measured_for_us_do_not_count_as_others(tmp_path: Path, m
     monkeypatch.setattr(busy.os, "times", lambda: times[0])
     stat = tmp_path / "proc/stat"
     stat.write_text("cpu 0 0 0 0 0 0 0 0\n")
-    looked = busy.Busyness(tmp_path)
+    looked = busy.MachineLoad(tmp_path)
     stat.write_text(f"cpu {8 * ticks} 0 0 {2 * ticks} 0 0 0 0\n")
     times.pop(0)
-    assert looked.processors() == pytest.approx(0.1)  # of 10 s, 8 were used, 7 of them by us
+    assert looked.processor_share() == pytest.approx(0.1)  # of 10 s, 8 were used, 7 of them by us
 
 
 def test_rows_lie_where_a_package_has_them() -> None:
@@ -111,26 +111,26 @@ def test_rows_lie_where_a_package_has_them() -> None:
 
 def test_the_turns_of_a_share_have_every_neuron_once() -> None:
     neurons = Neurons("q8", 2048, 1 << 40, 16 * MIB)
-    turns = [neurons.some_of(0, 0.1, turn) for turn in range(10)]
+    turns = [neurons.sample_block(0, 0.1, turn) for turn in range(10)]
     assert all(turn == sorted(turn) for turn in turns)
     chosen = [neuron for turn in turns for neuron in turn]
     assert len(chosen) == len(set(chosen))
     assert len(chosen) >= 0.97 * neurons.block_neurons
 
 
-def test_the_arena_is_larger_than_the_caches_where_memory_allows(tmp_path: Path) -> None:
+def test_benchmark_memory_is_larger_than_the_caches_where_memory_allows(tmp_path: Path) -> None:
     for index, text in enumerate(("32K", "1024K", "128M", "nonsense")):
         folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
         folder.mkdir(parents=True)
         (folder / "size").write_text(text + "\n")
     assert largest_cache_bytes(tmp_path) == 128 * MIB
     assert largest_cache_bytes(tmp_path / "none") == 0
-    arena = make_arena(16 * 100 * MIB, 128 * MIB, 2)
-    assert arena is not None
-    assert len(arena.memory) == 64 * MIB  # no more than a sixteenth of what is available
-    assert arena.memory[:1] == arena.memory[-1:] == b"\x11"
-    assert make_arena(16 * 63 * MIB, 0, 1) is None
-    assert make_arena(16 * 64 * MIB, 0, 8) is None
+    memory = allocate_benchmark_memory(16 * 100 * MIB, 128 * MIB, 2)
+    assert memory is not None
+    assert len(memory.mapping) == 64 * MIB  # no more than a sixteenth of what is available
+    assert memory.mapping[:1] == memory.mapping[-1:] == b"\x11"
+    assert allocate_benchmark_memory(16 * 63 * MIB, 0, 1) is None
+    assert allocate_benchmark_memory(16 * 64 * MIB, 0, 8) is None
 
 
 def test_flash_is_measured_by_range_order_and_class_as_far_as_the_file_goes() -> None:

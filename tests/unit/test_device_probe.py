@@ -21,7 +21,7 @@ from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.measure import flash_reads as flash
 from neuronpipe.plans.measure import memory_bandwidth as memory
 from neuronpipe.plans.measure.brief_measurement import measure_briefly
-from neuronpipe.plans.measure.flash_reads import measure
+from neuronpipe.plans.measure.flash_reads import measure_curve
 from neuronpipe.plans.measure.kernel_speed import kernel_cases
 from neuronpipe.plans.measure.probe import _kernel_cases, file_system, probe, profile_path, this_device
 from neuronpipe.plans.package.reader import Package
@@ -98,7 +98,7 @@ def test_without_a_home_a_probe_measures_and_keeps_nothing(
 def test_a_small_file_says_nothing_about_flash(tmp_path: Path) -> None:
     small = tmp_path / "bundles.bin"
     small.write_bytes(bytes(flash.MIN_FILE_BYTES - 1))
-    assert measure(small, brief=True) is None
+    assert measure_curve(small, brief=True) is None
 
 
 def test_the_memory_probe_reads_what_it_says_and_refuses_the_rest() -> None:
@@ -160,7 +160,7 @@ def test_a_brief_curve_tells_large_reads_from_small_ones_at_every_depth_a_plan_m
 
 
 def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Path) -> None:
-    curve = measure(package / "bundles.bin", brief=False)
+    curve = measure_curve(package / "bundles.bin", brief=False)
     assert curve is not None
     assert max(point.request_bytes for point in curve.points) == (2 << 20) // flash.MIN_PLACES
 
@@ -170,7 +170,7 @@ def test_a_file_in_memory_is_said_to_be_read_without_direct_io() -> None:
     file = os.memfd_create("bundles")
     try:
         os.write(file, bytes(2 << 20))
-        curve = measure(Path(f"/proc/self/fd/{file}"), brief=True)
+        curve = measure_curve(Path(f"/proc/self/fd/{file}"), brief=True)
     finally:
         os.close(file)
     assert curve is not None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from neuronpipe.launch.profile.steps import LEAST_US, _Reading
+from neuronpipe.launch.profile.steps import MIN_US, _Reading
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, backlog, queued_read_time
 from neuronpipe.plans.cost.token_time import decode_reads
@@ -144,9 +144,9 @@ def test_while_workers_wait_reading_takes_nothing_from_them() -> None:
 
 def test_a_read_that_is_not_late_in_a_run_makes_a_profile_all_the_same() -> None:
     """6e-9 us were found of it once, which a profile refuses."""
-    delay = ReadDelay(together=False, workers=2, us=Figure.of([LEAST_US]))
+    delay = ReadDelay(together=False, workers=2, us=Figure.of([MIN_US]))
     measured = dataclasses.replace(profile(), read_delays=(delay,))
-    assert measured.read_delay_us(2, together=False) == pytest.approx(LEAST_US)
+    assert measured.read_delay_us(2, together=False) == pytest.approx(MIN_US)
 
 
 # ---- what a run's rows say of reads (launch/profile/steps.py) --------------------------------------------------------
@@ -176,14 +176,21 @@ def test_reads_in_a_run_take_as_many_times_the_processor_time_as_its_loader_took
 def test_what_a_run_waited_for_reads_gives_their_delay_back() -> None:
     here: Any = dataclasses.replace(device(memory_bytes=8 * GIB), profile=profile(), memory_speed=SPEED)
     one = reading(64, 0.0, 1.0)
-    known = one.made.compute, one.made.memory, one.made.flash, here.flash, here.memory_speed, here.profile
+    known = (
+        one.plan_document.compute,
+        one.plan_document.memory,
+        one.plan_document.flash,
+        here.flash,
+        here.memory_speed,
+        here.profile,
+    )
     waiting, named = decode_reads(M, rates(M, "exact"), *known, tokens=TOKENS // 2)
     waited_ms = waiting.exposed_ms(dataclasses.replace(named, reads=64, read_bytes=64 * 8192), 0.25)
     assert waited_ms is not None
     (found,) = reading(64, waited_ms / 20, 1.0).delays(here)
     assert (found.together, found.workers, found.us.median) == (False, 2, pytest.approx(250, rel=1e-3))
     (none,) = one.delays(here)
-    assert none.us.median == pytest.approx(LEAST_US), "nothing was waited for"
+    assert none.us.median == pytest.approx(MIN_US), "nothing was waited for"
 
 
 def test_too_few_reads_say_nothing() -> None:

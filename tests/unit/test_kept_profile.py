@@ -17,7 +17,7 @@ from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.measure import probe
-from neuronpipe.plans.measure.cached_profile import keep_profile, kept_profile
+from neuronpipe.plans.measure.cached_profile import cache_profile, usable_profile
 from neuronpipe.plans.planner.device_facts import device_facts
 
 from tests.unit.test_device_profile import DAY_S, GIB, KIB, changed, figure, profile
@@ -37,13 +37,13 @@ def kept(package: Path, **changes: Any) -> Path:
     device = probe.this_device()
     path = probe.profile_path(device, package)
     path.unlink(missing_ok=True)
-    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes)) is None
+    assert cache_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes)) is None
     return path
 
 
 def test_a_start_uses_the_profile_instead_of_its_brief_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept(package)
-    for name in ("measure", "measure_memory"):
+    for name in ("measure_curve", "measure_memory"):
         monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
     device = probe.probe(package)
     assert device.profile is not None
@@ -89,6 +89,7 @@ def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
     [
         ("{", "not valid JSON"),
         ('{"version": 9}', "field 'version': 9"),
+        (changed(version=4).decode(), "field 'version': 4, but this program reads 5; measure again"),
         (changed(busy=7).decode(), "busy 7.0 is outside"),
     ],
 )
@@ -108,9 +109,9 @@ def test_a_damaged_profile_is_passed_over_and_said_with_what_to_do(package: Path
 def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:
     path = kept(package)
     busy = profile(device_id=probe.this_device().id, taken_at=time.time(), busy=0.6)
-    assert "60% busy" in str(keep_profile(path, busy))
-    assert kept_profile(path, busy.device_id, (2, "big"), print) is not None
-    assert keep_profile(path, dataclasses.replace(busy, busy=0.01)) is None
+    assert "60% busy" in str(cache_profile(path, busy))
+    assert usable_profile(path, busy.device_id, (2, "big"), print) is not None
+    assert cache_profile(path, dataclasses.replace(busy, busy=0.01)) is None
 
 
 @pytest.mark.parametrize(
@@ -122,14 +123,14 @@ def test_a_profile_measured_within_limits_does_not_replace_a_fuller_one(
 ) -> None:
     path = kept(package)
     limited = profile(device_id=probe.this_device().id, taken_at=time.time(), **changes)
-    assert why in str(keep_profile(path, limited))
-    assert keep_profile(path.with_name("another"), limited) is None
+    assert why in str(cache_profile(path, limited))
+    assert cache_profile(path.with_name("another"), limited) is None
 
 
 def test_a_profile_of_fewer_cores_is_not_used_for_more(package: Path) -> None:
     path, said = kept(package), list[str]()
-    assert kept_profile(path, probe.this_device().id, (3, "big"), said.append) is None
-    assert kept_profile(path, probe.this_device().id, (2, "little"), said.append) is None
+    assert usable_profile(path, probe.this_device().id, (3, "big"), said.append) is None
+    assert usable_profile(path, probe.this_device().id, (2, "little"), said.append) is None
     assert "with 2 decode workers, and 3 may run here" in said[0]
     assert "on big cores, and little ones are allowed here" in said[1]
 
@@ -147,7 +148,7 @@ def test_the_profile_is_found_inside_a_container_with_limits(package: Path, monk
     io_uring = probe.this_device().io_uring
     kept(package)
     limited(monkeypatch, io_uring=io_uring)
-    for name in ("measure", "measure_memory"):
+    for name in ("measure_curve", "measure_memory"):
         monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
     device = probe.probe(package)
     assert device.profile is not None
@@ -166,24 +167,12 @@ def test_a_profile_of_another_flash_engine_serves_without_its_flash(
     measured = FlashCurve(
         engine="threads", direct=True, points=(FlashPoint(request_bytes=4096, depth=1, bytes_per_s=1e6),)
     )
-    monkeypatch.setattr(probe, "measure", lambda *_, **__: measured)
+    monkeypatch.setattr(probe, "measure_curve", lambda *_, **__: measured)
     found = probe.probe(package)
     assert found.profile is not None
     assert found.profile.flash is None
     assert found.flash is not None
     assert found.flash.points == measured.points
-
-
-def test_the_profile_of_an_earlier_version_is_still_found(package: Path) -> None:
-    device, path = probe.this_device(), kept(package)
-    former = probe._path_of("profile", f"5 {device.former_id} {probe._former_file_system(package)}")
-    assert former is not None
-    former.write_text(profile(device_id=device.former_id, taken_at=time.time() - 60).to_json())
-    path.unlink()
-    found = probe.probe(package).profile
-    assert found is not None
-    assert found.device_id == device.id
-    assert (path.exists(), former.exists()) == (True, False)
 
 
 def test_diff_without_anything_kept_says_what_to_do(
@@ -216,7 +205,7 @@ def started(package: Path, patch: pytest.MonkeyPatch, found: DeviceProfile, *, q
     """The profile that a start goes by, an hour after a device profile was kept."""
     kept(package, taken_at=time.time() - 3600)
     patch.setattr(probe, "measure_memory", lambda *_, **__: found)
-    patch.setattr(probe, "measure", lambda *_, **__: None)
+    patch.setattr(probe, "measure_curve", lambda *_, **__: None)
     patch.setattr("neuronpipe.plans.measure.cached_profile.is_quiet", lambda: quiet)
     used = probe.probe(package).profile
     assert used is not None
@@ -263,7 +252,7 @@ def test_a_run_that_beats_a_figure_has_it_measured_again(package: Path, monkeypa
     assert "1.5 times as fast" in str(beaten([row | {"dram_limit_fraction": None, "error": {"tokens_per_s": -1 / 3}}]))
     monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(1.0))
     lines: list[str] = []
-    probe.measure_beaten(package, why, lines.append)
+    probe.remeasure_memory(package, why, lines.append)
     monkeypatch.setattr(probe, "measure_memory", lambda *_, **__: brief(2.0))
-    probe.measure_beaten(package, why, lines.append)
+    probe.remeasure_memory(package, why, lines.append)
     assert "since tg128 read memory at 158% of the speed that was measured: 40.0 GB/s instead of 20.0 GB/s" in lines[1]

@@ -11,7 +11,7 @@ import pytest
 from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
+from neuronpipe.plans.device.cores import classify, max_decode_workers, restrict_cores
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import StepPoint
@@ -83,19 +83,19 @@ def test_a_quota_of_less_than_the_fast_cores_means_fewer_workers() -> None:
 
 
 def test_cores_that_were_named_are_the_only_ones_that_processes_are_pinned_to() -> None:
-    allowed = restricted(PHONE.cores, {0, 3, 4, 7})
+    allowed = restrict_cores(PHONE.cores, {0, 3, 4, 7})
     facts = device_facts(PHONE, cores=allowed)
     assert facts.id == PHONE.id  # the same machine: plans and profiles made for it still hold
     pinned = {process.core for process in facts.processes}
     assert pinned == {0, 3, 4, 7}
     assert sum(process.role == "decode" for process in facts.processes) == 3
-    assert most_decode_workers(allowed) == 3
-    assert most_decode_workers(PHONE.cores, 2.5) == 2
+    assert max_decode_workers(allowed) == 3
+    assert max_decode_workers(PHONE.cores, 2.5) == 2
 
 
 def test_a_core_that_is_not_allowed_stays_so() -> None:
     left = classify(CAPACITIES, "capacity", {0, 1, 2})
-    assert [core.id for core in restricted(left, {2, 7}) if core.allowed] == [2]
+    assert [core.id for core in restrict_cores(left, {2, 7}) if core.allowed] == [2]
 
 
 def test_a_plan_for_a_known_phone_is_for_that_phone_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

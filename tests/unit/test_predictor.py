@@ -25,11 +25,11 @@ from neuronpipe.plans.predictor.fit import (
     MIN_CHANCE,
     NEVER,
     Calibration,
-    Line,
-    carried_over,
+    ScoreModel,
     fit_layer,
     leading_directions,
-    least_chance,
+    min_probability,
+    transfer_rows,
 )
 from neuronpipe.plans.predictor.imported_predictor import open_imported
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
@@ -112,23 +112,23 @@ def test_neurons_that_never_fire_are_never_predicted_and_nothing_is_not_a_number
     assert not predicted_neurons("q8", factors, "none", held_out.reads)[:, :8].any()
 
 
-def test_the_least_chance_reaches_the_recall_and_not_much_more() -> None:
-    chances = 0.05 + 0.9 * np.random.default_rng(4).random(1000) ** 2
+def test_the_minimum_probability_reaches_the_recall_and_not_much_more() -> None:
+    probabilities = 0.05 + 0.9 * np.random.default_rng(4).random(1000) ** 2
     for recall in (0.5, 0.97, 0.999):
-        assert recall <= (chances > least_chance(chances, recall)).mean() < recall + 0.002
-    assert least_chance(chances[:0], 0.97) == MIN_CHANCE
+        assert recall <= (probabilities > min_probability(probabilities, recall)).mean() < recall + 0.002
+    assert min_probability(probabilities[:0], 0.97) == MIN_CHANCE
 
 
 def test_a_bias_predicts_exactly_what_is_likely_enough() -> None:
     seen, _ = layer(("gate",), spread=0.08)
     value = seen.values["gate"]
     score = value + np.random.default_rng(6).standard_normal(value.shape, dtype=np.float32)
-    line = Line.fitted(score, value, seen.active)
-    chances = line.chances(score, np.ones(value.shape, bool)).reshape(value.shape)
+    line = ScoreModel.fitted(score, value, seen.active)
+    probabilities = line.probabilities(score, np.ones(value.shape, bool)).reshape(value.shape)
     for least in (0.02, 0.1, 0.3):
         predicted = score + line.bias(least) > 0
-        clear = np.abs(chances - least) > 1e-3
-        assert (predicted == (chances > least))[clear].all()
+        clear = np.abs(probabilities - least) > 1e-3
+        assert (predicted == (probabilities > least))[clear].all()
         assert predicted.any()
         assert not predicted.all()
 
@@ -167,7 +167,7 @@ def test_rows_carried_over_to_an_earlier_vector_follow_what_attention_adds() -> 
     earlier = random.standard_normal((4000, 32), dtype=np.float32)
     turn = random.standard_normal((32, 32), dtype=np.float32) / 8
     rows = random.standard_normal((3, 32), dtype=np.float32)
-    carried = carried_over(rows, earlier, earlier * 0.5 + earlier @ turn)
+    carried = transfer_rows(rows, earlier, earlier * 0.5 + earlier @ turn)
     np.testing.assert_allclose(earlier @ carried.T, (earlier * 0.5 + earlier @ turn) @ rows.T, atol=0.3)
 
 

@@ -20,7 +20,7 @@ from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.calibration_texts import MIN_TOKENS, Texts, activity_windows, from_file
 from neuronpipe.plans.predictor.profiling import perplexity
-from neuronpipe.plans.predictor.thresholds import remove_thresholds, set_thresholds, speaking
+from neuronpipe.plans.predictor.thresholds import remove_thresholds, set_thresholds, threshold_mask
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ def test_what_is_measured_is_measured_on_held_out_text_alone(package: Package) -
         with_thresholds = set_thresholds(package, Texts(calibration, held_out), share=0.5, text="t")
         silent = with_thresholds.manifest.silent
         assert silent is not None
-        for mask, said in ((None, silent.exact_perplexity), (speaking(with_thresholds.manifest), None)):
+        for mask, said in ((None, silent.exact_perplexity), (threshold_mask(with_thresholds.manifest), None)):
             engine = ReferenceEngine(package, mask=mask)
             wanted = said or silent.thresholded_perplexity
             assert perplexity(engine, engine.hidden(held_out)[0], held_out) == pytest.approx(wanted, rel=1e-5)

@@ -124,7 +124,7 @@ def test_the_services_own_clock_misses_what_its_model_misses() -> None:
     random = np.random.default_rng(3)
     shares = np.sort(random.beta(0.5, 3.0, 4096))[::-1]
     order = np.arange(4096)
-    native, clock = NativeClock(order, 2048, 0.25), Clock(order, 2048, 0.25, most_uses=7)
+    native, clock = NativeClock(order, 2048, 0.25), Clock(order, 2048, 0.25, max_uses=7)
     rates = [0, 0]
     for _ in range(300):
         wanted = np.flatnonzero(random.random(4096) < shares)

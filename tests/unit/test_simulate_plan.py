@@ -67,7 +67,7 @@ def test_a_region_without_a_reserve_misses_about_what_clock_does() -> None:
     wanted = steps(1, 120, 4, 256)
     region = Region(256, slots=512, reserve=0, pinned=[0] * 4)
     order = np.arange(1024).reshape(4, 256).T.reshape(-1)
-    clock = Clock(order, 512, most_uses=7)
+    clock = Clock(order, 512, max_uses=7)
     assert misses(region, wanted) == pytest.approx(sum(clock.step(x) for token in wanted for x in token), rel=0.05)
 
 

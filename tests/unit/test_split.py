@@ -17,10 +17,10 @@ from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     AcceleratorProfile,
     Copy,
-    HeldPoint,
-    InRun,
     Launch,
-    Visit,
+    LayerCall,
+    OffloadedPoint,
+    RunOverhead,
 )
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
@@ -47,7 +47,7 @@ HOLDER = ProcessSpec(role=ACCELERATOR, index=0, core=None, backend="opencl")
 GPU = Accelerator(name="Fast GPU", memory_bytes=8 * GIB, max_buffer_bytes=2 * GIB, shares_memory=False)
 
 
-def measured(bytes_per_s: float, visit_us: float = 40.0, **changes: Any) -> DeviceProfile:
+def measured(bytes_per_s: float, layer_call_us: float = 40.0, **changes: Any) -> DeviceProfile:
     """The profile of the tests, with a device of this speed for one text; twice that for four."""
     device = AcceleratorProfile(
         version=ACCELERATOR_VERSION,
@@ -59,9 +59,9 @@ def measured(bytes_per_s: float, visit_us: float = 40.0, **changes: Any) -> Devi
         is_processor=False,
         launches=(Launch(us=figure(10)),),
         copies=tuple(Copy(back=back, copy_bytes=4096, bytes_per_s=figure(10e9)) for back in (False, True)),
-        visits=tuple(Visit(texts=texts, routed=False, us=figure(visit_us)) for texts in (1, 4)),
+        visits=tuple(LayerCall(texts=texts, routed=False, us=figure(layer_call_us)) for texts in (1, 4)),
         held=tuple(
-            HeldPoint(
+            OffloadedPoint(
                 kind=kind,  # type: ignore[arg-type]
                 quantization="q4",
                 row_weights=4096,
@@ -138,7 +138,9 @@ def test_what_is_expected_is_the_longer_of_both_and_says_so() -> None:
 def test_what_a_layer_takes_besides_in_a_run_counts_for_each_layer() -> None:
     times_ms = []
     for us in (1.0, 201.0):
-        of = measured(2e9, in_runs=(InRun(mode="exact", us=figure(us)), InRun(mode="predicted", us=figure(1e6))))
+        of = measured(
+            2e9, in_runs=(RunOverhead(mode="exact", us=figure(us)), RunOverhead(mode="predicted", us=figure(1e6)))
+        )
         times_ms.append(time_ms(made(measured(2e9)), of, BLOCKS, 1))
     assert times_ms[1] - times_ms[0] == pytest.approx(0.2 * MANIFEST.model.layers)
 
@@ -172,7 +174,7 @@ def test_its_memory_counts_like_ram_where_flash_bounds() -> None:
     ("call_us", "held"), [(20, ("output", "qkv", "attention_output")), (900, ("output",)), (30_000, ())]
 )
 def test_it_gets_the_matrices_whose_calls_take_less_than_the_workers(call_us: float, held: tuple[str, ...]) -> None:
-    of = measured(1e12, visit_us=call_us)
+    of = measured(1e12, layer_call_us=call_us)
     one = made(of)
     assert one.compute.held_matrices == held
     for others in ((), ("output",), ("output", "qkv", "attention_output")):
@@ -295,7 +297,7 @@ def has(one: Plan) -> bool:
 @pytest.mark.slow
 def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: None)
-    used = planned(measured(1e12, visit_us=5))
+    used = planned(measured(1e12, layer_call_us=5))
     assert has(used)
     (said,) = [reason for reason in used.reasons if "Fast GPU is used" in reason]
     assert "tokens/s expected with it," in said
@@ -308,19 +310,19 @@ def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: 
     assert not has(plain)
     assert not any("GPU" in reason for reason in plain.reasons)
     for words in (("--without", "pipeline"), ("--target-speed", "2")):
-        assert not has(planned(measured(1e12, visit_us=5), *words))
-    few = planned(measured(1e12, visit_us=5), "--gpu-memory", "1GiB")
+        assert not has(planned(measured(1e12, layer_call_us=5), *words))
+    few = planned(measured(1e12, layer_call_us=5), "--gpu-memory", "1GiB")
     assert few.memory.accelerator_bytes <= GIB
 
 
 def test_one_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: "backend opencl: no device")
-    one = planned(measured(1e12, visit_us=5))
+    one = planned(measured(1e12, layer_call_us=5))
     assert not has(one)
     assert any(reason == "Fast GPU is not used: backend opencl: no device" for reason in one.reasons)
 
 
 def test_memory_that_is_too_small_for_it_is_said() -> None:
-    one = planned(measured(1e12, visit_us=5), "--gpu-memory", "1MiB")
+    one = planned(measured(1e12, layer_call_us=5), "--gpu-memory", "1MiB")
     assert not has(one)
     assert any("Fast GPU is not used: --gpu-memory: 1 MiB of Fast GPU may be used" in reason for reason in one.reasons)

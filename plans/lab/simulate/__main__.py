@@ -37,9 +37,9 @@ POLICIES: dict[str, Callable[[Ids, int, Steps], Policy]] = {
     "after S3-FIFO": lambda order, slots, steps: Queues(order, slots),
     "CLOCK": lambda order, slots, steps: Clock(order, slots),
     "CLOCK, 25 % pinned": lambda order, slots, steps: Clock(order, slots, 0.25),
-    "CLOCK, two bits set by looks": lambda order, slots, steps: Clock(order, slots, most_uses=3, at_look=True),
-    "CLOCK, 7 uses counted by the hand": lambda order, slots, steps: Clock(order, slots, most_uses=7),
-    "the same, 25 % pinned": lambda order, slots, steps: Clock(order, slots, 0.25, most_uses=7),
+    "CLOCK, two bits set by looks": lambda order, slots, steps: Clock(order, slots, max_uses=3, at_look=True),
+    "CLOCK, 7 uses counted by the hand": lambda order, slots, steps: Clock(order, slots, max_uses=7),
+    "the same, 25 % pinned": lambda order, slots, steps: Clock(order, slots, 0.25, max_uses=7),
     "optimal": lambda order, slots, steps: Optimal(order, slots, [ids for token in steps for ids in token]),
 }
 

@@ -32,17 +32,17 @@ class NativeClock(Policy):
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
 
-    def _look(self, ids: Ids) -> None:
+    def _record_access(self, ids: Ids) -> None:
         self._words[ids] |= np.uint32(lib.NP_ENTRY_REFERENCED)
 
-    def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
+    def _choose_victims(self, free: NDArray[np.bool_], count: int) -> Ids:
         slots: Any = ffi.new("uint32_t[]", count)
         slot_count = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
         self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:slot_count].copy()
         is_evicted = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
         return np.flatnonzero(is_evicted)
 
-    def _arrive(self, loaded: Ids) -> None:
+    def _record_load(self, loaded: Ids) -> None:
         self._words[loaded] = self._slots | np.uint32(lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from neuronpipe.plans.device import measured_points as points
-from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, most_decode_workers
+from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, max_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import LIMITS, VERSION, DeviceProfile
@@ -92,7 +92,7 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
 
     It has no decode kernels: they keep up with memory, or the memory points are lowered to what the cores compute.
     """
-    max_workers = most_decode_workers(device.cores)
+    max_workers = max_decode_workers(device.cores)
     teams = {count: _team(device, classes, count) for count in range(1, max_workers + 1)}
     read = {count: _reads_bytes_per_s(model, team) for count, team in teams.items()}
     computed = {count: sum(core.computes_gb_per_s for core in team) * 1e9 for count, team in teams.items()}

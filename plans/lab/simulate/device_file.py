@@ -15,7 +15,7 @@ from typing import Literal
 
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import Device, FlashCurve
-from neuronpipe.plans.device.measured_figures import between
+from neuronpipe.plans.device.measured_figures import interpolate
 from neuronpipe.plans.package.activity_profile import interpolated
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
@@ -66,7 +66,7 @@ class Curve:
     source: str
 
     def bytes_per_s(self, block_bytes: float) -> float:
-        return between({point.block_kib * 1024: point.gb_per_s * 1e9 for point in self.points}, block_bytes)
+        return interpolate({point.block_kib * 1024: point.gb_per_s * 1e9 for point in self.points}, block_bytes)
 
 
 @frozen(kw_only=True)

@@ -16,7 +16,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.predictor.fit import Line, least_chance
+from neuronpipe.plans.predictor.fit import ScoreModel, min_probability
 from neuronpipe.plans.predictor.predictions import judge
 from neuronpipe.plans.reference.quantized import Vectors, product
 from neuronpipe.protocol.frozen import frozen
@@ -42,8 +42,8 @@ class BlockPredictor:
     factor: Rows
     scores: Array  # of the held-out tokens
     active: Mask  # of the held-out tokens
-    line: Line
-    chances: NDArray[np.float64]  # of neurons that are active in some of the calibration tokens
+    line: ScoreModel
+    probabilities: NDArray[np.float64]  # of neurons that are active in some of the calibration tokens
 
 
 @frozen
@@ -71,15 +71,15 @@ class Prediction:
         """Fit a block's rows. gates, active: values of Gate, and a mask of active neurons, both [tokens, neurons]."""
         factor = self.directions.factor(gate, self.quantization)
         scores, some = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
-        line = Line.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])
-        chances = line.chances(scores[some], active[some])
-        return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, chances)
+        line = ScoreModel.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])
+        probabilities = line.probabilities(scores[some], active[some])
+        return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, probabilities)
 
     def together(self, blocks: Sequence[BlockPredictor], recall: float) -> tuple[LayerFactors, PredictorQuality]:
         """Return the whole predictor, with thresholds that reach this recall on the calibration tokens, and its quality
         on the held-out tokens."""
-        min_chance = least_chance(np.concatenate([block.chances for block in blocks]), recall)
-        biases = [block.line.bias(min_chance) for block in blocks]
+        minimum = min_probability(np.concatenate([block.probabilities for block in blocks]), recall)
+        biases = [block.line.bias(minimum) for block in blocks]
         predicted = [block.scores + bias > 0 for block, bias in zip(blocks, biases, strict=True)]
         quants, scales = zip(*(block.factor for block in blocks), strict=True)
         side = SideFactor(Rows(np.concatenate(quants), np.concatenate(scales)), np.concatenate(biases))

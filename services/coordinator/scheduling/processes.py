@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, GATEWAY, Compute
+from neuronpipe.protocol import process_facts
 from neuronpipe.protocol.codec import (
     BEAT_MINOR,
     HELD_MINOR,
@@ -86,8 +87,7 @@ class WorkerProcess:
 def _is_stopped(pid: int) -> bool:
     """Return True if a signal or a debugger has stopped the process; False if /proc cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+        return process_facts.state(pid) in ("T", "t")
     except OSError:
         return False
 

@@ -14,11 +14,11 @@ import contextlib
 import pickle
 import struct
 from collections import OrderedDict
-from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.native import lib
 from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
+from neuronpipe.protocol.process_facts import private_writable_bytes
 from neuronpipe.services.coordinator.text.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.untrusted.process import Prepare, Work
 
@@ -26,7 +26,6 @@ FOLLOWED, COMPLETE, REFUSED, UNKNOWN = range(4)
 MAX_FOLLOWED = 64
 _BEGINNING = b"b"
 _CONTINUATION = struct.Struct("<cQQI")
-PAGE_BYTES = 4096
 
 
 class Source(NamedTuple):
@@ -73,7 +72,7 @@ class _Work:
     def __init__(self, grammars: Grammars, spare_bytes: int) -> None:
         self._grammars = grammars
         self._followed: OrderedDict[int, tuple[Grammar, int]] = OrderedDict()  # with the number of tokens so far
-        self._limit_bytes = _private_bytes() + spare_bytes
+        self._limit_bytes = private_writable_bytes() + spare_bytes
 
     def answer(self, packed: bytes) -> bytes:
         number = 0
@@ -89,7 +88,7 @@ class _Work:
 
     def _open(self, number: int, source: Source, tokens: list[int]) -> bytes:
         self._followed.pop(number, None)
-        if _private_bytes() > self._limit_bytes:
+        if private_writable_bytes() > self._limit_bytes:
             self._followed.clear()
             self._grammars.forget()
             lib.np_memory_give_back()
@@ -110,7 +109,3 @@ class _Work:
         while len(self._followed) > MAX_FOLLOWED:
             self._followed.popitem(last=False)
         return bytes([COMPLETE if complete else FOLLOWED]) + grammar.allowed
-
-
-def _private_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[5]) * PAGE_BYTES

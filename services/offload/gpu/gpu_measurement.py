@@ -22,13 +22,13 @@ from typing import Any
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     LISTS,
-    MAX_TEXTS,
+    MAX_SEQUENCES,
     AcceleratorProfile,
     Copy,
-    HeldKind,
-    HeldPoint,
     Launch,
-    Visit,
+    LayerCall,
+    OffloadedKind,
+    OffloadedPoint,
 )
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
@@ -36,7 +36,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096))
 SHARES = (0.1, 0.5)
-KINDS: tuple[HeldKind, ...] = ("exact", "predicted")
+KINDS: tuple[OffloadedKind, ...] = ("exact", "predicted")
 COPY_BYTES = (4 << 10, 64 << 10, 1 << 20)
 LAYER_BYTES = 64 << 20
 LAYERS = 2  # for each share
@@ -47,7 +47,7 @@ VISIT_ROUNDS = 30
 PASS_S = 0.01  # the least length of a repetition
 MAX_LAYER_S = 0.02  # for a slower device fewer blocks are measured
 WITHIN_S = 240
-POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_TEXTS + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_TEXTS
+POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_SEQUENCES + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_SEQUENCES
 """The number of measured points."""
 
 
@@ -102,11 +102,11 @@ def _line(line: str) -> dict[str, Any] | None:
 def _point(values: dict[str, Any]) -> tuple[str, Any]:
     kind, figure = values.pop("of"), Figure.of(values.pop("repetitions"))
     if kind == "held":
-        return kind, HeldPoint(bytes_per_s=figure, **values)
+        return kind, OffloadedPoint(bytes_per_s=figure, **values)
     if kind == "copies":
         return kind, Copy(bytes_per_s=figure, **values)
     if kind == "visits":
-        return kind, Visit(us=figure, **values)
+        return kind, LayerCall(us=figure, **values)
     return kind, Launch(us=figure)
 
 
@@ -161,7 +161,7 @@ def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[st
     manifest = manifest_of("q8", NARROW, **experts)
     offloaded = trial_blocks(device, manifest, 1, instructions, SHARES[:1], 1)
     steps = TrialSteps(manifest, 1)
-    for texts in range(1, MAX_TEXTS + 1):
+    for texts in range(1, MAX_SEQUENCES + 1):
         request = steps.request(0, texts)
         times_us = _typical_us(lambda request=request: offloaded(request))  # type: ignore[misc]
         yield {"of": "visits", "texts": texts, "routed": routed, "repetitions": times_us}
@@ -180,13 +180,13 @@ def _block_points(
     blocks = blocks_within(manifest, max_layer_bytes)
     offloaded = trial_blocks(device, manifest, blocks, instructions, SHARES, LAYERS)
     steps = TrialSteps(manifest, blocks)
-    layer_s = _kernels_s(offloaded, [steps.request(layer, MAX_TEXTS) for layer in range(layers)])
+    layer_s = _kernels_s(offloaded, [steps.request(layer, MAX_SEQUENCES) for layer in range(layers)])
     blocks = steps.blocks = max(1, min(blocks, int(blocks * MAX_LAYER_S / layer_s)))
     neurons = blocks * manifest.layout.block_neurons
     row_bytes = quant_bytes(quantization, width) + scale_bytes(quantization, width)
-    speeds: dict[tuple[HeldKind, float, int], list[float]] = {}
-    cases: list[tuple[HeldKind, float, int]] = [
-        (kind, share, texts) for kind in KINDS for share in SHARES for texts in range(1, MAX_TEXTS + 1)
+    speeds: dict[tuple[OffloadedKind, float, int], list[float]] = {}
+    cases: list[tuple[OffloadedKind, float, int]] = [
+        (kind, share, texts) for kind in KINDS for share in SHARES for texts in range(1, MAX_SEQUENCES + 1)
     ]
     for _ in range(ROUNDS):
         for kind, share, texts in cases:

@@ -1,0 +1,57 @@
+"""Arguments and texts that the variants of `neuronpipe profile` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Set
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError, named
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.predictor.calibration_texts import Texts
+
+MAX_DEFAULT_TOKENS = 16384
+DEFAULT_VALUES = 1 << 25  # gate values of one layer in memory: 128 MiB, several times that while fitting
+
+
+def refuse_combination(
+    variant: str, changed: Set[str], accepted: Set[str], reason: str = "have nothing to do with each other"
+) -> None:
+    """Raise UserError for an argument that is meaningless together with another.
+
+    variant: the requested variant, as in `--npu`. changed: the arguments with values other than their defaults.
+    accepted: those that the variant accepts.
+    """
+    if refused := changed - accepted:
+        name = min(refused).replace("imported", "import").replace("_", "-")
+        raise UserError(f"{variant} and --{name}: {reason}; leave one of the two out")
+
+
+def is_demo(package: Package) -> bool:
+    """Return True if this package's own text is the demo's corpus."""
+    return bool(package.manifest.name == Package.open(DEMO).manifest.name)
+
+
+def text_name(package: Package, file: Path | None) -> str:
+    """Return the name under which a package records the text that it was measured on. file: the value of `--text`."""
+    name = "the demo's corpus" if is_demo(package) else "the package's own workload"
+    return name if file is None else named(file.name)
+
+
+def read_calibration_texts(arguments: argparse.Namespace, package: Package) -> Texts:
+    """Return the calibration and held-out texts of `--text`, or the package's own. Raises UserError."""
+    from neuronpipe.plans.predictor import calibration_texts as texts
+
+    model, tokens = package.manifest.model, arguments.tokens
+    if tokens is None:
+        tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // (model.neurons * model.experts_per_token))
+    if tokens < GROUP_WEIGHTS:
+        raise UserError(f"--tokens {tokens}: expected {GROUP_WEIGHTS} or more")
+    if arguments.text is not None:
+        return texts.from_file(package, arguments.text, tokens)
+    return texts.from_demo(package, tokens) if is_demo(package) else texts.from_workload(package.manifest, tokens)
