@@ -28,16 +28,6 @@ from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 MAJOR = 2
 MINOR = 5
 VERSION = f"{MAJOR}.{MINOR}"
-HELD_MINOR = 1
-"""From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
-LENDING_MINOR = 2
-"""From this minor version on a cache answers `Reserve`, and a prefill worker `Release`."""
-MOVED_MINOR = 2
-"""From this minor version on who fills or reads slots knows that value slots may hold the scales of their rows."""
-RATING_MINOR = 3
-"""From this minor version on a prefill worker rates the tokens that `Prefill` names as targets."""
-BEAT_MINOR = 5
-"""From this minor version on a service answers `AskBeat`, and need not beat by itself."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20
@@ -83,12 +73,6 @@ class Vocabulary:
             raise UnknownType(f"{name[:64]!r}: no message of this link")
         decoded: Message = from_map(cls, content)
         return decoded
-
-
-def minor_of(version: str) -> int:
-    """The minor number of what a peer says that it speaks; 0 where it says nothing that can be read."""
-    minor = version.partition(".")[2]
-    return int(minor) if minor.isascii() and minor.isdigit() and len(minor) < 10 else 0
 
 
 def encode(content: Message) -> bytes:

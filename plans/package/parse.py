@@ -65,7 +65,6 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parse_thresholds import parse_silent
-from neuronpipe.plans.package.version_2 import as_version_3
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, named, quoted
 
@@ -84,14 +83,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in `data`, checked: types, ranges, that the layout fits the shape, and the id."""
     record = parse_json(data, where)
     expected_id = identity(record.without("id"))
-    if record.has("version") and record.value("version") == 2:
-        record = as_version_3(record)
     if record.value("format") != FORMAT:
         record.fail("format", f"is not {FORMAT!r}: this is no package")
     if record.value("version") != VERSION:
         record.fail(
             "version",
-            f"{quoted(record.value('version'))}, this release reads 2 and {VERSION}; convert the model again: "
+            f"{quoted(record.value('version'))}, this release reads {VERSION}; convert the model again: "
             "`neuronpipe convert SOURCE -o PACKAGE --overwrite`",
         )
     model = _parse_model(record.record("model"))

@@ -358,9 +358,6 @@ class Report:
             return _blocks(held + 1, blocks, blocks)
         if there:
             return _blocks(1, held, blocks) + "".join(f", {name}" for name in compute.held_matrices)
-        if old := self._scheduler.workers.too_old_to_hold():
-            names = ", ".join(f"{name}.{index}" for name, index in old)
-            return f"decode workers compute its blocks: {names} speaks a version of the protocol without held ones"
         theirs = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
         otherwise = f" in {theirs}, not in {process.numerics}" if process.numerics not in ("", theirs) else ""
         return f"decode workers compute its blocks{otherwise}{'' if gone else ' until it is there'}"

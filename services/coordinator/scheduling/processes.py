@@ -11,17 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, GATEWAY, Compute
-from neuronpipe.protocol.codec import (
-    BEAT_MINOR,
-    HELD_MINOR,
-    LENDING_MINOR,
-    MOVED_MINOR,
-    RATING_MINOR,
-    Message,
-    minor_of,
-)
+from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.credits import Credits
-from neuronpipe.protocol.errors import Full, Lost, quoted
+from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
@@ -52,7 +44,6 @@ class WorkerProcess:
     index: int
     core: int | None
     numerics: str = ""
-    protocol_minor: int = 0
     pid: int = 0
     incarnation: int = -1  # of the process that said Hello; -1: none
     greeted_at: float = -math.inf
@@ -138,14 +129,11 @@ class WorkerProcesses:
         return process
 
     def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
-        """Ask those for a beat that do not owe one; send raises Lost or Full. One that speaks an older protocol beats
-        without being asked."""
+        """Ask those for a beat that do not owe one; send raises Lost or Full."""
         for process in self:
             if process.asked_at is not None:
                 continue
             process.asked_at = now
-            if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
-                continue
             try:
                 send(process.peer, AskBeat())
             except (Lost, Full):
@@ -155,7 +143,6 @@ class WorkerProcesses:
         """An incarnation says Hello; it is ready when it says so."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
         process.numerics, process.state = hello.numerics, "starting"
-        process.protocol_minor = minor_of(hello.protocol)
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
@@ -253,17 +240,10 @@ class DelayWatch:
             self._processes.accuse(overdue)
 
 
-def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
-    """Whether a process fills or reads slots, and speaks a version in which scales always lie with triggers."""
-    return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
-
-
-def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool) -> str | None:
-    """Why a process cannot take part in the run, by its Hello; None where it can. are_scales_moved: as in the plan."""
+def why_rejected(process: WorkerProcess, hello: Hello) -> str | None:
+    """Return why a process cannot take part in the run, by its Hello; None if it can."""
     if process.role in BACKEND_ROLES and not hello.numerics:
         return f"{process.peer}: Hello.numerics is empty, and it computes steps"
-    if are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
-        return f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
     return None
 
 
@@ -278,7 +258,6 @@ class Workers:
     def __init__(self, processes: frozenset[ProcessKey]) -> None:
         self._processes = processes
         self.ready: dict[ProcessKey, str] = {}
-        self._minor: dict[ProcessKey, int] = {}  # of the protocol that it speaks
         self.complete = self.memory_served = False
         self._decoders: Participants = ()
 
@@ -287,28 +266,18 @@ class Workers:
         return self.ready.keys() >= self._processes - gone
 
     @property
-    def lends(self) -> bool:
-        """Whether the cache takes slots back when it is asked to; one for an older protocol has taken none."""
-        return self._minor.get(CACHE, 0) >= LENDING_MINOR
-
-    @property
-    def releases(self) -> bool:
-        """Whether a prefill worker is there that gives memory back."""
-        return PREFILL in self.ready and self._minor[PREFILL] >= LENDING_MINOR
-
-    @property
-    def rates(self) -> bool:
-        """Whether the prefill worker that is there rates the tokens of a given text."""
-        return PREFILL in self.ready and self._minor[PREFILL] >= RATING_MINOR
+    def has_prefill(self) -> bool:
+        """True if the prefill worker is ready."""
+        return PREFILL in self.ready
 
     @property
     def prefill_numerics(self) -> str | None:
         """In which numerics prompts are computed; None while they cannot be."""
         return self.ready.get(PREFILL)
 
-    def is_ready(self, process: ProcessKey, numerics: str, minor: int) -> None:
+    def is_ready(self, process: ProcessKey, numerics: str) -> None:
         """It takes part from now on."""
-        self.ready[process], self._minor[process] = numerics, minor
+        self.ready[process] = numerics
         self.complete |= self.all_ready()
         self._changed()
 
@@ -326,25 +295,12 @@ class Workers:
 
     def decoders(self) -> Participants:
         """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
-        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs. One that speaks of no
-        held blocks would compute what is another's: with it, all compute without who holds them."""
+        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs."""
         return self._decoders
 
     def _find_decoders(self) -> Participants:
         decoders = self._decode_workers()
-        if any(self.is_too_old_to_hold(one) for one in decoders):
-            return decoders
-        holders = [one for one in self._holders() if decoders and self._follows(one, decoders[0])]
-        return (*decoders, *(one for one in holders if not self.is_too_old_to_hold(one)))
-
-    def is_too_old_to_hold(self, process: ProcessKey) -> bool:
-        """Whether it is ready, and cannot be in a step with blocks that an accelerator holds: sums of nodes and
-        `held_matrices` came with a later minor version of the protocol than its own."""
-        return process in self.ready and self._minor[process] < HELD_MINOR
-
-    def too_old_to_hold(self) -> Participants:
-        """Who keeps an accelerator out of decode steps, or is one that keeps out itself."""
-        return tuple(one for one in (*self._decode_workers(), *self._holders()) if self.is_too_old_to_hold(one))
+        return (*decoders, *(one for one in self._holders() if decoders and self._follows(one, decoders[0])))
 
     def _holders(self) -> Participants:
         return tuple(sorted(one for one in self.ready if one[0] == ACCELERATOR))

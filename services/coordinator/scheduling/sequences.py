@@ -190,10 +190,10 @@ class Scoring(Sequence):
         return self.ask.logprobs or 0
 
     def next_chunk(self, rated: int, rows: int) -> tuple[list[int], tuple[int, ...], Literal["none", "all"]]:
-        """The tokens of the next step of prefill, and which after them the worker rates. At most `rated`; where it
-        rates none, and where the client reads logits, at most one for each of so many rows of logits."""
+        """The tokens of the next step of prefill, and which after them the worker rates. At most `rated`; where the
+        client reads logits, at most one for each of so many rows of logits."""
         first = self.computed_tokens
-        if self.ask.logits or not rated:
+        if self.ask.logits:
             return self.tokens[first : first + rows], (), "all"
         chunk = self.tokens[first : first + rated]
         return chunk, tuple(self.tokens[first + 1 : first + 1 + len(chunk)]), "none"
