@@ -121,7 +121,7 @@ class Generate(Message):
     max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 128
     temperature: Annotated[float, SAMPLING, Range(0, 100)] = 0.0
     top_k: Annotated[int, SAMPLING, Range(0, (1 << 31) - 1)] = 0
-    top_p: Annotated[float, SAMPLING, Range(0, 1, above=True)] = 1.0
+    top_p: Annotated[float, SAMPLING, Range(0, 1, exclusive=True)] = 1.0
     min_p: Annotated[float, SAMPLING, Range(0, 1)] = 0.0
     repetition_penalty: Annotated[float, PENALTY, Range(0.01, 100)] = 1.0
     frequency_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
@@ -226,7 +226,7 @@ class Tokenize(Message):
 
 @message
 class AskStatus(Message):
-    """Send a `Status`."""
+    """Ask the coordinator for a `Status`."""
 
 
 @message
