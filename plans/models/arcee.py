@@ -1,4 +1,5 @@
-"""Arcee's foundation models (AFM): like Llama, but a feed-forward of Up and Down with a squared ReLU between them."""
+"""Arcee's foundation models (AFM): like Llama, but the feed-forward has only Up and Down, with a squared ReLU between
+them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Falcon: attention and a feed-forward of Up and Down side by side, behind one LayerNorm (7B) or two (40B, 180B).
+"""Falcon: attention and a feed-forward of Up and Down in parallel, after one LayerNorm (7B) or two (40B, 180B).
 
-Falcon itself is GELU, whose neurons always fire and which is not computed here. ReluFalcon-40B is Falcon-40B with ReLU.
+Falcon itself has GELU, whose neurons always fire and which is not supported. ReluFalcon-40B is Falcon-40B with ReLU.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _key_heads(config: Record, query_heads: int) -> int:
 
 
 def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
-    """Every key head's group stands together: its queries, its key, its value. That holds for all kinds of Falcon: with
-    multi_query there is one group, and without it each head is a group."""
+    """Return the rows of queries, keys and values in the joined tensor. Each key head's group lies together: its
+    queries, its key, its value. With multi_query there is one group; without it each head is a group."""
     group = model.query_heads // model.key_heads
-    together = (group + 2) * model.head_width  # rows of one key head's group
+    group_rows = (group + 2) * model.head_width  # of one key head
     queries, keys, values = range(group), range(group, group + 1), range(group + 1, group + 2)
     return [
-        number * together + head * model.head_width + row
+        number * group_rows + head * model.head_width + row
         for heads in (queries, keys, values)
         for number in range(model.key_heads)
         for head in heads
@@ -81,14 +81,14 @@ def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
     ]
 
 
-def _activation(config: Record, wanted: Activation | None) -> Activation:
-    if wanted is not None:
-        return wanted
-    if (said := config.text("activation")) != "relu":
+def _activation(config: Record, requested: Activation | None) -> Activation:
+    if requested is not None:
+        return requested
+    if (stated := config.text("activation")) != "relu":
         config.fail(
             "activation",
-            f"{quoted(said)} is not supported, and it is what Falcon itself has; ReluFalcon has relu: "
-            "if this is it, say so with --activation relu",
+            f"{quoted(stated)} is not supported, and it is what Falcon itself has; ReluFalcon has relu: "
+            "if this is that model, pass --activation relu",
         )
     return "relu"
 

@@ -1,5 +1,5 @@
-"""Nemotron and Minitron: LayerNorm whose stored weights lack 1, rotary positions on a part of each head, a feed-forward
-of Up and Down with a squared ReLU between them."""
+"""Nemotron and Minitron: LayerNorm whose stored weights are 1 too small, rotary positions on a part of each head, a
+feed-forward of Up and Down with a squared ReLU between them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FAMILY = Family(
             partial_rotary=True,
         ),
     },
-    # llama.cpp's converter adds the 1 that norms lack.
+    # llama.cpp's converter adds the missing 1 to norms.
     gguf={
         "nemotron": GgufArchitecture(
             interleaved=False, norm="layer", gated=False, partial_rotary=True, activation="relu2"
