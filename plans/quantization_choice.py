@@ -20,8 +20,8 @@ class Choice:
     quantization: Quantization
     why: str
     package_bytes: int
-    other: Quantization | None
-    other_bytes: int
+    alternative: Quantization | None
+    alternative_bytes: int
 
 
 def default_quantization(weights: Mapping[str, int]) -> Quantization:

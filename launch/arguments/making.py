@@ -78,17 +78,18 @@ def _agree(source: Path, work: Work, why_anew: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    how = f"`{line_to_paste('convert', source, '--quantization', work.choice.other or '')}`"
+    how = f"`{line_to_paste('convert', source, '--quantization', work.choice.alternative or '')}`"
     print(f"neuronpipe: {choice_line(work.choice, how)}", file=sys.stderr, flush=True)
 
 
 def choice_line(choice: Choice, how: str) -> str:
     """Which quantization a package gets, why, and how to get the other one."""
     reason = f"quantization {choice.quantization}: {choice.why}"
-    if choice.other is None:
+    if choice.alternative is None:
         return reason
-    less = "loses less and " if choice.other == "q8" else ""
-    return f"{reason}; {how} {less}takes {show_bytes(choice.other_bytes)} instead of {show_bytes(choice.package_bytes)}"
+    less = "loses less and " if choice.alternative == "q8" else ""
+    sizes = f"{show_bytes(choice.alternative_bytes)} instead of {show_bytes(choice.package_bytes)}"
+    return f"{reason}; {how} {less}takes {sizes}"
 
 
 def _told(source: Path, making: _Making, why_anew: str, *, plain: bool) -> Package:

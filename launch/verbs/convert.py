@@ -165,7 +165,7 @@ def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
             predictor=arguments.predictor,
             examine_template=examine_template,
             overwrite=arguments.overwrite,
-            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.other}")),
+            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.alternative}")),
             progress=progress,
             report=report,
         )

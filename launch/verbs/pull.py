@@ -113,7 +113,7 @@ def _agree(need: Need, *, sure: bool) -> None:
     if large and not asked:
         raise UserError(f"{need.snapshot}: {takes}; {free}: say --yes to so large a download")
     print(f"neuronpipe: {need.snapshot}: {takes}; {free}", file=sys.stderr)
-    print(f"neuronpipe: {choice_line(need.choice, f'--quantization {need.choice.other}')}", file=sys.stderr)
+    print(f"neuronpipe: {choice_line(need.choice, f'--quantization {need.choice.alternative}')}", file=sys.stderr)
     if asked:
         print("neuronpipe: download it? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

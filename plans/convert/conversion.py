@@ -166,25 +166,26 @@ class Conversion:
     def choice(self) -> Choice:
         """The package's quantization, why it is that one, and what another would take."""
         quantization = self.manifest.quantization
-        other: Quantization = "q8" if quantization == "q4" else "q4"
+        alternative: Quantization = "q8" if quantization == "q4" else "q4"
         fits = _fits_groups(self.checkpoint.model)
         return Choice(
             quantization=quantization,
             why=why(self._source_weights, quantization),
             package_bytes=self.package_bytes,
-            other=other if fits else None,
-            other_bytes=package_bytes(self._manifest_in(other)) + len(self.checkpoint.tokenizer) if fits else 0,
+            alternative=alternative if fits else None,
+            alternative_bytes=self._package_bytes_in(alternative) if fits else 0,
         )
 
-    def _manifest_in(self, quantization: Quantization) -> Manifest:
-        """The manifest of the package in another quantization, its gates as the rest."""
-        return replace(
+    def _package_bytes_in(self, quantization: Quantization) -> int:
+        """Return the size of the package in another quantization, with its gates in the same."""
+        manifest = replace(
             self.manifest,
             quantization=quantization,
             embedding_quantization=_embedding_quantization(self.checkpoint, quantization),
             layout=self._layout(quantization),
             predictor=_predictor(self.checkpoint, quantization),
         )
+        return package_bytes(manifest) + len(self.checkpoint.tokenizer)
 
     def write(
         self,

@@ -83,7 +83,11 @@ def refused(option: Option) -> list[float]:
     least, most = option.kind(option.range.minimum), option.kind(option.range.maximum)
     if option.kind is int:
         return [least - 1, most + 1]
-    return [least if option.range.exclusive else math.nextafter(least, -math.inf), math.nextafter(most, math.inf), math.nan]
+    return [
+        least if option.range.exclusive else math.nextafter(least, -math.inf),
+        math.nextafter(most, math.inf),
+        math.nan,
+    ]
 
 
 def test_every_field_of_generate_is_an_option_or_has_a_form_of_its_own() -> None:
