@@ -17,7 +17,7 @@ from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.package_library import VARIABLE
-from neuronpipe.plans.pull.source_models import Asked, Work, made_of, make, make_as_asked
+from neuronpipe.plans.pull.source_models import PackageRequest, Work, made_of, make, make_as_requested
 from neuronpipe.protocol.errors import UserError, escaped
 from neuronpipe.services.gateway.templates.single_job import examine_template
 
@@ -51,10 +51,10 @@ def package_of(source: Path, *, plain: bool) -> Path:
     return made
 
 
-def package_as_asked(source: Path, asked: Asked, *, plain: bool, report: Report) -> Package:
+def package_as_asked(source: Path, asked: PackageRequest, *, plain: bool, report: Report) -> Package:
     """The package that `package_of` finds from now on, made in the way that was asked for; in this process. Raises
     UserError."""
-    return _told(source, partial(make_as_asked, source, asked, report=report), "", plain=plain)
+    return _told(source, partial(make_as_requested, source, asked, report=report), "", plain=plain)
 
 
 class _Making(Protocol):

@@ -59,8 +59,9 @@ def _require_place(header: GgufHeader, path: Path, number: int, count: int) -> N
     if part_of(path.name) is None:
         metadata.fail(
             COUNT,
-            f"the file is part {stated_number + 1} of {stated_count} of a model, and its name does not say so; call it "
-            f"NAME-{stated_number + 1:05}-of-{stated_count:05}.gguf, as it was published, with the other parts beside it",
+            f"the file is part {stated_number + 1} of {stated_count} of a model, and its name does not say so; call "
+            f"it NAME-{stated_number + 1:05}-of-{stated_count:05}.gguf, as it was published, with the other parts "
+            "beside it",
         )
     if stated_count != count:
         metadata.fail(COUNT, f"{stated_count} parts, and {count} by the file's name: not a part of this model")

@@ -50,9 +50,8 @@ def interpolated(points: Points, x: float) -> float:
     x = min(max(x, points[0][0]), points[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
-            return (
-                y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-            )  # exact at x1: rounding must not give a negative share
+            # Exact at x1, so that rounding gives no negative share.
+            return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return points[-1][1]
 
 

@@ -1,8 +1,9 @@
-"""A pull: first what it takes, known from headers before anything large comes; then download and conversion at once.
+"""A pull: first determines what it needs, from headers, before anything large is downloaded; then downloads and
+converts at the same time.
 
-A shard is converted while the next one comes, and goes when nothing in it is needed any more. So the disk holds the
-package and a few shards, never the package and the whole source; how many depends on which layers share a shard. A GGUF
-model in parts has its parts as shards. A GGUF file that is one is one shard: every layer needs it.
+A shard is converted while the next one is downloaded, and is deleted when nothing in it is needed any more. So the disk
+has the package and a few shards, never the package and the whole source; how many depends on which layers share a
+shard. The parts of a GGUF model are its shards. A GGUF file in one part is one shard: every layer needs it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from neuronpipe.plans.quantization_choice import Choice
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-SOURCE = "source"  # in the folder of a pull: what comes from the hub
+SOURCE = "source"  # in the folder of a pull: the downloaded files
 
 
 @frozen(kw_only=True)
 class Need:
-    """What a pull takes. download_bytes: still to come, in so many files. disk_bytes: used at one moment at most, of
-    which there_bytes are used already. free_bytes: on that disk, now. goes_on: after an interruption."""
+    """The requirements of a pull. download_bytes: still to be downloaded, in this number of files. disk_bytes: maximal
+    disk use at one moment, of which there_bytes are used already. free_bytes: free on that disk now. goes_on: it
+    continues an interrupted pull."""
 
     snapshot: Snapshot
     folder: Path
@@ -61,7 +63,7 @@ class Need:
 
     @property
     def missing_bytes(self) -> int:
-        """How much more has to be free."""
+        """Number of bytes that have to be freed first."""
         return max(self.disk_bytes - self.there_bytes - self.free_bytes, 0)
 
 
@@ -79,12 +81,12 @@ def pull(
     report: Report | None = None,
     tell: Tell = lambda line: None,
 ) -> tuple[Package, Need]:
-    """Make the package `name` of a repository's model; also what that took.
+    """Make the package `name` of a repository's model. Return it, and what the pull needed.
 
-    command: the words that go on with it. agree: called with what it takes before anything large comes; raises
-    UserError to refuse, and no trace is left. From then on what has come stays when the pull is interrupted or fails,
-    and the next pull of the same goes on with it. tell: hears why the hub lets a person wait. Raises
-    UserError for whatever is wrong with model, hub, network or disk.
+    command: the words of the command that continues the pull. agree: called with the requirements before anything large
+        is downloaded; it raises UserError to refuse, and nothing is left then. Later, downloaded files stay when the
+        pull is interrupted or fails, and the next pull of the same model continues. tell: called with the reason when
+        the hub makes a person wait. Raises UserError for errors of model, hub, network or disk.
     """
     target = packages_folder() / name
     if target.exists() and not overwrite:
@@ -106,10 +108,10 @@ def pull(
                     target, overwrite=overwrite, progress=tally.converted, report=report, place=folder
                 )
             (folder / STATE).unlink()
-        except UserError as error:  # a person knows the file by its repository
-            known = f"{reference.repository}: "
-            said = str(error).replace(f"{folder / SOURCE}/", known).replace(f"{folder / SOURCE}: ", known)
-            raise UserError(said) from None
+        except UserError as error:  # the user knows files by their repository, not by the working folder
+            where = f"{reference.repository}: "
+            message = str(error).replace(f"{folder / SOURCE}/", where).replace(f"{folder / SOURCE}: ", where)
+            raise UserError(message) from None
         finally:
             if not (folder / STATE).exists():  # it has not begun, or it is done
                 shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +119,7 @@ def pull(
 
 
 def _snapshot(hub: Hub, reference: Reference, name: str) -> Snapshot:
-    """The repository at the commit that an interrupted pull began with, or at the present one."""
+    """Return the repository at the commit of the interrupted pull, or at the present one."""
     unfinished = unfinished_pull(name)
     if unfinished is not None and unfinished.reference != str(reference):
         raise UserError(
@@ -131,7 +133,7 @@ def _snapshot(hub: Hub, reference: Reference, name: str) -> Snapshot:
 def _opened(
     arrivals: Arrivals, snapshot: Snapshot, reference: Reference, source: Path, options: Options
 ) -> Iterator[Checkpoint]:
-    """The checkpoint, of small files that have come, and of headers that are read at the hub."""
+    """Yield the checkpoint, from downloaded small files and from headers that are read at the hub."""
     if reference.file is not None:
         opened = open_gguf(arrivals.path(snapshot.gguf(reference.file)), options, arrivals.open_file)
     else:
@@ -144,7 +146,8 @@ def _opened(
 
 
 def _prepare(arrivals: Arrivals, snapshot: Snapshot, conversion: Conversion, folder: Path, tally: _Tally) -> Need:
-    """What is still to be done, and whether there is room for a shard to come while another one is converted."""
+    """Return what the pull still needs, and plan to download a shard during the conversion of another if there is
+    room."""
     left = conversion.pieces[conversion.pieces_done(folder) :]
     entries = [cast(ArrivingFile, file).entry for file in conversion.files_from(len(conversion.pieces) - len(left))]
     for entry in entries:
@@ -176,27 +179,27 @@ def _prepare(arrivals: Arrivals, snapshot: Snapshot, conversion: Conversion, fol
 
 
 def most_held_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
-    """The most that files take at one moment while these pieces are converted one after the other: each from the first
-    piece that needs it to the last. ahead: and the one that comes next."""
+    """Return the maximal size of files at one moment while these pieces are converted in order: each file from the
+    first piece that needs it to the last. ahead: with the next file too."""
     order = _in_order(pieces)
-    most_bytes = 0
+    max_bytes = 0
     for number in range(len(pieces)):
         begun = _in_order(pieces[: number + 1])
         needed_later = set(_in_order(pieces[number:]))
-        held = [file for file in begun if file in needed_later]
+        present = [file for file in begun if file in needed_later]
         if ahead:
-            held += order[len(begun) : len(begun) + 1]
-        most_bytes = max(most_bytes, sum(cast(ArrivingFile, file).entry.bytes for file in held))
-    return most_bytes
+            present += order[len(begun) : len(begun) + 1]
+        max_bytes = max(max_bytes, sum(cast(ArrivingFile, file).entry.bytes for file in present))
+    return max_bytes
 
 
 def _in_order(pieces: Sequence[Piece]) -> list[SourceFile]:
-    """The files of these pieces, in the order in which they are needed."""
+    """Return the files of these pieces, in the order in which they are needed."""
     return list(dict.fromkeys(file for piece in pieces for file in piece.files))
 
 
 class _Tally:
-    """How far a pull is: a byte counts half when it is here, and half when it is converted."""
+    """The progress of a pull: a byte counts half when it is downloaded, and half when it is converted."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -204,22 +207,22 @@ class _Tally:
         self._here_bytes, self._total_bytes, self._converted = 0, 0, 0.0
 
     def begin(self, here_bytes: int, total_bytes: int) -> None:
-        """So much of the weights is here, or was and is converted."""
+        """Set how many bytes of the weights are downloaded already, or converted."""
         self._here_bytes, self._total_bytes = here_bytes, total_bytes
 
     def arrived(self, more_bytes: int) -> None:
-        """From any thread."""
+        """Count downloaded bytes. Called from any thread."""
         with self._lock:
             self._here_bytes += more_bytes
             self._tell()
 
     def converted(self, done: int, total: int) -> None:
-        """Of all weights."""
+        """Count converted weights, of all weights."""
         with self._lock:
             self._converted = done / total
             self._tell()
 
     def _tell(self) -> None:
-        if self._total_bytes:  # not while small files come
+        if self._total_bytes:  # 0 while small files are downloaded
             done_bytes = (self._here_bytes + self._converted * self._total_bytes) / 2
             self._progress(int(done_bytes), self._total_bytes)
