@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from neuronpipe.plans.uncached_read import forget, read_only_what_is_asked
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.schema import json_object
 
 MAX_JSON_BYTES = 64 << 20
@@ -95,7 +95,7 @@ class Record:
         """Raise a UserError about one field."""
         if name not in self._values and name in self._defaults:
             problem += f" (the file does not have it; {quoted(self._defaults[name])} is {self._owner}'s default)"
-        raise UserError(f"{self.where}: {named(self._prefix + name)}: {problem}")
+        raise UserError(f"{self.where}: {safe_name(self._prefix + name)}: {problem}")
 
     def has(self, name: str) -> bool:
         """Return True if the field is present or has a default, and is not null."""

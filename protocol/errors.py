@@ -33,7 +33,7 @@ def quoted(value: object) -> str:
     return _cut(_BOUNDED.repr(text))
 
 
-def named(name: str) -> str:
+def safe_name(name: str) -> str:
     """Return a name from a foreign file (a field, a tensor, a key) for an error message: on one line, truncated."""
     return _cut(escaped(name[: MAX_QUOTED_CHARACTERS + 1]))
 

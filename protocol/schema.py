@@ -28,7 +28,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
@@ -63,7 +63,7 @@ def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
         read: T = reader(kind, strict=True)(values)
     except Mismatch as mismatch:
         value_text = "" if mismatch.value is _NOTHING else f", found {quoted(mismatch.value)}"
-        place = f"{where}: field '{named(mismatch.path[1:])}'" if mismatch.path else where
+        place = f"{where}: field '{safe_name(mismatch.path[1:])}'" if mismatch.path else where
         raise UserError(f"{place}: {mismatch.problem}{value_text}") from None
     return read
 

@@ -11,7 +11,7 @@ from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES, Deco
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.plans.device.profile_difference import Difference
 from neuronpipe.plans.measure.cached_profile import doubt
-from neuronpipe.protocol.errors import named
+from neuronpipe.protocol.errors import safe_name
 
 UNSTEADY = 0.15  # a figure whose repetitions lie so far apart is marked
 
@@ -56,10 +56,11 @@ def warnings(profile: DeviceProfile) -> list[str]:
 
 
 def _head(profile: DeviceProfile) -> list[str]:
-    cores = ", ".join(f"{len(one.cores)} {named(one.kind)}" for one in profile.cores)
+    cores = ", ".join(f"{len(one.cores)} {safe_name(one.kind)}" for one in profile.cores)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(profile.taken_at))
     return [
-        f"device {named(profile.device_id)}, {named(profile.architecture)}, {named(profile.instruction_set)}; "
+        f"device {safe_name(profile.device_id)}, {safe_name(profile.architecture)}, "
+        f"{safe_name(profile.instruction_set)}; "
         f"cores: {cores}; {profile.decode_workers} decode workers",
         f"measured {when}; other programs had {profile.busy:.0%} of the machine; "
         f"repetitions are typically {profile.spread:.1%} apart",
@@ -216,8 +217,8 @@ def _waits(profile: DeviceProfile) -> list[str]:
         )
     for delay in profile.read_delays:
         workers = "1 worker" if delay.workers == 1 else f"{delay.workers} workers"
-        named = "named with others" if delay.together else "named by itself"
-        lines.append(f"a read in a run, {named}, {workers}: {delay.us.median:.0f} us more than the flash takes")
+        how = "named with others" if delay.together else "named by itself"
+        lines.append(f"a read in a run, {how}, {workers}: {delay.us.median:.0f} us more than the flash takes")
     for point in profile.read_factors:
         workers = "1 worker" if point.workers == 1 else f"{point.workers} workers"
         lines.append(f"processor time of a read in a run, {workers}: {point.factor.median:.1f} times that by itself")
@@ -242,7 +243,7 @@ def _accelerator(profile: DeviceProfile) -> list[str]:
         for kind, share, texts in kinds
     )
     lines = _table(
-        f"accelerator {named(found.name)} by {named(found.backend)}, {show_bytes(found.memory_bytes)} {whose}"
+        f"accelerator {safe_name(found.name)} by {safe_name(found.backend)}, {show_bytes(found.memory_bytes)} {whose}"
         f"{on_cores}: blocks that it holds, GB/s of weights",
         ["neurons that fire", *(f"{quantization} {weights}" for quantization, weights in shapes)],
         rows,

@@ -19,7 +19,7 @@ from neuronpipe.plans.pull.package_library import (
     remove_package,
     remove_pull,
 )
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,5 +54,5 @@ def main(arguments: argparse.Namespace) -> int:
 def _refuse(name: str) -> NoReturn:
     refuse_unknown(Path(name))
     raise UserError(
-        f"{named(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
+        f"{safe_name(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
     )

@@ -17,7 +17,7 @@ from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
@@ -108,7 +108,7 @@ class Inventory:
         """Add a tensor; shape is rows first."""
         if name in self._tensors or len(self._tensors) == MAX_TENSORS:
             problem = "the tensor appears twice" if name in self._tensors else f"more than {MAX_TENSORS} tensors"
-            raise UserError(f"{file.path}: {named(name)}: {problem}")
+            raise UserError(f"{file.path}: {safe_name(name)}: {problem}")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:
@@ -126,19 +126,19 @@ class Inventory:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, rows first."""
         if name not in self._tensors:
-            raise UserError(f"{self._where}: {named(name)}: the tensor is missing")
+            raise UserError(f"{self._where}: {safe_name(name)}: the tensor is missing")
         return self._tensors[name][2]
 
     def take(self, name: str, *shape: int) -> StoredMatrix:
         """Return the tensor, which must have exactly this shape and a supported encoding."""
         if (actual := self.shape(name)) != shape:
             raise UserError(
-                f"{self._where}: {named(name)}: has shape {quoted(list(actual))}, "
+                f"{self._where}: {safe_name(name)}: has shape {quoted(list(actual))}, "
                 f"but the configuration needs {list(shape)}"
             )
         file, offset, _, encoding = self._tensors[name]
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
-            raise UserError(f"{file.path}: {named(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
+            raise UserError(f"{file.path}: {safe_name(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
@@ -158,7 +158,7 @@ class Inventory:
         for name in self._tensors:
             if name not in self._taken and not harmless.fullmatch(name):
                 raise UserError(
-                    f"{self._where}: {named(name)}: a tensor that this architecture does not have; not supported"
+                    f"{self._where}: {safe_name(name)}: a tensor that this architecture does not have; not supported"
                 )
 
 
@@ -289,7 +289,7 @@ def _take_predictor(
     ):
         if not 0 < rank <= MAX_RANK or actual != needed:
             raise UserError(
-                f"{inventory.file(name)}: {named(name)}: has shape {quoted(list(actual))}; a predictor's fc1 is "
+                f"{inventory.file(name)}: {safe_name(name)}: has shape {quoted(list(actual))}; a predictor's fc1 is "
                 f"[rank, {model.width}] and its fc2 [{model.neurons}, rank], and fc1 has rank {rank}; "
                 "`--no-predictor` converts without predictors"
             )

@@ -14,7 +14,7 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMa
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 from numpy.typing import NDArray
 
 
@@ -72,7 +72,7 @@ def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
             # The file is mapped, because a damaged header may promise more than fits memory.
             shares = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy raises any error of Python's parser for a bad header
-        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
+        raise UserError(f"{path}: not a .npy file of firing shares: {safe_name(str(error))}") from None
     if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
         raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
     if not ((shares >= 0) & (shares <= 1)).all():

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
@@ -66,7 +66,7 @@ class _Reader:
         self._items = 0
 
     def _fail(self, problem: str) -> NoReturn:
-        raise UserError(f"{self._path}: {named(self._what)}: {problem}")
+        raise UserError(f"{self._path}: {safe_name(self._what)}: {problem}")
 
     def _take(self, count_bytes: int) -> bytes:
         if count_bytes > self._left_bytes:
@@ -158,7 +158,7 @@ class _Reader:
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             self._what = name
             if tensor.start < end:
-                self._fail(f"overlaps {named(before)}: damaged")
+                self._fail(f"overlaps {safe_name(before)}: damaged")
             end, before = tensor.stop, name
         return tensors
 

@@ -23,7 +23,7 @@ from neuronpipe.plans.convert.scored_bpe import (
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
@@ -65,7 +65,7 @@ def build_tokenizer(metadata: Record) -> bytes:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
+        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {safe_name(' '.join(str(error).split()))}")
 
 
 def gguf_ends(metadata: Record, vocabulary: int, closing: str = "") -> tuple[EndToken, ...]:

@@ -29,7 +29,7 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.plans.strict_json import Record, one_line, read_json
-from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted, safe_name
 from numpy.typing import NDArray
 
 MAX_FILES = 1000
@@ -122,7 +122,7 @@ def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
     headers = {name: _header(file) for name, file in opened.items()}
     for tensor, name in promised.items():
         if tensor not in headers[name]:
-            raise UserError(f"{path / name}: {named(tensor)}: missing, though {index_path.name} promises it")
+            raise UserError(f"{path / name}: {safe_name(tensor)}: missing, though {index_path.name} promises it")
     for name, entries in headers.items():
         file = opened[name]
         files.callback(file.close)

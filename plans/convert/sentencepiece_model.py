@@ -23,7 +23,7 @@ from neuronpipe.plans.convert.scored_bpe import (
 from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.plans.strict_json import Record, read_file, read_json
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 ADDED = "added_tokens.json"
@@ -68,7 +68,7 @@ def build_from_sentencepiece(path: Path) -> bytes:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path}: makes no tokenizer: {named(' '.join(str(error).split()))}") from None
+        raise UserError(f"{path}: makes no tokenizer: {safe_name(' '.join(str(error).split()))}") from None
 
 
 def _parsed(path: Path) -> Any:

@@ -66,7 +66,7 @@ from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parse_thresholds import parse_silent
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_PART_BYTES = 1 << 30
@@ -372,7 +372,7 @@ def what_is_in(directory: Path) -> str:
     if not names:
         return "it is empty"
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"it holds {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+    return f"it holds {', '.join(map(safe_name, names[:MAX_SHOWN]))}{more}"
 
 
 def _other_kind(path: Path) -> tuple[str | None, Path]:

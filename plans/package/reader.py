@@ -25,7 +25,7 @@ from neuronpipe.plans.package.parse import read_manifest, require_package
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.uncached_read import forget, passing
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 
@@ -166,7 +166,7 @@ def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]
         actual = (entries[name].dtype, entries[name].shape) if name in entries else None
         if actual != expected.get(name):
             raise UserError(
-                f"{path}: {named(name)}: found {_described(actual)}, the manifest needs "
+                f"{path}: {safe_name(name)}: found {_described(actual)}, the manifest needs "
                 f"{_described(expected.get(name))}"
             )
     _require_alignment(path, entries)

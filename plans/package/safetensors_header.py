@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from neuronpipe.plans.strict_json import Record, open_file, parse_json
 from neuronpipe.plans.uncached_read import forget
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 MAX_HEADER_BYTES = 64 << 20
@@ -111,7 +111,7 @@ def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_by
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
             raise UserError(
-                f"{path}: {named(name)}: data_offsets overlap another tensor or leave a gap: damaged header"
+                f"{path}: {safe_name(name)}: data_offsets overlap another tensor or leave a gap: damaged header"
             )
         end = entry.stop
     if end != size_bytes:

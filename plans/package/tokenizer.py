@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 
 
 class Panic(Exception):
@@ -36,7 +36,7 @@ def open_tokenizer(text: str, where: str) -> Any:
         with panics_are_errors():
             tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{where}: not a tokenizer.json: {named(' '.join(str(error).split()))}") from None
+        raise UserError(f"{where}: not a tokenizer.json: {safe_name(' '.join(str(error).split()))}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -10,7 +10,7 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan
 from neuronpipe.plans.plan.offloaded_blocks import show_held, show_matrices
 from neuronpipe.plans.plan.pinned_clusters import Pins
-from neuronpipe.protocol.errors import named
+from neuronpipe.protocol.errors import safe_name
 
 BAR_CHARACTERS = 40
 MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first tell it apart
@@ -69,7 +69,7 @@ def explain(plan: Plan) -> str:
         core = "any core" if process.core is None else f"core {process.core}"
         by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
         if process.role == ACCELERATOR:
-            by += f": {named(c.device_name)}, {show_held(c.held_blocks)} blocks of every feed-forward"
+            by += f": {safe_name(c.device_name)}, {show_held(c.held_blocks)} blocks of every feed-forward"
             by += show_matrices(c.held_matrices)
         lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
     f = plan.flash

@@ -19,7 +19,7 @@ from neuronpipe.plans.package.atomic_output import make_folder
 from neuronpipe.plans.pull.http_answers import AGAIN
 from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.repository import RemoteFile, Snapshot
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 from numpy.typing import NDArray
 
 HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; each further request is twice as large, up to
@@ -90,8 +90,8 @@ class Arrivals:
         try:
             if not self._came(entry, part) and not (resumed and self._came(entry, part)):
                 raise UserError(
-                    f"{self._snapshot.repository}: {named(entry.name)}: came with another checksum than the hub gives: "
-                    f"damaged on the way, or on a mirror; {AGAIN}"
+                    f"{self._snapshot.repository}: {safe_name(entry.name)}: came with another checksum than the hub "
+                    f"gives: damaged on the way, or on a mirror; {AGAIN}"
                 )
             part.rename(path)
         except OSError as error:
@@ -117,7 +117,7 @@ class Arrivals:
         """Refuse a file that could not be checked after its download."""
         if not (entry.sha256 or entry.blob):
             raise UserError(
-                f"{self._snapshot.repository}: {named(entry.name)}: {self._hub.endpoint} gives no checksum of it, "
+                f"{self._snapshot.repository}: {safe_name(entry.name)}: {self._hub.endpoint} gives no checksum of it, "
                 "so it cannot be checked; use another mirror"
             )
 
@@ -204,7 +204,7 @@ class _AtTheHub(io.RawIOBase):
         if not self._block_start <= self._at < self._block_start + len(self._block):
             if self._at >= MAX_HEADER_BYTES:
                 raise UserError(
-                    f"{named(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
+                    f"{safe_name(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
                 )
             self._block, self._block_start = self._arrivals.read(self._entry, self._at, self._next_bytes), self._at
             self._next_bytes = min(2 * self._next_bytes, MAX_HEADER_BLOCK_BYTES)

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 ENDPOINT = "https://huggingface.co"
 AGAIN = "the same command goes on from here"
@@ -101,7 +101,7 @@ class Answer:
 
 def broken_off(what: str, endpoint: str, error: Exception) -> BrokenOff:
     """Return the error for a connection that failed."""
-    reason = named(str(error) or type(error).__name__)
+    reason = safe_name(str(error) or type(error).__name__)
     return BrokenOff(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
 
 
@@ -151,8 +151,8 @@ class Web:
             encoding = answer.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
                 raise UserError(
-                    f"{what}: {self.endpoint} sends it compressed ({named(encoding)}), though it was asked for as it "
-                    "is; use another mirror"
+                    f"{what}: {self.endpoint} sends it compressed ({safe_name(encoding)}), though it was asked for as "
+                    "it is; use another mirror"
                 )
             yield Answer(answer, what, self.endpoint, self._network)
         finally:

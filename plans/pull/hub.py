@@ -14,7 +14,7 @@ from urllib.parse import quote
 from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, read_snapshot
 from neuronpipe.plans.strict_json import parse_json
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 MAX_SNAPSHOT_BYTES = 8 << 20  # of a hub's description of a repository: 300 bytes a file
 MAX_TRIES = 6  # consecutive connections that break off before they brought PROGRESS_BYTES
@@ -109,7 +109,7 @@ class Hub:
         self, refusal: Refused, repository: str, revision: str | None, file: RemoteFile | None = None
     ) -> UserError:
         """Return the refusal in words that say what to do about it."""
-        what = repository if file is None else f"{repository}: {named(file.name)}"
+        what = repository if file is None else f"{repository}: {safe_name(file.name)}"
         if refusal.code == "GatedRepo":
             return UserError(f"{what}: asks you to accept its terms at {self.endpoint}/{repository}; then set HF_TOKEN")
         if refusal.code == "RevisionNotFound":
@@ -121,7 +121,7 @@ class Hub:
         return refusal
 
     def _what(self, snapshot: Snapshot, file: RemoteFile) -> str:
-        return f"{snapshot.repository}: {named(file.name)}"
+        return f"{snapshot.repository}: {safe_name(file.name)}"
 
     def _address(self, snapshot: Snapshot, file: RemoteFile) -> str:
         return f"{self.endpoint}/{snapshot.repository}/resolve/{snapshot.commit}/{quote(file.name)}"

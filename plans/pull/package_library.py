@@ -23,7 +23,7 @@ from pathlib import Path
 from neuronpipe.plans.package.atomic_output import make_folder, whole_file
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.strict_json import read_json
-from neuronpipe.protocol.errors import NotRunning, UserError, named, quoted
+from neuronpipe.protocol.errors import NotRunning, UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -110,16 +110,18 @@ def refuse_unknown(path: Path) -> None:
     text = str(path)
     on_hub = None if text.startswith("/") else _HUB.fullmatch(text)
     if text.endswith(".gguf") and (on_hub is None or ":" not in on_hub["reference"]):
-        raise UserError(f"{named(text)}: no such file{_ggufs_beside(path)}")
+        raise UserError(f"{safe_name(text)}: no such file{_ggufs_beside(path)}")
     if on_hub is not None:
         raise UserError(
-            f"{named(text)}: no such package directory; from a hub it comes with "
-            f"`neuronpipe pull {named(on_hub['reference'])}`"
+            f"{safe_name(text)}: no such package directory; from a hub it comes with "
+            f"`neuronpipe pull {safe_name(on_hub['reference'])}`"
         )
     name = text.partition(":")[0]  # other programs write NAME:TAG
     if not NAME.fullmatch(name):
         return
-    raise UserError(f"{named(text)}: no such package directory, and no package has that name; {_what_there_is(name)}")
+    raise UserError(
+        f"{safe_name(text)}: no such package directory, and no package has that name; {_what_there_is(name)}"
+    )
 
 
 def _ggufs_beside(path: Path) -> str:
@@ -148,7 +150,7 @@ def _what_there_is(text: str) -> str:
 def _there_are(names: list[str]) -> str:
     """Return `there are a, b and 3 more`."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(safe_name, names[:MAX_SHOWN]))}{more}"
 
 
 def refuse_used(name: str) -> None:

@@ -13,7 +13,7 @@ from neuronpipe.plans.convert.sentencepiece_model import ADDED
 from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.pull.package_library import EXAMPLE, name_like
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -99,7 +99,7 @@ class Snapshot:
     def file(self, name: str) -> RemoteFile:
         """Return a file. Raises UserError if the repository does not have it."""
         if name not in self.files:
-            raise UserError(f"{self.repository}: {named(name)}: the repository has no such file")
+            raise UserError(f"{self.repository}: {safe_name(name)}: the repository has no such file")
         return self.files[name]
 
     def small_files(self, *, tokenizer: bool) -> list[RemoteFile]:
@@ -129,14 +129,14 @@ class Snapshot:
         part = part_of(name) or gguf_models(self.files).get(name)
         first = name if part is None or (part_of(name) is None and name in self.files) else part.names[0]
         if first not in self.files:
-            raise UserError(f"{self.repository}: {named(name)}: the repository has no such file; {self._ggufs()}")
+            raise UserError(f"{self.repository}: {safe_name(name)}: the repository has no such file; {self._ggufs()}")
         return self.files[first]
 
     def _ggufs(self) -> str:
         models = gguf_models(self.files)
         if not models:
             return "it has no GGUF files"
-        labels = [named(name) + (f" in {part.count} parts" if part else "") for name, part in models.items()]
+        labels = [safe_name(name) + (f" in {part.count} parts" if part else "") for name, part in models.items()]
         more = f" and {len(labels) - MAX_SHOWN} more" if len(labels) > MAX_SHOWN else ""
         return f"it has {', '.join(labels[:MAX_SHOWN])}{more}"
 
