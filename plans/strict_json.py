@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from neuronpipe.plans.uncached_read import forget, read_only_what_is_asked
+from neuronpipe.plans.uncached_read import disable_read_ahead, forget
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.schema import json_object
 
@@ -46,7 +46,7 @@ def open_file(path: Path) -> BinaryIO:
         try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(f"{path}: cannot be read: not a regular file")
-            read_only_what_is_asked(file.fileno())
+            disable_read_ahead(file.fileno())
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(
                     f"{path}: a Git-LFS pointer, not the file itself; "

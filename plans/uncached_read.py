@@ -20,7 +20,7 @@ def forget(descriptor: int, *, length_bytes: int = 0) -> None:
         os.posix_fadvise(descriptor, 0, length_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def read_only_what_is_asked(descriptor: int) -> None:
+def disable_read_ahead(descriptor: int) -> None:
     """Turn off read-ahead: pages that are still being read when a file is forgotten would stay in the cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

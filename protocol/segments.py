@@ -92,7 +92,7 @@ class Segment(Closing):
         return cls(layout, fd, generation)
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the segment that are in memory. A page is allocated when it is first written."""
         return BLOCK_BYTES * os.fstat(self.fd).st_blocks
 

@@ -17,7 +17,7 @@ from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.package_library import VARIABLE
-from neuronpipe.plans.pull.source_models import PackageRequest, Work, made_of, make, make_as_requested
+from neuronpipe.plans.pull.source_models import PackageRequest, Work, existing_package, make, make_as_requested
 from neuronpipe.protocol.errors import UserError, escaped
 from neuronpipe.services.gateway.templates.single_job import examine_template
 
@@ -38,10 +38,10 @@ def package_of(source: Path, *, plain: bool) -> Path:
 
     It is made in a process of its own: what conversion takes of memory must not count in the run that follows.
     """
-    if (made := made_of(source)) is not None:
+    if (made := existing_package(source)) is not None:
         return made
     _in_a_process_of_its_own(source, lambda: _make(source, plain=plain))
-    made = made_of(source)
+    made = existing_package(source)
     if made is None:
         raise UserError(f"{source}: has changed while a package was made of it; try again when it is whole")
     size_bytes = sum(file.stat().st_size for file in made.iterdir())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     package_names,
     packages_folder,
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
             (pulls, pulls_folder(), remove_pull),
         ):
             if name in there:
-                size = bytes_there(folder / name)
+                size = disk_usage_bytes(folder / name)
                 remove(name)
                 freed_bytes += size
     if arguments.json:

@@ -75,7 +75,7 @@ class Work:
         """Continue after these pieces, which are written, with their sums of squares."""
         written = {name for piece in pieces for name in (*piece.vectors, *piece.matrices)}
         written |= {name for piece in pieces for ffn in self._ffns(piece) for name in self._predictor_names(ffn)}
-        self.writer.go_on(
+        self.writer.resume_after(
             written,
             sum(piece.layer is not None for piece in pieces) * self.manifest.clusters // self.manifest.model.layers,
         )

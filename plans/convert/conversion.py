@@ -207,7 +207,7 @@ class Conversion:
             self.manifest,
             overwrite=overwrite,
             place=None if place is None else place / PACKAGE_PLACE,
-            goes_on=lambda folder: self._journal(folder).read().pieces > 0,
+            can_resume=lambda folder: self._journal(folder).read().pieces > 0,
         ) as writer:
             work = Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None))
             journal = self._journal(writer.path)

@@ -159,7 +159,7 @@ def gated_model(
 ) -> ModelSpec:
     """Return a model with RMS norms, rotary positions and a gated feed-forward, from the keys that such classes share.
     neurons: the key of the number of neurons; rotary: whether each layer is rotary (None: all are)."""
-    return described(
+    return build_spec(
         config,
         **sizes(config, choices, neurons),
         **({} if mixture is None else mixture._asdict()),
@@ -193,7 +193,7 @@ def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") 
     }
 
 
-def described(config: Record, **fields: Any) -> ModelSpec:
+def build_spec(config: Record, **fields: Any) -> ModelSpec:
     """Return a ModelSpec with these fields. Raises UserError if they contradict each other."""
     try:
         return ModelSpec(**fields)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import context_tokens, described
+from neuronpipe.plans.models.configuration import build_spec, context_tokens
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -103,7 +103,7 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
     if width % query_heads:
         config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
     bias = config.boolean("bias")
-    return described(
+    return build_spec(
         config,
         family=NAME,
         width=width,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import GATED_NAMES, described, sizes
+from neuronpipe.plans.models.configuration import GATED_NAMES, build_spec, sizes
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -39,7 +39,7 @@ NAMES = replace(GATED_NAMES, gate=None, query_norm=None, key_norm=None)
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
     attention_bias = config.boolean("attention_bias")
-    return described(
+    return build_spec(
         config,
         **sizes(config, choices),
         family=NAME,

@@ -22,18 +22,18 @@ from neuronpipe.protocol.errors import UserError
 class PartialDirectory:
     """A context manager with a new directory, which `publish` turns into the target and which is removed otherwise.
 
-    goes_on: returns True if the work in a directory that a killed process left can be continued; then this directory
+    can_resume: returns True if the work in a directory that a killed process left can be continued; then this directory
         has that work.
     """
 
     def __init__(
-        self, target: Path, *, overwrite: bool, goes_on: Callable[[Path], bool] = lambda folder: False
+        self, target: Path, *, overwrite: bool, can_resume: Callable[[Path], bool] = lambda folder: False
     ) -> None:
         self.target = target.absolute()
         self.path = self._sibling("partial")
         self._old = self._sibling("old")
         self._overwrite = overwrite
-        self._goes_on = goes_on
+        self._can_resume = can_resume
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}")
@@ -59,7 +59,7 @@ class PartialDirectory:
     def _take_over(self) -> bool:
         """Take over the directory of a killed process whose work can be continued. Return True on success."""
         left = [path for path, kind in _leftovers(self.target) if kind == "partial"]
-        for path in filter(self._goes_on, (self.path, *left)):
+        for path in filter(self._can_resume, (self.path, *left)):
             with contextlib.suppress(OSError):  # another process may have taken it over
                 path.rename(self.path)
                 return True
@@ -93,7 +93,7 @@ class PartialDirectory:
         shutil.rmtree(self._old, ignore_errors=True)
 
 
-class KeptDirectory(PartialDirectory):
+class ResumableDirectory(PartialDirectory):
     """A partial directory at a given place on the same disk. It survives an interruption, and the next process
     continues with its content."""
 
@@ -101,7 +101,7 @@ class KeptDirectory(PartialDirectory):
         super().__init__(target, overwrite=overwrite)
         self.path = place
 
-    def __enter__(self) -> KeptDirectory:
+    def __enter__(self) -> ResumableDirectory:
         _clear_leftovers(self.target)
         self._refuse_target()
         for folder in (self.path, self.target.parent):

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.atomic_output import KeptDirectory, PartialDirectory
+from neuronpipe.plans.package.atomic_output import PartialDirectory, ResumableDirectory
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -86,7 +86,7 @@ def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[in
     return files
 
 
-def bytes_there(folder: Path) -> int:
+def disk_usage_bytes(folder: Path) -> int:
     """Return the present disk usage of the files in a folder; files with holes take less than their length."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
@@ -104,7 +104,7 @@ class _TensorFile:
         self._file = file
         file.write(self._header)
 
-    def go_on(self, names: Collection[str]) -> None:
+    def resume_after(self, names: Collection[str]) -> None:
         """Continue after these matrices and vectors, which are written completely; treat all others as not written."""
         for name, entry in self._entries.items():
             written = name.removesuffix(".quants").removesuffix(".scales") in names
@@ -139,8 +139,8 @@ class PackageWriter:
     `publish` returned or the process was killed.
 
     With a `place`, what is written stays there until it is published. Call `sync` for what the next writer relies on
-    after a kill, and tell that writer with `go_on` how far this was. goes_on: returns True if the content of a folder
-    can be continued.
+    after a kill, and tell that writer with `resume_after` how far this was. can_resume: returns True if the work in a
+    folder can be continued.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class PackageWriter:
         *,
         overwrite: bool,
         place: Path | None = None,
-        goes_on: Callable[[Path], bool] = lambda folder: False,
+        can_resume: Callable[[Path], bool] = lambda folder: False,
     ) -> None:
         self._target, self._manifest = target, manifest
         self._directory = (
-            PartialDirectory(target, overwrite=overwrite, goes_on=goes_on)
+            PartialDirectory(target, overwrite=overwrite, can_resume=can_resume)
             if place is None
-            else KeptDirectory(target, place, overwrite=overwrite)
+            else ResumableDirectory(target, place, overwrite=overwrite)
         )
         self._tensors = {name: _TensorFile(tensors) for name, tensors in _tensor_files(manifest).items()}
         self._clusters = 0
@@ -187,20 +187,20 @@ class PackageWriter:
 
     def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            is_kept = isinstance(self._directory, KeptDirectory)
+            is_kept = isinstance(self._directory, ResumableDirectory)
             suffix = "; what is done of it is kept" if is_kept else " and was removed"
             raise UserError(f"{self._target}: the package could not be written{suffix}: {error.strerror}") from None
 
     def _require_space(self, path: Path) -> None:
-        needed = package_bytes(self._manifest) - bytes_there(path)
+        needed = package_bytes(self._manifest) - disk_usage_bytes(path)
         if (free := shutil.disk_usage(path).free) < needed:
             raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
 
-    def go_on(self, names: Collection[str], clusters: int) -> None:
+    def resume_after(self, names: Collection[str], clusters: int) -> None:
         """Continue after these matrices and vectors and this number of clusters, which are written; discard everything
         else."""
         for tensors in self._tensors.values():
-            tensors.go_on(names)
+            tensors.resume_after(names)
         self._clusters = clusters
         for file, cluster_bytes in (
             (self._files[BUNDLES], self._manifest.layout.cluster_stride_bytes),

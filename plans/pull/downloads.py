@@ -37,14 +37,14 @@ class _Stopped(Exception):
     """Raised in a download that is no longer needed."""
 
 
-class Arrivals:
+class Downloads:
     """The files of one snapshot that are downloaded to a folder. Context manager: stops downloads, and keeps what has
     come."""
 
     def __init__(self, hub: Hub, snapshot: Snapshot, folder: Path, count: Count = lambda more: None) -> None:
         self._hub, self._snapshot, self._folder, self._count = hub, snapshot, folder, count
-        self._order: list[ArrivingFile] = []
-        self._fetches: dict[ArrivingFile, _Fetch] = {}
+        self._order: list[DownloadedFile] = []
+        self._fetches: dict[DownloadedFile, _Fetch] = {}
         self.stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -57,28 +57,28 @@ class Arrivals:
         for fetch in self._fetches.values():
             fetch.thread.join(MAX_PATIENCE_S)
 
-    def open_file(self, path: Path) -> ArrivingFile:
+    def open_file(self, path: Path) -> DownloadedFile:
         """Return a file of weights by its future path, for a conversion. Raises UserError if the repository does not
         have it."""
-        return ArrivingFile(path, self._snapshot.file(path.relative_to(self._folder).as_posix()), self)
+        return DownloadedFile(path, self._snapshot.file(path.relative_to(self._folder).as_posix()), self)
 
-    def expect(self, order: Sequence[ArrivingFile]) -> None:
+    def expect(self, order: Sequence[DownloadedFile]) -> None:
         """Set the order in which these files are needed: while one is converted, the next is downloaded."""
         self._order = list(order)
 
-    def need(self, file: ArrivingFile) -> None:
+    def need(self, file: DownloadedFile) -> None:
         """Return when a file is complete, and start to download the next one. Raises UserError."""
         self._fetch(file).wait()
         if file in self._order:
             for following in self._order[self._order.index(file) + 1 :][:1]:
                 self._fetch(following)
 
-    def _fetch(self, file: ArrivingFile) -> _Fetch:
+    def _fetch(self, file: DownloadedFile) -> _Fetch:
         if file not in self._fetches:
-            self._fetches[file] = _Fetch(lambda: self.bring(file.entry))
+            self._fetches[file] = _Fetch(lambda: self.download_file(file.entry))
         return self._fetches[file]
 
-    def bring(self, entry: RemoteFile) -> Path:
+    def download_file(self, entry: RemoteFile) -> Path:
         """Download one file completely and check it. Raises UserError."""
         self.require_checksum(entry)
         path = self.path(entry)
@@ -88,7 +88,7 @@ class Arrivals:
         make_folder(part.parent)
         resumed = part.exists()
         try:
-            if not self._came(entry, part) and not (resumed and self._came(entry, part)):
+            if not self._complete(entry, part) and not (resumed and self._complete(entry, part)):
                 raise UserError(
                     f"{self._snapshot.repository}: {safe_name(entry.name)}: came with another checksum than the hub "
                     f"gives: damaged on the way, or on a mirror; {AGAIN}"
@@ -98,16 +98,16 @@ class Arrivals:
             raise UserError(f"{part}: cannot be written: {error.strerror}; {AGAIN}") from None
         return path
 
-    def _came(self, entry: RemoteFile, part: Path) -> bool:
+    def _complete(self, entry: RemoteFile, part: Path) -> bool:
         """Download the missing bytes of a file. Return True if its checksum is right; otherwise remove it."""
         with part.open("a+b") as file:
             if file.tell() > entry.bytes:
                 file.truncate(0)
-            coming = _Coming(file, entry, self._count, self.stopped)
-            self._hub.download(self._snapshot, entry, cast(BinaryIO, coming))
+            target = _DownloadTarget(file, entry, self._count, self.stopped)
+            self._hub.download(self._snapshot, entry, cast(BinaryIO, target))
             file.flush()
             os.fsync(file.fileno())
-            if coming.is_right():
+            if target.is_right():
                 return True
             self._count(-file.tell())
         part.unlink()
@@ -134,7 +134,7 @@ class Arrivals:
         path = self.path(entry)
         return path.with_name(f"{path.name}.part")
 
-    def here_bytes(self, entry: RemoteFile) -> int:
+    def local_bytes(self, entry: RemoteFile) -> int:
         """Return how many bytes of a file are on this disk."""
         if self.path(entry).exists():
             return entry.bytes
@@ -142,49 +142,49 @@ class Arrivals:
         return min(part.stat().st_size, entry.bytes) if part.exists() else 0
 
 
-class ArrivingFile(SourceFile):
+class DownloadedFile(SourceFile):
     """A file of weights that is at the hub until it is fetched, and then on this disk until it is released."""
 
-    def __init__(self, path: Path, entry: RemoteFile, arrivals: Arrivals) -> None:
+    def __init__(self, path: Path, entry: RemoteFile, downloads: Downloads) -> None:
         super().__init__(path)
-        self.entry, self._arrivals = entry, arrivals
-        self._here = path.exists()
+        self.entry, self._downloads = entry, downloads
+        self._is_local = path.exists()
 
     @property
     def version(self) -> str:
         return f"{self.entry.name} {self.entry.sha256 or self.entry.blob}"
 
     def beginning(self) -> BinaryIO:
-        if self._here:
+        if self._is_local:
             return super().beginning()
-        return io.BufferedReader(_AtTheHub(self.entry, self._arrivals), READ_BUFFER_BYTES)
+        return io.BufferedReader(_RemoteHeader(self.entry, self._downloads), READ_BUFFER_BYTES)
 
     def fetch(self) -> None:
-        if not self._here:
-            self._arrivals.need(self)
-            self._here = True
+        if not self._is_local:
+            self._downloads.need(self)
+            self._is_local = True
 
     def release(self) -> None:
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        self._here = False
+        self._is_local = False
 
     def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
-        if self._here:
+        if self._is_local:
             super().read_into(offset, target)
             return
-        data = self._arrivals.read(self.entry, offset, target.nbytes)
+        data = self._downloads.read(self.entry, offset, target.nbytes)
         if len(data) < target.nbytes:
             raise UserError(f"{self.path}: ends at byte {offset + len(data)}, where a tensor should lie: truncated")
         target.data.cast("B")[:] = data
 
 
-class _AtTheHub(io.RawIOBase):
+class _RemoteHeader(io.RawIOBase):
     """A file at the hub, for reading its header: blocks of growing size are read on demand."""
 
-    def __init__(self, entry: RemoteFile, arrivals: Arrivals) -> None:
-        self._entry, self._arrivals, self._at = entry, arrivals, 0
+    def __init__(self, entry: RemoteFile, downloads: Downloads) -> None:
+        self._entry, self._downloads, self._at = entry, downloads, 0
         self._block, self._block_start, self._next_bytes = b"", 0, HEADER_BLOCK_BYTES
 
     def readable(self) -> bool:
@@ -206,7 +206,7 @@ class _AtTheHub(io.RawIOBase):
                 raise UserError(
                     f"{safe_name(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
                 )
-            self._block, self._block_start = self._arrivals.read(self._entry, self._at, self._next_bytes), self._at
+            self._block, self._block_start = self._downloads.read(self._entry, self._at, self._next_bytes), self._at
             self._next_bytes = min(2 * self._next_bytes, MAX_HEADER_BLOCK_BYTES)
         from_block = self._at - self._block_start
         data = self._block[from_block : from_block + len(target)]
@@ -215,7 +215,7 @@ class _AtTheHub(io.RawIOBase):
         return len(data)
 
 
-class _Coming:
+class _DownloadTarget:
     """The target of a download, with the methods that a download needs: bytes are counted and hashed as they come."""
 
     def __init__(self, file: BinaryIO, entry: RemoteFile, count: Count, stopped: threading.Event) -> None:

@@ -41,7 +41,7 @@ Tell = Callable[[str], None]
 """Called with a line for a person who waits."""
 
 
-class BrokenOff(UserError):
+class ConnectionBroken(UserError):
     """A connection that failed or is too slow. Another connection may work."""
 
 
@@ -72,8 +72,8 @@ class Answer:
         return int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
 
     def pieces(self, max_bytes: int) -> Iterator[bytes]:
-        """Yield the content as it arrives. Raises UserError before a piece that exceeds `max_bytes`, and BrokenOff if
-        the connection ends early, stalls, or is slower than MIN_BYTES_PER_S."""
+        """Yield the content as it arrives. Raises UserError before a piece that exceeds `max_bytes`, and
+        ConnectionBroken if the connection ends early, stalls, or is slower than MIN_BYTES_PER_S."""
         waited_s, window_bytes, all_bytes = 0.0, 0, 0
         content = iter(self._answer.iter_raw())
         while True:
@@ -81,7 +81,7 @@ class Answer:
             try:
                 piece = next(content, None)
             except self._network as error:
-                raise broken_off(self._what, self._endpoint, error) from None
+                raise connection_broken(self._what, self._endpoint, error) from None
             if piece is None:
                 return
             waited_s += time.monotonic() - began_s
@@ -91,7 +91,7 @@ class Answer:
                 raise UserError(f"{self._what}: {self._endpoint} sends more than the {max_bytes} bytes it may have")
             if waited_s >= WINDOW_S:
                 if window_bytes < MIN_BYTES_PER_S * waited_s:
-                    raise BrokenOff(
+                    raise ConnectionBroken(
                         f"{self._what}: {self._endpoint} sent {window_bytes} bytes in {waited_s:.0f} s: too slow to go "
                         f"on; {AGAIN}"
                     )
@@ -99,10 +99,10 @@ class Answer:
             yield piece
 
 
-def broken_off(what: str, endpoint: str, error: Exception) -> BrokenOff:
+def connection_broken(what: str, endpoint: str, error: Exception) -> ConnectionBroken:
     """Return the error for a connection that failed."""
     reason = safe_name(str(error) or type(error).__name__)
-    return BrokenOff(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
+    return ConnectionBroken(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
 
 
 class Web:
@@ -140,8 +140,8 @@ class Web:
         """Request an address and yield the answer. For a file: from byte `start` on, up to `stop` if that is given.
 
         A hub may send the file from its beginning all the same: `Answer.start` tells. `what`: the beginning of errors.
-        Raises Refused for an error status, BrokenOff for a connection that fails, UserError for a violation of the
-        protocol.
+        Raises Refused for an error status, ConnectionBroken for a connection that fails, UserError for a violation of
+        the protocol.
         """
         headers = dict(self._headers)
         if start is not None:
@@ -224,12 +224,12 @@ class Web:
         if answers:
             return answers[0]
         if not errors:
-            raise BrokenOff(f"{what}: {self.endpoint} did not answer within {MAX_HEAD_S:.0f} s; {AGAIN}")
+            raise ConnectionBroken(f"{what}: {self.endpoint} did not answer within {MAX_HEAD_S:.0f} s; {AGAIN}")
         error = errors[0]
         if isinstance(error, self._offline):
             raise UserError("HF_HUB_OFFLINE is set, so nothing is asked of a hub; unset it to pull")
         if isinstance(error, (*self._network, OSError, ValueError)):
-            raise broken_off(what, self.endpoint, error)
+            raise connection_broken(what, self.endpoint, error)
         raise error
 
 

@@ -11,7 +11,7 @@ import time
 from typing import BinaryIO
 from urllib.parse import quote
 
-from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
+from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, ConnectionBroken, Refused, Tell, Web
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, read_snapshot
 from neuronpipe.plans.strict_json import parse_json
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
@@ -73,7 +73,7 @@ class Hub:
                 self._download(snapshot, file, target, start)
             except Refused as refusal:
                 raise self._explained(refusal, snapshot.repository, snapshot.commit, file) from None
-            except BrokenOff:
+            except ConnectionBroken:
                 if target.tell() - counted_from >= PROGRESS_BYTES:
                     tries, counted_from = 0, target.tell()
                 tries += 1
@@ -82,7 +82,7 @@ class Hub:
                 time.sleep(PAUSE_S)
 
     def _download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO, start: int) -> None:
-        """Write the content of one answer, up to the length that the hub stated. Raises BrokenOff if that is too
+        """Write the content of one answer, up to the length that the hub stated. Raises ConnectionBroken if that is too
         little."""
         what, address = self._what(snapshot, file), self._address(snapshot, file)
         with self._web.answer(address, what, start or None) as answer:
@@ -97,7 +97,7 @@ class Hub:
                 target.write(piece[skip:])
                 skip = max(skip - len(piece), 0)
         if target.tell() < file.bytes:
-            raise BrokenOff(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
+            raise ConnectionBroken(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
 
     def _skipped(self, what: str, first: int, required: int) -> int:
         """Return how many bytes of an answer to skip: a mirror without ranges sends the file from its beginning."""

@@ -25,8 +25,8 @@ from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import bytes_there
-from neuronpipe.plans.pull.downloads import Arrivals, ArrivingFile
+from neuronpipe.plans.package.writer import disk_usage_bytes
+from neuronpipe.plans.pull.downloads import DownloadedFile, Downloads
 from neuronpipe.plans.pull.http_answers import Tell
 from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.package_library import (
@@ -48,7 +48,7 @@ SOURCE = "source"  # in the folder of a pull: the downloaded files
 @frozen(kw_only=True)
 class Need:
     """The requirements of a pull. download_bytes: still to be downloaded, in this number of files. disk_bytes: maximal
-    disk use at one moment, of which there_bytes are used already. free_bytes: free on that disk now. goes_on: it
+    disk use at one moment, of which present_bytes are used already. free_bytes: free on that disk now. resumes: it
     continues an interrupted pull."""
 
     snapshot: Snapshot
@@ -57,14 +57,14 @@ class Need:
     download_bytes: int
     choice: Choice
     disk_bytes: int
-    there_bytes: int
+    present_bytes: int
     free_bytes: int
-    goes_on: bool
+    resumes: bool
 
     @property
     def missing_bytes(self) -> int:
         """Number of bytes that have to be freed first."""
-        return max(self.disk_bytes - self.there_bytes - self.free_bytes, 0)
+        return max(self.disk_bytes - self.present_bytes - self.free_bytes, 0)
 
 
 def pull(
@@ -97,11 +97,11 @@ def pull(
             snapshot = _snapshot(hub, reference, name)
             tally = _Tally(progress)
             with (
-                Arrivals(hub, snapshot, folder / SOURCE, tally.arrived) as arrivals,
-                _opened(arrivals, snapshot, reference, folder / SOURCE, options) as checkpoint,
+                Downloads(hub, snapshot, folder / SOURCE, tally.arrived) as downloads,
+                _opened(downloads, snapshot, reference, folder / SOURCE, options) as checkpoint,
             ):
                 conversion = Conversion(checkpoint, quantization=quantization, gates=gates, name=name)
-                need = _prepare(arrivals, snapshot, conversion, folder, tally)
+                need = _prepare(downloads, snapshot, conversion, folder, tally)
                 agree(need)
                 begin(folder, Unfinished(str(reference), snapshot.commit, tuple(command)))
                 package = conversion.write(
@@ -131,33 +131,33 @@ def _snapshot(hub: Hub, reference: Reference, name: str) -> Snapshot:
 
 @contextmanager
 def _opened(
-    arrivals: Arrivals, snapshot: Snapshot, reference: Reference, source: Path, options: Options
+    downloads: Downloads, snapshot: Snapshot, reference: Reference, source: Path, options: Options
 ) -> Iterator[Checkpoint]:
     """Yield the checkpoint, from downloaded small files and from headers that are read at the hub."""
     if reference.file is not None:
-        opened = open_gguf(arrivals.path(snapshot.gguf(reference.file)), options, arrivals.open_file)
+        opened = open_gguf(downloads.path(snapshot.gguf(reference.file)), options, downloads.open_file)
     else:
         for file in snapshot.small_files(tokenizer=options.tokenizer is None):
-            arrivals.bring(file)
-        opened = open_huggingface(source, options, arrivals.open_file)
+            downloads.download_file(file)
+        opened = open_huggingface(source, options, downloads.open_file)
     with opened as checkpoint:
         name = f"{snapshot}:{reference.file}" if reference.file else str(snapshot)
         yield replace(checkpoint, source=replace(checkpoint.source, name=name))
 
 
-def _prepare(arrivals: Arrivals, snapshot: Snapshot, conversion: Conversion, folder: Path, tally: _Tally) -> Need:
+def _prepare(downloads: Downloads, snapshot: Snapshot, conversion: Conversion, folder: Path, tally: _Tally) -> Need:
     """Return what the pull still needs, and plan to download a shard during the conversion of another if there is
     room."""
     left = conversion.pieces[conversion.pieces_done(folder) :]
-    entries = [cast(ArrivingFile, file).entry for file in conversion.files_from(len(conversion.pieces) - len(left))]
+    entries = [cast(DownloadedFile, file).entry for file in conversion.files_from(len(conversion.pieces) - len(left))]
     for entry in entries:
-        arrivals.require_checksum(entry)
-    download_bytes = sum(entry.bytes - arrivals.here_bytes(entry) for entry in entries)
-    whole_bytes = sum(cast(ArrivingFile, file).entry.bytes for file in conversion.files_from(0))
+        downloads.require_checksum(entry)
+    download_bytes = sum(entry.bytes - downloads.local_bytes(entry) for entry in entries)
+    whole_bytes = sum(cast(DownloadedFile, file).entry.bytes for file in conversion.files_from(0))
     tally.begin(whole_bytes - download_bytes, whole_bytes)
-    there_bytes = bytes_there(folder)
+    present_bytes = disk_usage_bytes(folder)
     free_bytes = shutil.disk_usage(folder).free
-    small_bytes = bytes_there(folder / SOURCE) - sum(arrivals.here_bytes(entry) for entry in entries)
+    small_bytes = disk_usage_bytes(folder / SOURCE) - sum(downloads.local_bytes(entry) for entry in entries)
 
     def need(ahead: bool) -> Need:
         return Need(
@@ -166,19 +166,19 @@ def _prepare(arrivals: Arrivals, snapshot: Snapshot, conversion: Conversion, fol
             files=len(entries),
             download_bytes=download_bytes,
             choice=conversion.choice,
-            disk_bytes=conversion.package_bytes + most_held_bytes(left, ahead=ahead) + max(small_bytes, 0),
-            there_bytes=there_bytes,
+            disk_bytes=conversion.package_bytes + peak_bytes(left, ahead=ahead) + max(small_bytes, 0),
+            present_bytes=present_bytes,
             free_bytes=free_bytes,
-            goes_on=(folder / STATE).exists(),
+            resumes=(folder / STATE).exists(),
         )
 
     if (roomy := need(True)).missing_bytes == 0:
-        arrivals.expect(cast(list[ArrivingFile], _in_order(left)))
+        downloads.expect(cast(list[DownloadedFile], _in_order(left)))
         return roomy
     return need(False)
 
 
-def most_held_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
+def peak_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
     """Return the maximal size of files at one moment while these pieces are converted in order: each file from the
     first piece that needs it to the last. ahead: with the next file too."""
     order = _in_order(pieces)
@@ -189,7 +189,7 @@ def most_held_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
         present = [file for file in begun if file in needed_later]
         if ahead:
             present += order[len(begun) : len(begun) + 1]
-        max_bytes = max(max_bytes, sum(cast(ArrivingFile, file).entry.bytes for file in present))
+        max_bytes = max(max_bytes, sum(cast(DownloadedFile, file).entry.bytes for file in present))
     return max_bytes
 
 
@@ -204,16 +204,16 @@ class _Tally:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._lock = threading.Lock()
-        self._here_bytes, self._total_bytes, self._converted = 0, 0, 0.0
+        self._local_bytes, self._total_bytes, self._converted = 0, 0, 0.0
 
-    def begin(self, here_bytes: int, total_bytes: int) -> None:
+    def begin(self, local_bytes: int, total_bytes: int) -> None:
         """Set how many bytes of the weights are downloaded already, or converted."""
-        self._here_bytes, self._total_bytes = here_bytes, total_bytes
+        self._local_bytes, self._total_bytes = local_bytes, total_bytes
 
     def arrived(self, more_bytes: int) -> None:
         """Count downloaded bytes. Called from any thread."""
         with self._lock:
-            self._here_bytes += more_bytes
+            self._local_bytes += more_bytes
             self._tell()
 
     def converted(self, done: int, total: int) -> None:
@@ -224,5 +224,5 @@ class _Tally:
 
     def _tell(self) -> None:
         if self._total_bytes:  # 0 while small files are downloaded
-            done_bytes = (self._here_bytes + self._converted * self._total_bytes) / 2
+            done_bytes = (self._local_bytes + self._converted * self._total_bytes) / 2
             self._progress(int(done_bytes), self._total_bytes)

@@ -140,7 +140,7 @@ def origin_of(package: Path) -> Origin | None:
         return None
 
 
-def made_of(source: Path) -> Path | None:
+def existing_package(source: Path) -> Path | None:
     """Return the package that was made from a model, if there is one and the model has not changed since."""
     origin, unfinished = Origin.of(source), pull_names()
     packages = [packages_folder() / name for name in package_names() if name not in unfinished]
@@ -164,13 +164,13 @@ def make(
         interruption, nothing is left; after a kill the next command continues.
     """
     while True:
-        if (existing := made_of(source)) is not None:
+        if (existing := existing_package(source)) is not None:
             return Package.open(existing)
         name = _name_for(source)
         _refuse_requested(source, name)
         try:
             with working_folder(name) as folder, _emptied(folder):
-                if name == _name_for(source) and made_of(source) is None:  # else another command was faster
+                if name == _name_for(source) and existing_package(source) is None:  # else another command was faster
                     return _make(source, name, folder, PackageRequest(options=options), agree, progress, report)
         except Busy:
             waiting(name)
@@ -236,7 +236,7 @@ def _name_for(source: Path) -> str:
     """Return the name of the package that was, or is being, made from the same path; or else the first free name."""
     path, used = Origin.of(source).path, {*package_names(), *pull_names()}
     for name in sorted(used):
-        if _made_from(name) == one_line(path):
+        if _source_path_of(name) == one_line(path):
             return name
     folder = Path(os.path.abspath(source))
     hub = next((part for part in folder.parts if part.startswith(HUB_CACHE)), None) if source.is_dir() else None
@@ -249,7 +249,7 @@ def _name_for(source: Path) -> str:
     return name
 
 
-def _made_from(name: str) -> str | None:
+def _source_path_of(name: str) -> str | None:
     """Return the path from which the package of this name was, or is being, made, as one line."""
     if (unfinished := unfinished_pull(name)) is not None:
         return unfinished.reference
@@ -269,7 +269,7 @@ def _make(
     """Make a package while the lock of its name is held."""
     from neuronpipe.plans.convert.checkpoint import Options  # imports numpy, which other functions do not need
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
-    from neuronpipe.plans.package.writer import bytes_there
+    from neuronpipe.plans.package.writer import disk_usage_bytes
 
     origin, target = Origin.of(source), packages_folder() / name
     with open_checkpoint(source, request.options or Options()) as checkpoint:
@@ -287,7 +287,7 @@ def _make(
                 name=name,
                 folder=packages_folder(),
                 choice=conversion.choice,
-                disk_bytes=max(conversion.package_bytes - bytes_there(folder), 0),
+                disk_bytes=max(conversion.package_bytes - disk_usage_bytes(folder), 0),
                 free_bytes=shutil.disk_usage(folder).free,
                 replaces=target.exists(),
             )
