@@ -245,7 +245,7 @@ class RunDirectory(LockedDirectory):
         except FileNotFoundError:
             self._read()  # raises NotRunning if both files are gone: the run has just ended
             raise UserError(
-                f"{self.path}: no {LOCK_FILE}, so nothing shows whether the run lives; remove the directory"
+                f"{self.path}: no {LOCK_FILE}, so nothing shows whether the run lives; if it has ended, remove it"
             ) from None
         if not lives:
             raise NotRunning(f"{self.path}: not running: its supervisor has ended; start a run with `neuronpipe up`")
