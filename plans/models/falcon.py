@@ -39,6 +39,7 @@ DEFAULTS = {
     "eos_token_id": 11,
 }
 
+# A package stores the one norm twice: 65 KB a layer at most, instead of a third kind of layer.
 ONE_NORM = TensorNames(
     embedding="transformer.word_embeddings",
     output="lm_head",

@@ -66,7 +66,7 @@ FAMILY = Family(
             partial_rotary=True,
         ),
     },
-    # llama.cpp's converter adds the missing 1 to norms.
+    # llama.cpp's converter adds the missing 1 to norms, in 16 bits: vectors differ from the checkpoint's by rounding.
     gguf={
         "nemotron": GgufArchitecture(
             interleaved=False, norm="layer", gated=False, partial_rotary=True, activation="relu2"
