@@ -1,4 +1,4 @@
-"""The names of a GGUF model's files where there are several: NAME-00001-of-00003.gguf and so on (gguf-split)."""
+"""File names of a GGUF model in several parts: NAME-00001-of-00003.gguf and so on (gguf-split)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.g
 
 @frozen(slots=True)
 class Part:
-    """What the name of a part says: which one of how many it is, and of which model. number: from 1 on."""
+    """One part of a model, from its file name. number: from 1 to count."""
 
     stem: str
     number: int
@@ -22,7 +22,7 @@ class Part:
 
     @property
     def model(self) -> str:
-        """What the model's file would be called if it were one."""
+        """The name that the model's file would have if it were in one part."""
         return f"{self.stem}{SUFFIX}"
 
     @property
@@ -32,7 +32,7 @@ class Part:
 
 
 def part_of(name: str) -> Part | None:
-    """What a file's name, or path, says of a part; None where it is not the name of one."""
+    """Return the part that a file's name or path denotes; None if it is not the name of a part."""
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return None
@@ -40,7 +40,7 @@ def part_of(name: str) -> Part | None:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, Part | None]:
-    """The GGUF models among files, by what each would be called as one file; None: it is one."""
+    """Return the GGUF models among these files, by the name that each would have as one file; None: it is one file."""
     models: dict[str, Part | None] = {}
     for name in sorted(names):
         if name.endswith(SUFFIX) and (name not in models or part_of(name) is None):
@@ -50,8 +50,8 @@ def gguf_models(names: Iterable[str]) -> dict[str, Part | None]:
 
 
 def gguf_file(path: Path) -> Path:
-    """The file that a GGUF model begins with: the first part of the model that a part is named of, or that is all that
-    a folder without other weights holds. Any other path is returned as it is."""
+    """Return the first file of a GGUF model, given any of its parts, or a folder that contains no other weights. Any
+    other path is returned unchanged."""
     if path.is_dir():
         names = [file.name for file in path.iterdir() if file.suffix in (SUFFIX, ".safetensors")]
         parts = [part for part in gguf_models(names).values() if part is not None]
@@ -62,13 +62,13 @@ def gguf_file(path: Path) -> Path:
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All files of the GGUF model that begins with `path`."""
+    """Return all files of the GGUF model that begins with `path`."""
     part = part_of(path.name)
     return [path] if part is None else [path.with_name(name) for name in part.names]
 
 
 def place_among_parts(path: Path) -> str:
-    """Which part of a GGUF model a file is, for the end of an error about it; empty where it is no part."""
+    """Return which part of a GGUF model a file is, to append to an error about it; empty if it is no part."""
     part = part_of(path.name)
     return (
         ""
@@ -78,6 +78,6 @@ def place_among_parts(path: Path) -> str:
 
 
 def model_stem(name: str) -> str:
-    """The name of a GGUF model without its suffix, its folder, and which part the file is."""
+    """Return the name of a GGUF model without its suffix, its folder and its part number."""
     part = part_of(name)
     return PurePosixPath(name if part is None else part.model).stem

@@ -1,4 +1,4 @@
-"""What a package holds, as data for --json and as a page for a person. Reads the manifest only."""
+"""Describes a package, as data for --json and as text for a person. Reads the manifest only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from neuronpipe.plans.quantization_choice import why
 
 BAR_WIDTH = 64
 MIB = 1 << 20
-MAX_RECALL_SHORTFALL = 0.005  # below what was wanted: so much, texts differ
+MAX_RECALL_SHORTFALL = 0.005  # difference to the target recall that is due to different texts
 ALWAYS_FIRES = (
     "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
@@ -29,7 +29,6 @@ ALWAYS_FIRES = (
 LEAVES_OUT = (
     "; `neuronpipe profile PACKAGE --silent 50% --text FILE` and --mode thresholded leave out a part, at a loss"
 )
-
 CHOSEN_FIRE = (
     "silu: every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
     "expert; nothing inside an expert is sparse"
@@ -38,8 +37,8 @@ NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat
 
 
 def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
-    """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster. curve: of
-    the flash it lies on, which says how it is read."""
+    """Return the package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster.
+    curve: of the flash that it lies on, which decides how it is read."""
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
     parts: dict[str, list[dict[str, Any]]] = {"trigger": [], "value": []}
@@ -89,17 +88,14 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
 
 
 def warnings(manifest: Manifest) -> list[str]:
-    """What a person should know before the package disappoints them, a sentence each."""
-    found = [said] if (said := dense_reading(manifest.model)) is not None else []
-    if (said := unmeasured_predictor(manifest)) is not None:
-        found.append(said)
-    if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
-        found.append(said)
-    return found
+    """Return what a person should know about the package's speed and quality, one sentence each."""
+    predictor = manifest.predictor
+    recall = None if predictor is None else low_recall(predictor, DEFAULT_RECALL)
+    return list(filter(None, (dense_reading(manifest.model), unmeasured_predictor(manifest), recall)))
 
 
 def dense_reading(model: ModelSpec) -> str | None:
-    """What it means that every neuron fires; None where not every one does."""
+    """Return what it means that every neuron fires; None if some do not."""
     if model.activation != "silu":
         return None
     share = model.experts_per_token / model.experts
@@ -107,8 +103,8 @@ def dense_reading(model: ModelSpec) -> str | None:
 
 
 def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
-    """What a run with this plan reads for every token because every neuron fires, in few words; None where everything
-    is resident, where neurons are left out, or where not every neuron fires."""
+    """Return what a run with this plan reads for every token because every neuron fires, in few words; None if
+    everything is resident, if neurons are left out, or if some neurons do not fire."""
     memory = plan.memory
     absent = 1 - (memory.slots_bytes + memory.accelerator_bytes) / memory.ffn_bytes
     if model.activation != "silu" or plan.compute.mode == "thresholded" or absent <= 0:
@@ -120,23 +116,24 @@ def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
     )
 
 
-def low_recall(predictor: Predictor, wanted: float) -> str | None:
-    """Where a predictor finds clearly fewer of the active neurons than wanted, on held-out text; None: nowhere."""
+def low_recall(predictor: Predictor, target_recall: float) -> str | None:
+    """Return a warning if a predictor finds clearly fewer of the active neurons than the target recall, on held-out
+    text."""
     recalls = [layer.recall for layer in predictor.by_layer]
-    low = [recall for recall in recalls if recall < wanted - MAX_RECALL_SHORTFALL]
+    low = [recall for recall in recalls if recall < target_recall - MAX_RECALL_SHORTFALL]
     if not low:
         return None
     lowest, highest = f"{min(low):.1%}", f"{max(low):.1%}"
-    found = lowest if lowest == highest else f"{lowest} to {highest}"
+    lowest_to_highest = lowest if lowest == highest else f"{lowest} to {highest}"
     return (
-        f"recall on held-out text is {found} in {len(low)} of {len(recalls)} layers, below "
-        f"{wanted:.1%}: predicted mode leaves out more than that says; `neuronpipe profile` with more text of the kind "
-        "that is generated (--text, --tokens), a higher --rank or --recall comes closer"
+        f"recall on held-out text is {lowest_to_highest} in {len(low)} of {len(recalls)} layers, below "
+        f"{target_recall:.1%}: predicted mode leaves out more than that says; `neuronpipe profile` with more text of "
+        "the kind that is generated (--text, --tokens), a higher --rank or --recall comes closer"
     )
 
 
 def parameters(manifest: Manifest) -> int:
-    """Weights of the model; a tied embedding counts once."""
+    """Return the number of the model's weights; a tied embedding counts once."""
     model = manifest.model
     fixed = sum(rows * columns for _, rows, columns in fixed_matrices(model))
     vectors = sum(length for name, length in fixed_vectors(model) if name != "rope.inverse_frequency")
@@ -144,7 +141,7 @@ def parameters(manifest: Manifest) -> int:
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Bytes on flash; `padding` is what fills the neurons' pages up, and all kinds together are `total`."""
+    """Return bytes on flash by kind. `padding` fills the neurons' pages, and `total` is the sum of all kinds."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
     tensors = fixed_tensors(model, manifest.quantization, manifest.embedding_quantization)
@@ -160,7 +157,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
 
 
 def render(description: dict[str, Any]) -> str:
-    """The page for a person."""
+    """Return the description as text for a person."""
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
     windows = sorted({kind["window_tokens"] for kind in model["layer_kinds"]} - {0})
@@ -210,9 +207,9 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _stored(description: dict[str, Any]) -> str:
-    """What is to be known of the quantization besides its name; nothing where there is nothing."""
-    own = description["embedding_quantization"]
-    parts = [f"embedding and output in {own}"] if own != description["quantization"] else []
+    """Return facts about the quantization besides its name; empty if there are none."""
+    embedding = description["embedding_quantization"]
+    parts = [f"embedding and output in {embedding}"] if embedding != description["quantization"] else []
     return "; ".join([*parts, *filter(None, [description["quantization_reason"]])])
 
 
@@ -220,7 +217,8 @@ UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "pa
 
 
 def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
-    """What is read together, and whether planes (all gates of a feed-forward, then all values) would be better."""
+    """Describe what is read together, and whether planes (all gates of a feed-forward, then all values) would be
+    faster."""
     if rows is None:
         return []
     lines = ["", "What is read together, by this flash's speeds: microseconds for a cluster of a chosen feed-forward"]
@@ -232,12 +230,12 @@ def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
             f"{row['planes_us']:>10.1f}"
         )
     better = [f"{row['resident_share']:.0%}" for row in rows if row["planes_us"] < 0.95 * row["interleaved_us"]]
-    found = (
+    conclusion = (
         f"planes would be faster only in exact mode at {', '.join(better)} resident"
         if better
         else "no planes are faster"
     )
-    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/cost/DECISIONS.md)"]
+    return [*lines, f"  the package's arrangement is interleaved clusters: {conclusion} (plans/cost/DECISIONS.md)"]
 
 
 def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
@@ -261,35 +259,35 @@ def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
 
 
 SHOWN_SHARES = (0.3, 0.5, 0.75, 0.9)
-KEPT = {"value": "clusters' value parts", "bundle": "clusters", "expert": "whole experts"}
+RESIDENCY_UNITS = {"value": "clusters' value parts", "bundle": "clusters", "expert": "whole experts"}
 
 
 def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
-    """The activity profiles of a package in few lines, from their JSON values."""
+    """Describe the activity profiles of a package, given their JSON values."""
     lines = []
     for profile in profiles:
         counted = "counts of PowerInfer" if profile["source"] == "powerinfer" else f"mode {profile['mode']}"
-        wanted, reuse = profile["wanted_by_layer"], profile["reuse"]
+        needed, reuse = profile["wanted_by_layer"], profile["reuse"]
         again = "" if reuse is None else f"; {reuse:.0%} of that also for the token before"
         lines.append(f"Wanted neurons, {counted}, {profile['tokens']:,} tokens of {profile['text']}")
-        lines.append(f"  a token wants {sum(wanted) / len(wanted):.1%} of the neurons that could compute it{again}")
+        lines.append(f"  a token wants {sum(needed) / len(needed):.1%} of the neurons that could compute it{again}")
         hottest = ", ".join(f"{share:.0%}: {interpolated(profile['curve'], share):.0%}" for share in (0.05, 0.2, 0.5))
         lines.append(f"  what the hottest neurons make of it     {hottest}")
         guessed = [profile[f"experts_by_{name}"][1:] for name in ("frequency", "layer_before")]
         if all(guessed):
-            often, before = (sum(shares) / len(shares) for shares in guessed)
+            often, before = (sum(of_layers) / len(of_layers) for of_layers in guessed)
             lines.append(
                 f"  a token's experts that as many guesses find     by frequency: {often:.0%}, "
                 f"by the layer before: {before:.0%}"
             )
         for unit, policies in (profile["misses"] or {}).items():
-            shown = ", ".join(f"{share:.0%}: {interpolated(policies['clock'], share):.1%}" for share in SHOWN_SHARES)
-            lines.append(f"  misses by resident share, {KEPT[unit]}     {shown}")
+            shares = ", ".join(f"{share:.0%}: {interpolated(policies['clock'], share):.1%}" for share in SHOWN_SHARES)
+            lines.append(f"  misses by resident share, {RESIDENCY_UNITS[unit]}     {shares}")
     return lines
 
 
 def silent_lines(silent: dict[str, Any]) -> list[str]:
-    """The thresholds of mode thresholded and what they cost, from the JSON values of a package."""
+    """Describe the thresholds of mode thresholded and their cost, given a package's JSON values."""
     lines = [
         f"Silent neurons in mode thresholded: {silent['share']:.1%} asked, by {silent['calibration_tokens']:,} "
         f"calibration tokens; {silent['loss']}",
@@ -301,17 +299,17 @@ def silent_lines(silent: dict[str, Any]) -> list[str]:
 
 
 def npu_line(npu: dict[str, Any]) -> str:
-    """What prompts on a neural processor lose, from the JSON values of a package."""
-    kept = next(loss for loss in npu["losses"] if loss["scaling"] == npu["scaling"])
+    """Describe what prompts on a neural processor lose, given a package's JSON values."""
+    chosen = next(loss for loss in npu["losses"] if loss["scaling"] == npu["scaling"])
     ranges = "a scale of each token's own" if npu["scaling"] == "token" else "ranges of calibration text"
     return (
         f"Prompts on a neural processor, with {ranges}: perplexity {npu['loss_share']:+.3%}, the likeliest token "
-        f"{kept['agreement']:.2%} the same, on {npu['held_out_tokens']:,} held-out tokens of {npu['text']}"
+        f"{chosen['agreement']:.2%} the same, on {npu['held_out_tokens']:,} held-out tokens of {npu['text']}"
     )
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:
-    """One part as a bar: each piece as wide as its bytes, with its letter; dots are padding."""
+    """Draw one part as a bar: each piece as wide as its bytes, with its letter; dots are padding."""
     bar, legend = ["."] * BAR_WIDTH, []
     for letter, piece in zip("abcdef", part["pieces"], strict=False):
         start = piece["offset"] * BAR_WIDTH // part["bytes"]

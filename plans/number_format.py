@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of numbers for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ MAX_DECIMALS = 6
 
 
 def show_number(value: float, decimals: int = 1) -> str:
-    """With so many decimals, or more where a small figure would lose its meaning: `1,234.5`, `7.3`, `0.0042`."""
+    """Format a number with these decimals, or with more if a small figure would lose its meaning: `1,234.5`, `7.3`,
+    `0.0042`."""
     if value and math.isfinite(value):
         decimals = max(decimals, min(MAX_DECIMALS, 1 - math.floor(math.log10(abs(value)))))
     return f"{value:,.{decimals}f}"

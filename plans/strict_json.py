@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from neuronpipe.plans.uncached_read import forget, read_only_what_is_asked
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.plans.uncached_read import disable_read_ahead, forget
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.schema import json_object
 
 MAX_JSON_BYTES = 64 << 20
@@ -21,33 +21,32 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def one_line(text: str) -> str:
-    """A name as `Record.line` reads it."""
+    """Return a name that `Record.line` accepts: printable and of limited length."""
     return "".join(character if character.isprintable() else "?" for character in text[:MAX_LINE_CHARACTERS])
 
 
 def parse_json(data: bytes, where: str) -> Record:
-    """The JSON object in `data`. Duplicate fields, NaN and infinities are refused, and so is more than MAX_JSON_VALUES
-    values. Errors start with `where`."""
+    """Return the JSON object in `data`. Duplicate fields, NaN, infinities and more than MAX_JSON_VALUES values are
+    refused. Errors start with `where`."""
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise UserError(f"{where}: has more than the {MAX_JSON_VALUES} values such a file may have")
     return Record(json_object(data, where), where)
 
 
 def read_json(path: Path) -> Record:
-    """The JSON object in a file of at most MAX_JSON_BYTES."""
+    """Return the JSON object in a file of at most MAX_JSON_BYTES."""
     return parse_json(read_file(path, MAX_JSON_BYTES), str(path))
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, opened to read its beginning, or all of it where it is small. What is missing, a pipe or a
-    directory is refused, and so are the few lines that Git leaves in place of a large file which it was not asked to
-    fetch."""
+    """Open a regular file without read-ahead. A missing file, a pipe or a directory is refused, and so is a Git-LFS
+    pointer, which Git leaves in place of a large file that it did not fetch."""
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe is not waited for
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe must not block
         try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(f"{path}: cannot be read: not a regular file")
-            read_only_what_is_asked(file.fileno())
+            disable_read_ahead(file.fileno())
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(
                     f"{path}: a Git-LFS pointer, not the file itself; "
@@ -62,12 +61,12 @@ def open_file(path: Path) -> BinaryIO:
     return file
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
-    """A whole file, refused when it is missing or larger than `most_bytes`."""
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file. Raises UserError if it is missing or larger than `max_bytes`."""
     with open_file(path) as file:
         try:
-            if file.seek(0, 2) > most_bytes:
-                raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
+            if file.seek(0, 2) > max_bytes:
+                raise UserError(f"{path}: larger than the {max_bytes} bytes such a file may have")
             file.seek(0)
             data = file.read()
             forget(file.fileno())
@@ -77,7 +76,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 class Record:
-    """A JSON object read field by field; `finish` refuses fields that were not read."""
+    """A JSON object that is read field by field. `finish` refuses fields that were not read."""
 
     def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
@@ -86,7 +85,8 @@ class Record:
         self._owner = ""
 
     def over(self, defaults: Mapping[str, Any], owner: str) -> Record:
-        """The same object, in which a missing field has its default. `owner` says in errors whose defaults they are."""
+        """Return the same object, in which a missing field has its default. `owner` names the owner of the defaults in
+        errors."""
         result = Record(self._values, self.where, self._prefix)
         result._defaults, result._owner = defaults, owner
         return result
@@ -95,15 +95,15 @@ class Record:
         """Raise a UserError about one field."""
         if name not in self._values and name in self._defaults:
             problem += f" (the file does not have it; {quoted(self._defaults[name])} is {self._owner}'s default)"
-        raise UserError(f"{self.where}: {named(self._prefix + name)}: {problem}")
+        raise UserError(f"{self.where}: {safe_name(self._prefix + name)}: {problem}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, or has a default, and is not null."""
+        """Return True if the field is present or has a default, and is not null."""
         self._seen.add(name)
         return self._values.get(name, self._defaults.get(name)) is not None
 
     def value(self, name: str) -> Any:
-        """The field as it is."""
+        """Return the field's value without checks."""
         self._seen.add(name)
         if name in self._values:
             return self._values[name]
@@ -111,61 +111,61 @@ class Record:
             self.fail(name, "missing")
         return self._defaults[name]
 
-    def integer(self, name: str, least: int, most: int) -> int:
-        """A whole number in least..most."""
+    def integer(self, name: str, minimum: int, maximum: int) -> int:
+        """Return a whole number in minimum..maximum."""
         value = self.value(name)
         if not isinstance(value, int) or isinstance(value, bool):
             self.fail(name, f"expected a whole number, found {quoted(value)}")
-        if not least <= value <= most:
-            self.fail(name, f"{quoted(value)} is outside {least}..{most}")
+        if not minimum <= value <= maximum:
+            self.fail(name, f"{quoted(value)} is outside {minimum}..{maximum}")
         return int(value)
 
-    def number(self, name: str, least: float, most: float) -> float:
-        """A finite number in least..most."""
+    def number(self, name: str, minimum: float, maximum: float) -> float:
+        """Return a finite number in minimum..maximum."""
         value = self.value(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.fail(name, f"expected a number, found {quoted(value)}")
-        if not (least <= value <= most and math.isfinite(value)):
-            self.fail(name, f"{quoted(value)} is outside {least}..{most}")
+        if not (minimum <= value <= maximum and math.isfinite(value)):
+            self.fail(name, f"{quoted(value)} is outside {minimum}..{maximum}")
         return float(value)
 
     def text(self, name: str) -> str:
-        """A string that can be written as UTF-8: JSON can escape halves of characters, which no file can hold."""
+        """Return a string that can be written as UTF-8: JSON can escape lone surrogates, which no file can contain."""
         value = self.value(name)
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
             self.fail(name, f"expected a string, found {quoted(value)}")
         return value
 
     def line(self, name: str) -> str:
-        """A string for people: printable, since a terminal would obey control characters."""
+        """Return a printable string of limited length, for people: control characters would act on a terminal."""
         value = self.text(name)
         if not value.isprintable() or len(value) > MAX_LINE_CHARACTERS:
             self.fail(name, f"expected at most {MAX_LINE_CHARACTERS} printable characters, found {quoted(value)}")
         return value
 
     def choice(self, name: str, *allowed: str) -> str:
-        """One of the strings in `allowed`."""
+        """Return one of the strings in `allowed`."""
         value = self.text(name)
         if value not in allowed:
             self.fail(name, f"{quoted(value)} is not one of {', '.join(allowed)}")
         return value
 
     def boolean(self, name: str) -> bool:
-        """true or false."""
+        """Return a value that is true or false."""
         value = self.value(name)
         if not isinstance(value, bool):
             self.fail(name, f"expected true or false, found {quoted(value)}")
         return value
 
     def record(self, name: str) -> Record:
-        """An object."""
+        """Return an object as a Record."""
         value = self.value(name)
         if not isinstance(value, dict):
             self.fail(name, f"expected an object, found {quoted(value)}")
         return Record(value, self.where, f"{self._prefix}{name}.")
 
     def records(self, name: str) -> list[Record]:
-        """A list of objects."""
+        """Return a list of objects as Records."""
         values = self.items(name)
         for value in values:
             if not isinstance(value, dict):
@@ -173,14 +173,14 @@ class Record:
         return [Record(value, self.where, f"{self._prefix}{name}[{n}].") for n, value in enumerate(values)]
 
     def items(self, name: str) -> list[Any]:
-        """A list."""
+        """Return a list of unchecked values."""
         value = self.value(name)
         if not isinstance(value, list):
             self.fail(name, f"expected a list, found {quoted(value)}")
         return value
 
     def shares(self, name: str, count: int) -> tuple[float, ...]:
-        """So many numbers between 0 and 1."""
+        """Return a list of `count` numbers between 0 and 1."""
         values = self.items(name)
         if len(values) != count or not all(
             isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= 1 for v in values
@@ -189,11 +189,11 @@ class Record:
         return tuple(float(v) for v in values)
 
     def names(self) -> list[str]:
-        """The names of all fields, in order."""
+        """Return the names of all fields, in order."""
         return list(self._values)
 
     def without(self, name: str) -> dict[str, Any]:
-        """All fields but one, as they are."""
+        """Return all fields but one, unchecked."""
         return {key: value for key, value in self._values.items() if key != name}
 
     def finish(self) -> None:

@@ -1,13 +1,13 @@
-"""Channels: typed, bounded, robust ends of a link. The only module that sends over ZeroMQ.
+"""Typed, bounded and robust ends of a link. The only module that sends over ZeroMQ.
 
-    Listener    the bound end of a ROUTER link: sends to a named peer
-    Connection  the other end: a DEALER
-    Publisher   the bound end of an XPUB link: a subscriber that does not keep up misses messages
-    Subscriber  the other end: a SUB
+    Listener    the bound end of a ROUTER link; sends to a named peer
+    Connection  the connected end: a DEALER
+    Publisher   the bound end of an XPUB link; a subscriber that does not keep up misses messages
+    Subscriber  the connected end: a SUB
     Poller      waits for several channels and plain file descriptors at once
 
-A message is two frames, the magic with the major version and one msgpack map. What cannot be decoded is counted,
-logged once and dropped. A channel belongs to one thread.
+A message is two frames: the magic with the major version, and one msgpack map. A message that cannot be decoded is
+counted, logged once and dropped. A channel belongs to one thread.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ LINGER_MS = 500
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500
 BAD_FRAMES_PER_CALL = 64
-MAX_TOLD = 16
-MORE_FRAMES = int(zmq.SNDMORE)  # a plain number: adding up flags of an enumeration takes a third of the time of sending
+MAX_LOGGED = 16
+MORE_FRAMES = int(zmq.SNDMORE)  # a plain int: combining enumeration flags would take a third of the time of sending
 
 Prepare = Callable[["zmq.Socket[bytes]"], None]
-"""Sets options of a socket before it is bound or connected."""
+"""A function that sets options of a socket before it is bound or connected."""
 
 log = logging.getLogger(__name__)
 
 
 class Context(Closing):
-    """The ZeroMQ of one process. Threads do not survive a fork, so every process opens its own."""
+    """The ZeroMQ context of one process. Threads do not survive a fork, so every process opens its own."""
 
     def __init__(self) -> None:
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -47,8 +47,8 @@ class Context(Closing):
         self._pid = os.getpid()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that does not hang the process when it ends and limits the size of messages. Raises UserError when
-        there can be no further socket."""
+        """Return a new socket that does not block the end of the process and limits the size of messages. Raises
+        UserError if no further socket can be opened."""
         if os.getpid() != self._pid:
             raise RuntimeError("this context was opened before a fork; open another one in this process")
         try:
@@ -57,12 +57,12 @@ class Context(Closing):
             raise UserError(f"cannot open a socket: {error}") from error
         socket.linger = LINGER_MS
         socket.maxmsgsize = MAX_FRAME_BYTES
-        self._sockets = [other for other in self._sockets if not other.closed] + [socket]
+        self._sockets = [open_socket for open_socket in self._sockets if not open_socket.closed] + [socket]
         return socket
 
     def close(self) -> None:
-        """Close all sockets, wait at most LINGER_MS for what is still to be sent, and end ZeroMQ's threads. Threads
-        of this process must not use their channels any more."""
+        """Close all sockets, wait at most LINGER_MS for messages still to be sent, and end ZeroMQ's threads. Threads of
+        this process must not use their channels any more."""
         if os.getpid() == self._pid:
             for socket in self._sockets:
                 socket.close()
@@ -70,14 +70,14 @@ class Context(Closing):
 
 
 def open_context() -> Context:
-    """The context of this process; open it after the last fork."""
+    """Return a context for this process. Call it after the last fork."""
     return Context()
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What went through a channel, in messages. garbage: could not be decoded; unknown: of a type this link does not
-    carry; foreign: of another major version; dropped: the queue was full."""
+    """Message counts of a channel. garbage: could not be decoded; unknown: of a type that this link does not carry;
+    foreign: of another major version; dropped: the queue was full."""
 
     sent: int = 0
     received: int = 0
@@ -88,7 +88,7 @@ class Traffic:
 
 
 class Channel:
-    """What the ends of all links share."""
+    """Base of the ends of all links."""
 
     def __init__(self, socket: zmq.Socket[bytes], link: Link, incoming: Direction, outgoing: Direction) -> None:
         self.link = link
@@ -96,16 +96,16 @@ class Channel:
         self._socket = socket
         self._incoming = incoming
         self._outgoing = outgoing
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.last_dropped: dict[str, str] = {}
-        """Of each of MAX_TOLD peers at most, why its last message that could not be read was dropped."""
+        """For at most MAX_LOGGED peers, why the last undecodable message of each was dropped."""
         socket.rcvhwm = incoming.limit_messages
         socket.sndhwm = outgoing.limit_messages
         socket.sndtimeo = WAIT_MS if outgoing.when_full == "wait" else 0
         socket.rcvtimeo = 0
 
     def close(self) -> None:
-        """Close the socket; what was sent still leaves, for at most LINGER_MS."""
+        """Close the socket. Messages already sent still leave, for at most LINGER_MS."""
         self._socket.close()
 
     def _bind(self, endpoint: str) -> None:
@@ -137,8 +137,8 @@ class Channel:
             self.traffic.sent += 1
 
     def _receive(self, timeout_ms: int, route_frames: int) -> tuple[list[bytes], Message] | None:
-        """The next legal message and the frames before it. A flood of garbage ends the call, so that a process that
-        polls several channels can serve the others."""
+        """Return the next legal message and the frames before it. Many undecodable messages in a row end the call, so
+        that a process that polls several channels can serve the others."""
         if timeout_ms > 0 and not self._socket.poll(timeout_ms):
             return None
         for _ in range(BAD_FRAMES_PER_CALL):
@@ -146,16 +146,15 @@ class Channel:
                 frames = self._receive_frames()
             except zmq.Again:
                 return None
-            route, rest = frames[:route_frames], frames[route_frames:]
-            if (content := self._accept(route, rest)) is not None:
+            route, content_frames = frames[:route_frames], frames[route_frames:]
+            if (content := self._accept(route, content_frames)) is not None:
                 self.traffic.received += 1
                 return route, content
         return None
 
     def _receive_frames(self) -> list[bytes]:
-        frame = self._socket.recv(
-            copy=False
-        )  # which knows whether more belong to it: no flag of an enumeration is looked up
+        # A Frame knows whether more frames follow; asking the socket would look up a flag of an enumeration.
+        frame = self._socket.recv(copy=False)
         frames = [frame.bytes]
         while frame.more:
             frame = self._socket.recv(copy=False)
@@ -172,10 +171,10 @@ class Channel:
             return self._incoming.carries.decode(frames[1])
         except UnknownType as error:
             self.traffic.unknown += 1
-            self._tell(route, error)
+            self._log_dropped(route, error)
         except WireError as error:
             self.traffic.garbage += 1
-            self._tell(route, error)
+            self._log_dropped(route, error)
         return None
 
     def _refuse_foreign(self, route: Sequence[bytes], magic: bytes) -> None:
@@ -183,18 +182,18 @@ class Channel:
             raise WireError("the first frame is not the magic")
         self.traffic.foreign += 1
         if route and Reject in self._outgoing.carries:
-            theirs = magic[2:].decode()
+            version = magic[2:].decode()
             try:
-                self._send(route, Reject(reason=f"protocol {theirs} is not spoken here; this run speaks {VERSION}"))
+                self._send(route, Reject(reason=f"protocol {version} is not spoken here; this run speaks {VERSION}"))
             except (Full, Lost) as error:
                 log.debug("%s", error)
 
-    def _tell(self, route: Sequence[bytes], error: WireError) -> None:
+    def _log_dropped(self, route: Sequence[bytes], error: WireError) -> None:
         text, peer = str(error), _name(*route)
-        if peer in self.last_dropped or len(self.last_dropped) < MAX_TOLD:
+        if peer in self.last_dropped or len(self.last_dropped) < MAX_LOGGED:
             self.last_dropped[peer] = text
-        if text not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(text)
+        if text not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(text)
             log.warning("%s link: dropped a message from %s: %s", self.link.name, peer or "the peer", text)
 
 
@@ -203,8 +202,8 @@ def _name(*route: bytes) -> str:
 
 
 class Listener(Channel):
-    """The bound end of a link; its peers are known by their routing ids. A peer that comes back under the same id
-    takes the place of its former self."""
+    """The bound end of a link. Its peers are known by their routing ids. A peer that returns under the same id replaces
+    its predecessor."""
 
     def __init__(self, context: Context, link: Link, endpoint: str) -> None:
         socket = context.socket(zmq.ROUTER)
@@ -214,21 +213,22 @@ class Listener(Channel):
         self._bind(endpoint)
 
     def send(self, peer: str, content: Message) -> None:
-        """Raises Lost when there is no such peer, Full when it does not keep up."""
+        """Send a message to a peer. Raises Lost if there is no such peer, Full if it does not keep up."""
         self._send([peer.encode("latin-1")], content)
 
     def send_frames(self, peer: str, *frames: bytes) -> None:
-        """Frames that no peer should send, to test how the other side copes. Raises like `send`."""
+        """Send raw frames to a peer, to test how it handles illegal ones. Raises like `send`."""
         self._send_frames([peer.encode("latin-1"), *frames])
 
     def receive(self, timeout_ms: int = 0) -> tuple[str, Message] | None:
-        """The next message and its sender; None when there is none within the time, or sooner after garbage."""
+        """Return the next message and its sender; None if none arrives within the time, or sooner after undecodable
+        messages."""
         received = self._receive(timeout_ms, 1)
         return None if received is None else (_name(received[0][0]), received[1])
 
 
 class Connection(Channel):
-    """The connected end of a link. It may be opened before the other end exists, and outlives its restarts."""
+    """The connected end of a link. It may be opened before the bound end exists, and survives restarts of that end."""
 
     def __init__(self, context: Context, link: Link, endpoint: str, name: str) -> None:
         socket = context.socket(zmq.DEALER)
@@ -239,21 +239,21 @@ class Connection(Channel):
         socket.connect(endpoint)
 
     def send(self, content: Message) -> None:
-        """Raises Full when the link's limit is reached and stays so."""
+        """Send a message. Raises Full if the link's limit is reached and stays so."""
         self._send([], content)
 
     def send_frames(self, *frames: bytes) -> None:
-        """Frames that no peer should send, to test how the other side copes. Raises like `send`."""
+        """Send raw frames, to test how the peer handles illegal ones. Raises like `send`."""
         self._send_frames(frames)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:
-        """The next message; None when there is none within the time, or sooner after garbage."""
+        """Return the next message; None if none arrives within the time, or sooner after undecodable messages."""
         received = self._receive(timeout_ms, 0)
         return None if received is None else received[1]
 
 
 class Publisher(Channel):
-    """The bound end of the events link. Costs next to nothing while nobody listens."""
+    """The bound end of the events link. Sending costs almost nothing while nobody subscribes."""
 
     def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         super().__init__(context.socket(zmq.XPUB), link, link.inward, link.outward)
@@ -263,7 +263,7 @@ class Publisher(Channel):
 
     @property
     def watched(self) -> bool:
-        """Whether anybody listens."""
+        """True if there is a subscriber."""
         while True:
             try:
                 # The first subscription to this major version and the end of the last one: b"\1NP2", b"\0NP2".
@@ -274,7 +274,7 @@ class Publisher(Channel):
                 self._watched = frame[:1] == b"\1"
 
     def send(self, content: Message) -> None:
-        """Never waits: a subscriber that does not keep up misses the message."""
+        """Send to all subscribers without waiting: one that does not keep up misses the message."""
         if self.watched:
             self._send([], content)
 
@@ -292,37 +292,37 @@ class Subscriber(Channel):
         socket.connect(endpoint)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:
-        """The next event; None when there is none within the time, or sooner after garbage."""
+        """Return the next event; None if none arrives within the time, or sooner after undecodable messages."""
         received = self._receive(timeout_ms, 0)
         return None if received is None else received[1]
 
 
 class Poller:
-    """Waits until one of several channels or file descriptors has something to read."""
+    """Waits until one of several channels or file descriptors is readable."""
 
     def __init__(self) -> None:
         self._zmq = zmq.Poller()
         self._sources: dict[object, Channel | int] = {}
 
     def add(self, source: Channel | int) -> None:
-        """Wait for this one too."""
+        """Wait for this source too."""
         handle = source if isinstance(source, int) else source._socket
         self._zmq.register(handle, zmq.POLLIN)
         self._sources[handle] = source
 
     def remove(self, source: Channel | int) -> None:
-        """Do not wait for this one any more; before it is closed."""
+        """Stop waiting for this source. Call it before the source is closed."""
         handle = source if isinstance(source, int) else source._socket
         self._zmq.unregister(handle)
         del self._sources[handle]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What the operating system may watch instead, right after `wait(0)` found nothing: one of these can be read
-        when there is something new, but only `wait(0)` knows what, if anything, it is."""
-        return tuple(one if isinstance(one, int) else one._socket.fileno() for one in self._sources.values())
+        """Descriptors that the operating system may watch right after `wait(0)` returned nothing. One becomes readable
+        when there may be something new; only `wait(0)` says whether there is, and from which source."""
+        return tuple(s if isinstance(s, int) else s._socket.fileno() for s in self._sources.values())
 
     def wait(self, timeout_ms: int | None = None) -> list[Channel | int]:
-        """The sources that can be read, none when the time (None: no limit) is over first. Read a channel until it
-        yields None: its messages may have come as one."""
+        """Return the readable sources; none if the time is over first (None: no limit). Read a channel until it yields
+        None: several messages may have arrived as one event."""
         return [self._sources[handle] for handle, _ in self._zmq.poll(timeout_ms)]

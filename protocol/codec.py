@@ -1,14 +1,12 @@
-"""The codec: frozen dataclasses to msgpack maps and back, every field checked against its annotation.
+"""The codec: turns frozen dataclasses into msgpack maps and back, and checks every field against its annotation.
 
-A message is a map that carries its type's name under "type"; fields equal to their default are left out, unknown
-fields are ignored. protocol/schema.py says what a field may hold; a message inside another has no "type".
+A message is a map that has its type's name under "type". Fields equal to their default are left out, unknown fields are
+ignored. protocol/schema.py defines what a field may hold; a message nested in another has no "type". This is the only
+module that uses msgpack.
 
-This is the only module that knows msgpack.
-
-The version of the wire is not the version of the package. A change that an older peer cannot live with (a field removed
-or retyped, a new value in a closed list) raises the major number, which stands in the first frame of every message. A
-new message, or a new field with a default, raises the minor number, which travels in `Hello` and `Welcome`. Where a
-peer cannot do without a new field, nobody sends it one that means something: the other side knows its minor number.
+The version of the protocol is not the version of the package. A change that breaks older peers (a field removed or
+retyped, a new value in a closed list) raises the major number, which is in the first frame of every message. A new
+message, or a new field with a default, raises the minor number, which is in `Hello` and `Welcome`.
 """
 
 from __future__ import annotations
@@ -28,16 +26,6 @@ from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 MAJOR = 2
 MINOR = 5
 VERSION = f"{MAJOR}.{MINOR}"
-HELD_MINOR = 1
-"""From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
-LENDING_MINOR = 2
-"""From this minor version on a cache answers `Reserve`, and a prefill worker `Release`."""
-MOVED_MINOR = 2
-"""From this minor version on who fills or reads slots knows that value slots may hold the scales of their rows."""
-RATING_MINOR = 3
-"""From this minor version on a prefill worker rates the tokens that `Prefill` names as targets."""
-BEAT_MINOR = 5
-"""From this minor version on a service answers `AskBeat`, and need not beat by itself."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20
@@ -49,19 +37,19 @@ M = TypeVar("M", bound="Message")
 
 
 class Message:
-    """Base of everything that travels, and of the maps nested in it; `@message` makes the dataclass."""
+    """Base of everything that is sent, and of the maps nested in it; `@message` makes the dataclass."""
 
     __slots__ = ()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen, keyword-only, slotted dataclass: the one shape that messages have."""
+    """Make `cls` a frozen, keyword-only, slotted dataclass, which all messages are."""
     return frozen(kw_only=True, slots=True)(cls)
 
 
 class Vocabulary:
-    """The message classes that are legal in one direction of one link; decodes these and nothing else."""
+    """The message classes that are legal in one direction of one link. Decodes only these."""
 
     def __init__(self, *classes: type[Message]) -> None:
         self.classes = classes
@@ -71,7 +59,8 @@ class Vocabulary:
         return cls in self.classes
 
     def decode(self, frame: bytes | memoryview) -> Message:
-        """The message in `frame`. Raises UnknownType for a type of another link, WireError for anything else."""
+        """Return the message in `frame`. Raises UnknownType for a type of another link, WireError for any other
+        defect."""
         content = _unpack(frame)
         if type(content) is not dict:
             raise WireError("expected a map")
@@ -85,14 +74,8 @@ class Vocabulary:
         return decoded
 
 
-def minor_of(version: str) -> int:
-    """The minor number of what a peer says that it speaks; 0 where it says nothing that can be read."""
-    minor = version.partition(".")[2]
-    return int(minor) if minor.isascii() and minor.isdigit() and len(minor) < 10 else 0
-
-
 def encode(content: Message) -> bytes:
-    """The frame of one message. Raises WireError when a value cannot be written or the frame is too big."""
+    """Return the frame of one message. Raises WireError if a value cannot be encoded or the frame is too large."""
     cls: Any = type(content)
     write = _writer(cls)
     try:
@@ -105,14 +88,14 @@ def encode(content: Message) -> bytes:
 
 
 def to_map(content: Message) -> dict[str, Any]:
-    """The fields of a message as a map of plain values, defaults left out."""
+    """Return the fields of a message as a map of plain values, without those that equal their default."""
     cls: Any = type(content)
     fields_of: dict[str, Any] = _writer(cls)(content)
     return fields_of
 
 
 def from_map(cls: type[M], content: Any) -> M:
-    """The message of class `cls` that `content` describes. Raises WireError."""
+    """Return the message of class `cls` that `content` describes. Raises WireError."""
     kind: Any = cls
     try:
         read: M = reader(kind)(content)
@@ -132,7 +115,7 @@ def _unpack(frame: bytes | memoryview) -> Any:
 
 @cache
 def _writer(cls: type[Message]) -> Callable[[Any], dict[str, Any]]:
-    """The function that turns a message of class `cls` into a map of plain values."""
+    """Return the function that turns a message of class `cls` into a map of plain values."""
     plan = []
     for field, annotation in annotated(cls):
         if field.name == "type":
@@ -156,7 +139,7 @@ _NOTHING = object()
 
 
 def _lowering(annotation: Any) -> Callable[[Any], Any] | None:
-    """How to turn a value into what msgpack knows; None where it already is."""
+    """Return the function that turns a value into types of msgpack; None if the value already has one."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, Message):
         cls: Any = annotation

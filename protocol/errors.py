@@ -1,11 +1,11 @@
-"""The errors that cross a boundary: to the person at the terminal, or between a process and its peers.
+"""Errors that cross a boundary: to the person at the terminal, or between a process and its peers.
 
-UserError     a person can put it right; shown as one line, without a traceback
+UserError     an error that the user can correct; shown as one line, without a traceback
   NotRunning  there is no such run
-WireError     bytes that are no legal message; counted and dropped by channels, never fatal
+WireError     bytes that are no legal message; channels count and drop them, and they are never fatal
   UnknownType a well-formed message of a type that this link does not carry
-Lost          the peer of a message is gone
-Full          the peer does not keep up and the link's rule is not to wait any longer
+Lost          the peer of a message is gone Full          the peer does not keep up, and the link's rule is not to wait
+any longer
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class UserError(ValueError):
 
 
 def quoted(value: object) -> str:
-    """A value from somebody else's file as an error shows it: as Python writes it, on one line, cut."""
+    """Return a value from a foreign file for an error message: its repr, on one line, truncated."""
     text = value[: MAX_QUOTED_CHARACTERS + 1] if isinstance(value, str) else value
     return _cut(_BOUNDED.repr(text))
 
 
-def named(name: str) -> str:
-    """A name from somebody else's file (a field, a tensor, a key) as an error shows it: as it is, on one line, cut."""
+def safe_name(name: str) -> str:
+    """Return a name from a foreign file (a field, a tensor, a key) for an error message: on one line, truncated."""
     return _cut(escaped(name[: MAX_QUOTED_CHARACTERS + 1]))
 
 
@@ -43,24 +43,24 @@ def _cut(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text from somebody else as a terminal may show it: on one line, with escapes for what is not printable."""
+    """Return a foreign text for a terminal: on one line, with escapes for characters that are not printable."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-_BOUNDED = reprlib.Repr()  # neither a deep nor a long value costs more than what is shown of it
+_BOUNDED = reprlib.Repr()  # limits the work for deep and long values, not only the length of the result
 _BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 2 * MAX_QUOTED_CHARACTERS
 _BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = 8
 _BOUNDED.maxlevel = 4
 
 
 class NotRunning(UserError):
-    """No live run is where the person said, or anywhere."""
+    """No run is live at the given place, or anywhere."""
 
     exit_code = 3
 
 
 class WireError(ValueError):
-    """Bytes that do not make a legal message; the text names the type and the field."""
+    """Bytes that are no legal message. The text names the type and the field."""
 
 
 class UnknownType(WireError):
@@ -68,8 +68,8 @@ class UnknownType(WireError):
 
 
 class Lost(RuntimeError):
-    """The peer that a message was meant for has gone."""
+    """The receiver of a message is gone."""
 
 
 class Full(RuntimeError):
-    """The queue to a peer is full and stayed so for as long as the link lets a sender wait."""
+    """The queue to a peer is full and stayed full for as long as the link lets a sender wait."""

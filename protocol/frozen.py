@@ -1,11 +1,10 @@
 """Frozen dataclasses that cost little to define.
 
-A command defines two hundred of them while it starts. Of the methods that `dataclass` compiles for each, only
-`__init__` need differ from class to class; comparing, hashing and showing are here, once for all. `frozen=True` would
-compile two more, and fill each instance more slowly: here the type checker holds that nobody changes one, not the
-interpreter. What this saves is in README.md.
+A command defines two hundred of them while it starts. `dataclass` compiles several methods for each class, but only
+`__init__` has to differ from class to class: comparison, hash and repr are written once here. `frozen=True` would
+compile two more and make construction slower, so the type checker alone enforces that instances are not changed.
 
-`dataclasses.fields`, `replace` and protocol/schema.py take them as they take any dataclass.
+`dataclasses.fields`, `dataclasses.replace` and protocol/schema.py accept these classes like any dataclass.
 """
 
 from __future__ import annotations
@@ -24,29 +23,30 @@ def frozen(cls: type[T], /) -> type[T]: ...
 def frozen(*, kw_only: bool = False, slots: bool = False) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T] | None = None, /, *, kw_only: bool = False, slots: bool = False) -> Any:
-    """Make `cls` a dataclass that nobody changes; methods of its own stay. Two instances are equal when they are of one
-    class and all of their fields are."""
+    """Make `cls` a dataclass that must not be changed. Methods that it defines itself stay. Two instances are equal if
+    they are of one class and all their fields are equal."""
 
     def make(cls: type[T]) -> type[T]:
-        own = {name for name, method in cls.__dict__.items() if method is not None}  # __hash__, beside an __eq__
-        made: Any = dataclass(eq=False, repr=False, kw_only=kw_only, slots=slots)(cls)
-        made.__values__ = _values(*(one.name for one in fields(made)))
+        # Python sets __hash__ to None in a class that defines __eq__ alone.
+        defined = {name for name, method in cls.__dict__.items() if method is not None}
+        result: Any = dataclass(eq=False, repr=False, kw_only=kw_only, slots=slots)(cls)
+        result.__values__ = _values(*(field.name for field in fields(result)))
         for name, method in (("__eq__", _equal), ("__hash__", _hash), ("__repr__", _show)):
-            if name not in own:
-                setattr(made, name, method)
-        return made  # type: ignore[no-any-return]
+            if name not in defined:
+                setattr(result, name, method)
+        return result  # type: ignore[no-any-return]
 
     return make if cls is None else make(cls)
 
 
 def _values(*names: str) -> Callable[[Any], Any]:
-    """What takes the values of these fields; attrgetter wants one at least."""
+    """Return a function that returns the values of these fields. attrgetter needs at least one name."""
     return attrgetter(*names) if names else lambda _: ()
 
 
-def _equal(self: Any, other: Any) -> Any:
+def _equal(self: Any, operand: Any) -> Any:
     values = self.__class__.__values__
-    return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
+    return values(self) == values(operand) if operand.__class__ is self.__class__ else NotImplemented
 
 
 def _hash(self: Any) -> int:
@@ -54,5 +54,5 @@ def _hash(self: Any) -> int:
 
 
 def _show(self: Any) -> str:
-    shown = (f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.repr)
-    return f"{self.__class__.__qualname__}({', '.join(shown)})"
+    items = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.repr)
+    return f"{self.__class__.__qualname__}({', '.join(items)})"

@@ -1,7 +1,8 @@
-"""The watch link's ends over TCP, guarded by keys (CurveZMQ): a client without them is refused before any message.
+"""The ends of the watch link over TCP, protected by keys (CurveZMQ): a client without them is refused before any
+message.
 
-An invitation is the server's public key and the secret key for the guest, 64 bytes in all, as base64 that an
-address can hold. The server lets in the one public key that belongs to it.
+An invitation consists of the server's public key and the guest's secret key, 64 bytes together, in base64 that fits
+into an address. The server accepts only the public key that belongs to this secret key.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 KEY_BYTES = 32
-RECONNECT_MS = 200  # to a server with another key ZeroMQ connects again and again, this often
+RECONNECT_MS = 200  # ZeroMQ keeps reconnecting to a server with another key
 MAX_RECONNECT_MS = 2000
 Standing = Literal["alone", "stranger", "refused", "let in"]
-"""How a guest stands: nobody answers, who answers is not the server of the invitation, the server turns the guest's key
-away (nothing can change that), it lets the guest in."""
+"""State of a guest's connection: nobody answers; the peer that answers is not the server of the invitation; the server
+refuses the guest's key, which is final; the server accepts the guest."""
 STANDINGS: dict[int, Standing] = {
     zmq.EVENT_CLOSED: "alone",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "stranger",
@@ -32,12 +33,12 @@ STANDINGS: dict[int, Standing] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
     zmq.EVENT_HANDSHAKE_SUCCEEDED: "let in",
 }
-"""What events of the socket make of it."""
+"""The state after each event of the socket."""
 
 
 @frozen
 class WatchKeys:
-    """What a watch server needs, and what it hands out: keys in Z85, 40 characters each."""
+    """Keys of a watch server and of its guests, in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes
@@ -46,19 +47,20 @@ class WatchKeys:
 
     @classmethod
     def fresh(cls) -> Self:
-        """New keys. Raises UserError where ZeroMQ was built without them."""
+        """Return new keys. Raises UserError if ZeroMQ was built without CURVE."""
         if not zmq.has("curve"):
             raise UserError("this ZeroMQ was built without CURVE; install pyzmq from its wheels")
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
     @property
     def invitation(self) -> str:
-        """What a guest needs."""
+        """The keys that a guest needs, in base64."""
         return base64.urlsafe_b64encode(z85.decode(self.public) + z85.decode(self.guest_secret)).decode().rstrip("=")
 
 
 def read_address(address: str) -> tuple[str, bytes, bytes]:
-    """`tcp://host:port?key=...` as an endpoint, the server's public and the guest's secret key. Raises UserError."""
+    """Parse `tcp://host:port?key=...`. Return the endpoint, the server's public key and the guest's secret key. Raises
+    UserError."""
     try:
         parts = urlsplit(address)
         port, keys = parts.port, parse_qs(parts.query, strict_parsing=True).get("key", [""])
@@ -74,15 +76,15 @@ def read_address(address: str) -> tuple[str, bytes, bytes]:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """The address of a TCP socket, as ZeroMQ writes it."""
+    """Return the address of a TCP socket in ZeroMQ's syntax."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class GuardedPublisher(Publisher):
-    """The bound end of the watch link. port: 0 for any; `port` has the one it got."""
+    """The bound end of the watch link. port: 0 for any free port; the attribute `port` is the actual one."""
 
     def __init__(self, context: Context, host: str, port: int, keys: WatchKeys) -> None:
-        from zmq.auth.thread import ThreadAuthenticator  # asyncio and all that: of a watch server's process alone
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which only a watch server needs
 
         self._guard = ThreadAuthenticator(context._zmq)
         self._guard.start()
@@ -102,18 +104,18 @@ class GuardedPublisher(Publisher):
         self.port = int(bound.strip("\0").rpartition(":")[2])
 
     def close(self) -> None:
-        """Refuse all clients from now on."""
+        """Close the socket and refuse all clients."""
         super().close()
         self._guard.stop()
 
 
 class GuardedSubscriber(Subscriber):
-    """The connected end of the watch link. address: an invitation. Raises UserError when it is none."""
+    """The connected end of the watch link. address: an invitation. Raises UserError if it is not valid."""
 
     def __init__(self, context: Context, address: str) -> None:
         place, public, secret = read_address(address)
         self._standing: Standing = "alone"
-        self._heard = context.socket(zmq.PAIR)
+        self._socket_events = context.socket(zmq.PAIR)
         events = f"inproc://standing-{id(self)}"
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
@@ -125,25 +127,25 @@ class GuardedSubscriber(Subscriber):
             socket.reconnect_ivl_max = MAX_RECONNECT_MS
 
             socket.monitor(events, sum(STANDINGS))
-            self._heard.connect(events)
+            self._socket_events.connect(events)
 
         super().__init__(context, WATCH, place, prepare)
 
     @property
     def standing(self) -> Standing:
-        """Whether the server has let this guest in; see `Standing`."""
-        while self._heard.poll(0):
-            event = parse_monitor_message(self._heard.recv_multipart())["event"]
+        """State of this guest's connection; see `Standing`."""
+        while self._socket_events.poll(0):
+            event = parse_monitor_message(self._socket_events.recv_multipart())["event"]
             self._standing = STANDINGS[event]
         return self._standing
 
 
 class _Only:
-    """ZeroMQ's check of clients' keys: one is let in."""
+    """ZeroMQ's check of client keys: accepts one key."""
 
     def __init__(self, guest_public: bytes) -> None:
         self._guest_public = guest_public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key is let in."""
+        """Return True if a client with this key is accepted."""
         return key == self._guest_public

@@ -1,8 +1,8 @@
-"""What a layout is: where every array of a shared segment lies. Pure calculation, no memory is touched.
+"""The layout of a shared segment: where each of its arrays lies. Pure calculation; touches no memory.
 
-A layout is a list of fields, each an array that starts at a multiple of 64 bytes, after the header page. Each field
-says who writes it, who reads it, and what orders the write before the read; SPEC.md prints this table. The layouts
-themselves are in `layouts/`.
+A layout is a list of fields. Each is an array that starts at a multiple of 64 bytes, after the header page. A field
+names the processes that write it and read it, and what orders the write before the read; SPEC.md prints this table. The
+layouts themselves are in `layouts/`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
 
 @frozen(kw_only=True, slots=True)
 class Field:
-    """One array. `dimensions` names the lengths in `shape`; the last one is contiguous. Little-endian."""
+    """One array, little-endian. `dimensions` names the lengths in `shape`; the last dimension is contiguous."""
 
     name: str
     type: str
@@ -38,7 +38,7 @@ class Field:
 
 @frozen(kw_only=True, slots=True)
 class Layout:
-    """All fields of one segment. `kind` tells segments apart in their headers."""
+    """All fields of one segment. `kind` identifies the kind of segment in its header."""
 
     name: str
     kind: int
@@ -47,22 +47,22 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str, kind: int, text: str, total_bytes: int) -> Layout:
-        """The layout that this text describes. Raises ValueError where it is not one, or where a field
-        does not lie within `total_bytes`."""
+        """Parse the text of a layout. Raises ValueError if it is not one, or if a field does not lie within
+        `total_bytes`."""
         fields, end_bytes = [], PAGE_BYTES
         for line in text.splitlines():
-            found = _LINE.fullmatch(line)
-            if found is None:
+            match = _LINE.fullmatch(line)
+            if match is None:
                 raise ValueError(f"{line[:80]!r} is no field: expected a name, a type, lengths and an offset")
-            shape, offset_bytes = tuple(int(length) for length in found[3].split("x")), int(found[4])
-            size_bytes = TYPE_BYTES[found[2]] * math.prod(shape)
+            shape, offset_bytes = tuple(int(length) for length in match[3].split("x")), int(match[4])
+            size_bytes = TYPE_BYTES[match[2]] * math.prod(shape)
             if offset_bytes % LINE_BYTES or offset_bytes < end_bytes or offset_bytes + size_bytes > total_bytes:
-                raise ValueError(f"{found[1]} does not lie between its neighbours")
+                raise ValueError(f"{match[1]} does not lie between its neighbours")
             end_bytes = offset_bytes + size_bytes
             fields.append(
                 Field(
-                    name=found[1],
-                    type=found[2],
+                    name=match[1],
+                    type=match[2],
                     dimensions=tuple(str(length) for length in shape),
                     shape=shape,
                     offset_bytes=offset_bytes,
@@ -75,7 +75,7 @@ class Layout:
         return cls(name=name, kind=kind, fields=tuple(fields), total_bytes=total_bytes)
 
     def __getitem__(self, name: str) -> Field:
-        """The field of that name. Raises KeyError."""
+        """Return the field of that name. Raises KeyError."""
         for candidate in self.fields:
             if candidate.name == name:
                 return candidate
@@ -83,21 +83,21 @@ class Layout:
 
     @property
     def fingerprint(self) -> int:
-        """CRC-32 of `text`: two processes that computed the same layout agree on it."""
+        """CRC-32 of `text`, equal in two processes that computed the same layout."""
         return zlib.crc32(self.text.encode())
 
     @property
     def text(self) -> str:
-        """One line for each field: name, type, shape, offset; in the order of the fields."""
+        """One line for each field, in order: name, type, shape, offset."""
         return "".join(
-            f"{one.name} {one.type} {'x'.join(str(length) for length in one.shape)} {one.offset_bytes}\n"
-            for one in self.fields
+            f"{field.name} {field.type} {'x'.join(str(length) for length in field.shape)} {field.offset_bytes}\n"
+            for field in self.fields
         )
 
 
 @dataclass(slots=True)
 class Fields:
-    """Lays out fields one after the other. `lengths` gives the dimensions that are known by name."""
+    """Places fields one after the other. `lengths` has the dimensions that are referred to by name."""
 
     name: str
     kind: int
@@ -106,11 +106,11 @@ class Fields:
     _end_bytes: int = PAGE_BYTES
 
     def add(self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str) -> None:
-        """Put the next field on the next line."""
+        """Place the next field on the next cache line. by, to: the processes that write and read it."""
         shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
         if min(shape) < 0:
             raise ValueError(f"{self.name}.{name}: shape {shape} is negative")
-        if any(other.name == name for other in self._fields):
+        if any(field.name == name for field in self._fields):
             raise ValueError(f"{self.name}.{name}: laid out twice")
         offset_bytes = -(-self._end_bytes // LINE_BYTES) * LINE_BYTES
         total_bytes = TYPE_BYTES[type]
@@ -132,6 +132,6 @@ class Fields:
         self._end_bytes = offset_bytes + total_bytes
 
     def layout(self) -> Layout:
-        """The finished layout, a whole number of pages long."""
+        """Return the finished layout, a whole number of pages long."""
         total_bytes = -(-self._end_bytes // PAGE_BYTES) * PAGE_BYTES
         return Layout(name=self.name, kind=self.kind, fields=tuple(self._fields), total_bytes=total_bytes)

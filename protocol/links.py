@@ -1,7 +1,7 @@
-"""All links between processes, in one table: who binds, what may travel in each direction, how much may wait, and what
-happens when more than that wants to.
+"""All links between processes, in one table: who binds, which messages travel in each direction, how many may wait, and
+what happens when the queue is full.
 
-A link has a ROUTER where it is bound and DEALERs that connect to it, or an XPUB and SUBs. A peer on a ROUTER is called
+A link has a ROUTER at its bound end and DEALERs that connect to it, or an XPUB and SUBs. A peer of a ROUTER is called
 by its routing id: "decode-0" for a service, "client-" and something random for a client.
 """
 
@@ -19,10 +19,10 @@ WAIT_MS = 2000
 
 @frozen(kw_only=True, slots=True)
 class Direction:
-    """One way of a link: what it carries, how many messages may wait per peer, and what to do with one more.
+    """One direction of a link: what it carries, how many messages may wait per peer, and what happens to one more.
 
-    "wait": the sender waits up to WAIT_MS, then gets Full. "refuse": the sender gets Full at once. "drop": the message
-    is dropped and counted.
+    "wait": the sender waits up to WAIT_MS and then gets Full. "refuse": the sender gets Full at once. "drop": the
+    message is dropped and counted.
     """
 
     carries: Vocabulary
@@ -106,13 +106,13 @@ EVENTS = Link(
     outward=_direction(1024, "drop", event.Life, event.StepEvent, lifecycle.Beat),
 )
 LINKS = (CONTROL, CACHE, EVENTS)
-"""Those with a socket in the run directory."""
+"""The links with a socket in the run directory."""
 
 WATCH = Link(
     name="watch",
     bound_by="monitor",
     connected_by=("watcher",),
-    inward=_direction(16, "refuse"),  # of subscriptions; with room for one alone, keys that are checked block it
+    inward=_direction(16, "refuse"),  # subscriptions; with a limit of 1, peers whose keys are being checked block it
     outward=_direction(256, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
 )
-"""Over TCP, to who has the keys: nothing can be sent towards the run."""
+"""Over TCP, to subscribers that have the keys. Nothing can be sent towards the run."""

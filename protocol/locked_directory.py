@@ -1,10 +1,10 @@
-"""A directory that is in use for as long as its lock is held; afterwards anyone may remove it.
+"""A directory that is in use while its lock is held. Afterwards any process of its user may remove it.
 
 The lock (flock) shows whether its run lives. A process id would not: containers that share a folder do not see each
-other's processes. A run's supervisor alone holds it, exclusively. Without the supervisor there is no run, the kernel
-releases a lock however its holder ends, and a service that hangs keeps nothing alive. The command that forks the
-supervisor takes the lock first, so that a directory that can be found is always locked. To test the lock, a process
-takes it shared for a moment.
+other's processes. Only the run's supervisor holds the lock, exclusively: without the supervisor there is no run, the
+kernel releases the lock however the supervisor ends, and a service that hangs keeps nothing alive. The command that
+forks the supervisor takes the lock first, so that a directory that can be found is always locked. A process tests the
+lock by taking it shared for a moment.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ LOOK_AGAIN_S = 0.01
 
 
 class LockedDirectory:
-    """One such directory: `claim` makes it, `is_held` says whether it is in use, `remove` removes it."""
+    """A locked directory: `claim` makes it, `is_held` returns whether it is in use, `remove` removes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None  # while this process, or a copy of it, is to be the run's supervisor
+        self._lock: int | None = None  # set while this process or a fork of it is to be the run's supervisor
 
     def claim(self) -> None:
-        """Make the directory, unless it is there, and lock it. Raises UserError when the place cannot serve.
+        """Make the directory, unless it exists, and lock it. Raises UserError if the place cannot be used.
 
-        Others may remove a directory that is not locked yet: then the lock is on a file that has gone, and all is done
-        again."""
+        Another process may remove the directory before it is locked. Then the lock is on a file that is gone, and
+        everything is repeated.
+        """
         deadline = time.monotonic() + MAX_CLAIM_S
         while self._lock is None:
             with contextlib.suppress(FileExistsError):
@@ -52,13 +53,13 @@ class LockedDirectory:
             time.sleep(LOOK_AGAIN_S)
 
     def release(self) -> None:
-        """Leave the lock to the copies of this process."""
+        """Close this process's descriptor of the lock; forks of this process keep theirs."""
         assert self._lock is not None
         os.close(self._lock)
         self._lock = None
 
     def is_held(self) -> bool:
-        """Whether a run holds the lock. Raises OSError when there is no lock."""
+        """Return True if a run holds the lock. Raises OSError if there is no lock."""
         lock = self._lock_of_the_dead()
         if lock is not None:
             os.close(lock)
@@ -66,13 +67,13 @@ class LockedDirectory:
 
     @contextlib.contextmanager
     def ending(self, timeout_s: float) -> Iterator[None]:
-        """What this surrounds ends the run; it is left when nothing holds the lock any more. Raises NotRunning when it
-        has ended already, UserError when that takes too long."""
+        """Surround code that ends the run, and return when no process holds the lock any more. Raises NotRunning if the
+        run has ended already, UserError if its end takes too long."""
         try:
             opened = (self.path / LOCK_FILE).open("rb")
         except FileNotFoundError:
             raise NotRunning(f"{self.path}: the run has ended") from None
-        with opened as lock:  # the file goes first, the run with its lock
+        with opened as lock:  # the file is removed first; the run ends when it releases the lock
             yield
             deadline = time.monotonic() + timeout_s
             while not _locked(lock.fileno(), fcntl.LOCK_SH):
@@ -81,8 +82,8 @@ class LockedDirectory:
                 time.sleep(LOOK_AGAIN_S)
 
     def remove(self) -> None:
-        """Remove the directory and everything in it, the lock last; what has gone already is no error. What is no
-        directory of ours (a link, another user's) is left alone."""
+        """Remove the directory and everything in it, the lock last. What is already gone is no error. A link, or a
+        directory of another user, is left alone."""
         if not self._is_ours():
             return
         self.clear()
@@ -91,7 +92,8 @@ class LockedDirectory:
             self.path.rmdir()
 
     def remove_if_dead(self) -> None:
-        """The same when no run holds the lock. A directory without a lock is left alone: a run may be making it."""
+        """Remove the directory if no run holds the lock. A directory without a lock is left alone, since a run may be
+        making it."""
         if not self._is_ours():
             return
         with contextlib.suppress(OSError):  # gone meanwhile, or without a lock
@@ -104,14 +106,14 @@ class LockedDirectory:
                     os.close(lock)
 
     def unmake(self) -> None:
-        """The directory could not be made: leave nothing of it."""
+        """Remove all traces after the directory could not be made."""
         with contextlib.suppress(OSError):
             self.path.rmdir() if self._lock is None else self.remove()
         if self._lock is not None:
             self.release()
 
     def clear(self) -> None:
-        """Remove everything but the lock."""
+        """Remove everything except the lock."""
         for folder, folders, files in os.walk(self.path, topdown=False):
             for name in files:
                 if name != LOCK_FILE or Path(folder) != self.path:
@@ -121,7 +123,7 @@ class LockedDirectory:
                 inner.unlink() if inner.is_symlink() else inner.rmdir()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file at once or not at all."""
+        """Write a file atomically, by renaming a finished one."""
         fresh = self.path / f".{name}"
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -135,8 +137,8 @@ class LockedDirectory:
             raise UserError(f"{self.path}: not empty and no run directory; name another place")
 
     def _lock_of_the_dead(self) -> int | None:
-        """When no run holds the lock, a descriptor with the shared lock: no run can take it until that is closed. None
-        when a run holds it. Raises OSError when there is no lock."""
+        """Return a descriptor that holds the shared lock, or None if a run holds the lock. No run can take the lock
+        until the descriptor is closed. Raises OSError if there is no lock."""
         lock = os.open(self.path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if _locked(lock, fcntl.LOCK_SH):
             return lock
@@ -144,15 +146,15 @@ class LockedDirectory:
         return None
 
     def _has(self, lock: int) -> bool:
-        """Whether this is the lock that lies here now."""
+        """Return True if this is the lock file that the directory contains now."""
         try:
-            there = (self.path / LOCK_FILE).lstat()
+            status = (self.path / LOCK_FILE).lstat()
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, os.fstat(lock))
+        return os.path.samestat(status, os.fstat(lock))
 
     def _is_ours(self) -> bool:
-        """Whether the place itself, not what a link there points to, is a directory of this user."""
+        """Return True if the path itself, not the target of a link, is a directory of this user."""
         try:
             status = self.path.lstat()
         except OSError:
@@ -161,7 +163,7 @@ class LockedDirectory:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Take the lock; whether that was possible."""
+    """Try to take the lock. Return True on success."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Options of a request: each is declared once, as a field of its message, and everything else follows from there.
+"""Options of a request. Each is declared once, as a field of its message, and everything else follows from that.
 
     temperature: Annotated[float, SAMPLING, Range(0, 100)] = 0.0
 
-The field gives an option its name, type, default and range; the line of the message's docstring says what it does. The
-coordinator checks the ranges. SAMPLING marks what says how tokens are sampled: the command line offers it as
-`--repetition-penalty`, HTTP as a field, SPEC.md in a table, and the coordinator hands it to the native sampler.
+The field gives an option its name, type, default and range; the line of the message's docstring describes it. The
+coordinator checks the ranges. SAMPLING marks options of sampling: the command line offers them as
+`--repetition-penalty`, HTTP as a field and SPEC.md in a table, and the coordinator passes them to the native sampler.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Mark = TypeVar("Mark")
 class Range:
     """The numbers that a field may hold. NaN is in no range.
 
-    above: whether the least number itself is left out
+    exclusive: the minimum itself is not in the range
     """
 
-    least: float
-    most: float
-    above: bool = False
+    minimum: float
+    maximum: float
+    exclusive: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return (self.least < value if self.above else self.least <= value) and value <= self.most
+        return (self.minimum < value if self.exclusive else self.minimum <= value) and value <= self.maximum
 
     def __str__(self) -> str:
-        if self.above:
-            return f"above {self.least:,}, up to {self.most:,}"
-        return f"between {self.least:,} and {self.most:,}"
+        if self.exclusive:
+            return f"above {self.minimum:,}, up to {self.maximum:,}"
+        return f"between {self.minimum:,} and {self.maximum:,}"
 
 
 @frozen
 class Sampling:
-    """Marks a field that says how tokens are sampled: a number or a switch.
+    """Marks a field, a number or a switch, as an option of sampling.
 
-    reads_text: whether it looks at the text so far, unless it has its default
+    reads_text: it depends on the sequence so far, unless it has its default
     """
 
     reads_text: bool = False
@@ -53,10 +53,10 @@ SAMPLING, PENALTY = Sampling(), Sampling(reads_text=True)
 
 @frozen
 class Option:
-    """What is declared of one option.
+    """The declaration of one option.
 
     kind: float, int or bool
-    range: of a number; a switch has none
+    range: range of a number; None for a switch
     meaning: one line for a person
     """
 
@@ -69,13 +69,13 @@ class Option:
 
 
 def ranges_of(cls: Any) -> dict[str, Range]:
-    """The fields of a message that have a range, and theirs."""
+    """Return the ranges of the fields of a message that have one, by name."""
     marks = {name: _mark(hint, Range) for name, hint in get_type_hints(cls, include_extras=True).items()}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 def sampling_options_of(cls: Any) -> tuple[Option, ...]:
-    """The fields of a message that are marked with SAMPLING or PENALTY, in its order."""
+    """Return the fields of a message that are marked with SAMPLING or PENALTY, in its order."""
     hints, kinds, ranges = get_type_hints(cls, include_extras=True), get_type_hints(cls), ranges_of(cls)
     _, meanings = documented(cls)
     options = []
@@ -90,5 +90,5 @@ def sampling_options_of(cls: Any) -> tuple[Option, ...]:
 
 
 def _mark(hint: object, kind: type[Mark]) -> Mark | None:
-    """What `Annotated` says of this kind."""
+    """Return the mark of this kind in an `Annotated` hint, or None."""
     return next((mark for mark in get_args(hint)[1:] if isinstance(mark, kind)), None)

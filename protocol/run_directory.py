@@ -1,17 +1,18 @@
-"""The run directory: where a run's sockets, its logs and the file that describes it live, and nothing outlives it.
+"""The run directory: the place of a run's sockets, its logs and the file that describes it. It does not outlive the
+run.
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
     plan.json   the run's plan
     neuronpipe.lock
-                locked for as long as the run lives: see locked_directory.py
+                locked while the run lives: see locked_directory.py
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
-    supervisor  a socket of the supervisor's: a person asks for changes to the run, or for its end
+    supervisor  a socket of the supervisor, for requests to change the run or to end it
     overdue     why processes are overdue, in words: from the coordinator to the supervisor
 
 Only its user can enter it. To attach, a client reads run.json, checks that the lock is held, and connects to the
-endpoints; segments are opened through the supervisor's descriptors.
+endpoints. It opens segments through the supervisor's descriptors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from neuronpipe.protocol.process_facts import stat_fields
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
 
-MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108, with its end
+MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 bytes, one of them for the terminating zero
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 MAX_RUN_FILE_BYTES = 1 << 20
@@ -45,11 +46,11 @@ BOUND_SOCKETS = Path("/proc/net/unix")
 
 @message
 class SegmentHandle(Message):
-    """Where a segment can be opened: /proc/<supervisor_pid>/fd/<fd>.
+    """A segment's descriptor in the supervisor, which can be opened as /proc/<supervisor_pid>/fd/<fd>.
 
-    fd: descriptor in the supervisor, read-only where clients are only to read
+    fd: descriptor in the supervisor; read-only if clients may only read
     total_bytes: size of the segment, header page included
-    layout: the text of its layout: a line for each field
+    layout: the text of its layout, one line for each field
     """
 
     fd: int
@@ -59,28 +60,28 @@ class SegmentHandle(Message):
 
 @message
 class RunSummary(Message):
-    """Names, counts and sizes that stay the same while a run lives; monitors need them.
+    """Names, counts and sizes that do not change while a run lives. Monitors need them.
 
     model: name of the package
     mode: "exact", "predicted" or "thresholded"
-    quantization: of the neurons
-    processes: all processes of the plan, "role.index", separated by blanks, in the order of the board's lines and the
+    quantization: quantization of the neurons
+    processes: all processes of the plan, as "role.index" separated by blanks, in the order of the board's lines and the
         trace's rings
-    layers: of the model
-    neurons: of one layer, of all its experts
-    clusters: of one layer: as many residency entries of each part
-    participants: of the residency segment
-    trigger_slots: slots for trigger parts, those that are lent to them left out
-    value_slots: slots for value parts, likewise
-    trigger_slot_bytes: size of one
-    value_slot_bytes: size of one
-    fixed_bytes: attention, norms, embeddings, predictor
-    kv_bytes: keys and values of all sequences
-    step_bytes: read from memory by every step, whatever its tokens are
-    row_bytes: of one row of a neuron: up or down, and at most a gate
-    position_bytes: keys and values of one position, of all layers and heads
-    context_tokens: positions that a sequence has
-    lends: whether slots may lie in memory of the KV cache that no text needs yet
+    layers: number of layers
+    neurons: neurons of one layer, in all its experts
+    clusters: clusters of one layer; each part has as many residency entries per layer
+    participants: participants of the residency segment
+    trigger_slots: slots for trigger parts, without borrowed ones
+    value_slots: slots for value parts, without borrowed ones
+    trigger_slot_bytes: size of one trigger slot
+    value_slot_bytes: size of one value slot
+    fixed_bytes: size of attention, norms, embeddings and predictor
+    kv_bytes: size of the keys and values of all sequences
+    step_bytes: bytes that every step reads from memory, whatever its tokens are
+    row_bytes: size of one row of a neuron: the larger of up or down and gate
+    position_bytes: size of the keys and values of one position, in all layers and heads
+    context_tokens: positions of one sequence
+    lends: true if weight slots may borrow memory of the KV cache that no sequence needs yet
     """
 
     model: str
@@ -108,14 +109,15 @@ class RunSummary(Message):
 class RunFile(Message):
     """The content of run.json, in JSON.
 
-    protocol: version of the wire, "major.minor"
+    protocol: version of the protocol, "major.minor"
     run: id of the run
     supervisor_pid: process id of the supervisor, as its /proc shows it; its descriptors are the segments
-    supervisor_started: its start time in clock ticks since boot, field 22 of /proc/<pid>/stat: another process may have
-        this id, later or in another PID namespace
-    endpoints: address of each link that exists, by the link's name
+    supervisor_started: start time of the supervisor in clock ticks since boot, field 22 of /proc/<pid>/stat. Another
+        process may have the same id, later or in another PID namespace
+    endpoints: address of each link of the run, by the link's name
     segments: the segments, by name
-    private: the layouts of what processes map for themselves, by name, as texts; offsets count from where it is mapped
+    private: layouts of memory that a process maps for itself, by name, as texts; offsets count from the start of the
+        mapping
     plan: id of the plan, which lies beside this file as plan.json
     package: path of the package
     summary: names, counts and sizes of the run, for monitors; see `RunSummary`
@@ -133,8 +135,8 @@ class RunFile(Message):
     summary: RunSummary | None = None
 
     def open_segment(self, name: str) -> Segment:
-        """The segment of this name, laid out as stands here, to be read. Raises UserError when the run has none, or
-        when the supervisor cannot be seen from here."""
+        """Open the segment of this name, with the layout that this file describes, for reading. Raises UserError if the
+        run has no such segment, or if the supervisor cannot be reached from this process."""
         handle = self.segments.get(name)
         if handle is None:
             raise UserError(f"segment {name}: this run has none; is it of this version?")
@@ -151,13 +153,13 @@ class RunFile(Message):
 
 
 class RunDirectory(LockedDirectory):
-    """One run directory; `create` makes one, `find` attaches to the one of a live run."""
+    """The directory of a run. `create` makes one, `find` attaches to the one of a live run."""
 
     @classmethod
     def create(cls, path: Path | None = None) -> RunDirectory:
-        """A new directory at `path`, or at a place of its own, locked: the run lives as long as this process and its
-        copies do not `release` it. What runs that died without cleaning up left there is removed. Raises UserError when
-        the place cannot serve; nothing is left there then."""
+        """Make and lock a directory at `path`, or at a new path if that is None. The run lives until this process and
+        its forks `release` the lock. Remove what dead runs left at the same place. Raises UserError, and leaves
+        nothing, if the place cannot be used."""
         if path is None:
             cls._sweep(base())
         place = (base() / f"{PREFIX}{os.urandom(4).hex()}") if path is None else Path(os.path.abspath(path))
@@ -175,31 +177,31 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def find(cls, path: Path | None = None) -> tuple[RunDirectory, RunFile]:
-        """The run at `path`, or the only live run of this user: see `live`. Raises NotRunning, or UserError when there
-        are several."""
+        """Return the run at `path`, or the only live run of this user: see `live`. Raises NotRunning, or UserError if
+        there are several."""
         if path is not None:
             directory = cls(Path(os.path.abspath(path)))
             return directory, directory.read()
         live = cls.live()
         if len(live) > 1:
-            places = ", ".join(str(found.path) for found, _ in live)
+            places = ", ".join(str(directory_of_run.path) for directory_of_run, _ in live)
             raise UserError(f"several runs are live, name one with --run: {places}")
         return live[0]
 
     @classmethod
     def live(cls) -> list[tuple[RunDirectory, RunFile]]:
-        """Every live run of this user below the folder for run directories; when there is none, every other one, which
-        was started with another folder or at a place of its own. Raises NotRunning when there is none at all."""
-        here, bound = base(), _bound_places()
-        below = {place for place in bound if place.is_relative_to(here)}
-        live = cls._live({*here.glob(f"{PREFIX}*"), *below}) or cls._live(bound - below)
+        """Return every live run of this user below the folder for run directories. If there is none, return those
+        elsewhere, which were started with another folder or path. Raises NotRunning if there is none at all."""
+        folder, bound = base(), _bound_places()
+        below = {place for place in bound if place.is_relative_to(folder)}
+        live = cls._live({*folder.glob(f"{PREFIX}*"), *below}) or cls._live(bound - below)
         if not live:
             raise NotRunning("no run of yours is live; start one with `neuronpipe up`")
         return live
 
     @classmethod
     def _sweep(cls, folder: Path) -> None:
-        """Remove what dead runs left."""
+        """Remove the directories of dead runs."""
         for place in folder.glob(f"{PREFIX}*"):
             cls(place).remove_if_dead()
 
@@ -213,37 +215,38 @@ class RunDirectory(LockedDirectory):
 
     @property
     def doorbell(self) -> Path:
-        """The FIFO whose bytes wake the loader. Open it for reading and writing, so that neither open nor write ever
-        depends on the other side."""
+        """The FIFO whose bytes wake the loader. Open it for reading and writing, so that neither open nor write depends
+        on the peer."""
         return self.path / DOORBELL
 
     def endpoint(self, link: Link) -> str:
-        """The address of a link of this run."""
+        """Return the address of a link of this run."""
         return f"ipc://{self.path}/{link.name}"
 
     def endpoints(self) -> dict[str, str]:
-        """The addresses of all links, for `RunFile`."""
+        """Return the addresses of all links, for `RunFile`."""
         return {link.name: self.endpoint(link) for link in LINKS}
 
     def publish(self, run_file: RunFile, plan: str) -> None:
-        """Write plan.json, then run.json: from now on the run can be found."""
+        """Write plan.json, then run.json, by which the run can be found."""
         self.write(PLAN_FILE, plan)
         self.write(RUN_FILE, json.dumps(to_map(run_file), indent=1) + "\n")
 
     def clear(self) -> None:
-        """Remove everything but the lock; run.json first, by which the run is found."""
+        """Remove everything except the lock; run.json, by which the run is found, first."""
         (self.path / RUN_FILE).unlink(missing_ok=True)
         super().clear()
 
     def read(self) -> RunFile:
-        """run.json of a live run. Raises NotRunning when there is none, UserError when it is not ours to use."""
+        """Read run.json of a live run. Raises NotRunning if there is no run, UserError if this process cannot use
+        it."""
         run_file = self._read()
         try:
             lives = self.is_held()
         except FileNotFoundError:
-            self._read()  # raises when both have gone: it has just ended
+            self._read()  # raises NotRunning if both files are gone: the run has just ended
             raise UserError(
-                f"{self.path}: no {LOCK_FILE}: an older neuronpipe started this run; use that one"
+                f"{self.path}: no {LOCK_FILE}, so nothing shows whether the run lives; if it has ended, remove it"
             ) from None
         if not lives:
             raise NotRunning(f"{self.path}: not running: its supervisor has ended; start a run with `neuronpipe up`")
@@ -277,7 +280,8 @@ class RunDirectory(LockedDirectory):
 
 
 def base() -> Path:
-    """The folder for run directories: the first there is of $XDG_RUNTIME_DIR, $TMPDIR, $PREFIX/tmp (Termux), /tmp."""
+    """Return the folder for run directories: the first usable of $XDG_RUNTIME_DIR, $TMPDIR, $PREFIX/tmp (Termux) and
+    /tmp."""
     prefix = os.environ.get("PREFIX")
     for place in (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), prefix and f"{prefix}/tmp", "/tmp"):
         if place and os.path.isabs(place) and os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
@@ -286,8 +290,8 @@ def base() -> Path:
 
 
 def started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot. Raises ProcessLookupError when it does not run. By hand:
-    psutil turns the ticks into a time of day, which changes when the clock is set."""
+    """Return the start time of a process in clock ticks since boot. Raises ProcessLookupError if it does not run.
+    psutil is not used, because it turns the ticks into a time of day, which changes when the clock is set."""
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -298,12 +302,12 @@ def started(pid: int) -> int:
 
 
 def own_pid() -> int:
-    """This process as /proc shows it, which may be that of an outer PID namespace."""
+    """Return this process's id as /proc shows it, which may be the id in an outer PID namespace."""
     return int(os.readlink("/proc/self"))
 
 
 def is_alive(pid: int, started_ticks: int) -> bool:
-    """Whether the very process that had this id and start time still runs."""
+    """Return True if the process with this id and start time still runs."""
     try:
         return started(pid) == started_ticks
     except ProcessLookupError:
@@ -311,8 +315,8 @@ def is_alive(pid: int, started_ticks: int) -> bool:
 
 
 def _bound_places() -> set[Path]:
-    """Folders in which a process, of whatever PID namespace, has bound a socket that is named like a
-    supervisor's, but for those of runs that serve another run. None where the kernel does not tell."""
+    """Return the folders in which a process of any PID namespace has bound a socket with the name of a supervisor's
+    socket, except folders of runs that serve another run. Empty if the kernel does not tell."""
     try:
         lines = BOUND_SOCKETS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
     except OSError:

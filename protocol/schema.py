@@ -1,18 +1,19 @@
-"""The reader of everything that comes from files and wires: plain values checked against a dataclass's annotations.
+"""The reader of everything that comes from files and from the wire: checks plain values against a dataclass's
+annotations.
 
-What a field may hold is read once per class from its annotation and turned into a function:
+The annotation of each field is turned into a function once per class:
 
-    int, float, str, bytes, bool   that type and no other; an int is taken for a float, a bool never for an int
+    int, float, str, bytes, bool   that type and no other; an int is accepted as a float, a bool never as an int
     T | None                       null or T
     Literal[...]                   one of the values
     tuple[T, ...]                  array of T
     dict[str, T]                   map
-    Annotated[T, ...]              T; what else it says is for protocol/options.py
-    a dataclass                    map of its fields; fields that do not go together are a ValueError of __post_init__
+    Annotated[T, ...]              T; the other arguments are for protocol/options.py
+    a dataclass                    map of its fields; its __post_init__ raises ValueError for contradictory fields
 
-Messages are read patiently: a newer peer may send fields that are not known here. Files are read strictly: unknown and
-repeated fields, numbers that are not finite or need more than 64 bits, and text that a terminal would obey are refused.
-plans/strict_json.py reads what somebody else laid out, field by field.
+Messages are read leniently: a newer peer may send fields that are not known here. Files are read strictly: unknown and
+repeated fields, numbers that are not finite or need more than 64 bits, and text with control characters are refused.
+plans/strict_json.py reads formats of other programs, field by field.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
 _NOTHING = object()
-_UNIONS = (types.UnionType, Union)  # the second is what Python makes of `Literal[...] | None`
+_UNIONS = (types.UnionType, Union)  # Python turns `Literal[...] | None` into the second
 
 
 class Mismatch(Exception):
-    """A value that does not fit its annotation; the path to it grows outwards on its way up."""
+    """A value that does not fit its annotation. Each level prepends its part of the path to the value."""
 
     def __init__(self, problem: str, value: object = _NOTHING) -> None:
         self.problem, self.value = problem, value
@@ -44,7 +45,8 @@ class Mismatch(Exception):
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `data`. Repeated fields, NaN and infinities are refused. Raises UserError from `where` on."""
+    """Parse the JSON object in `data`. Repeated fields, NaN and infinities are refused. Raises UserError that begins
+    with `where`."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_repeated, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -55,19 +57,19 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
-    """The dataclass that a file of ours describes, read strictly. Raises UserError naming `where` and the field."""
+    """Read a dataclass strictly from the values of a file of ours. Raises UserError naming `where` and the field."""
     kind: Any = cls
     try:
         read: T = reader(kind, strict=True)(values)
     except Mismatch as mismatch:
-        found = "" if mismatch.value is _NOTHING else f", found {quoted(mismatch.value)}"
-        place = f"{where}: field '{named(mismatch.path[1:])}'" if mismatch.path else where
-        raise UserError(f"{place}: {mismatch.problem}{found}") from None
+        value_text = "" if mismatch.value is _NOTHING else f", found {quoted(mismatch.value)}"
+        place = f"{where}: field '{safe_name(mismatch.path[1:])}'" if mismatch.path else where
+        raise UserError(f"{place}: {mismatch.problem}{value_text}") from None
     return read
 
 
 def describe(annotation: object) -> str:
-    """An annotation as the specification writes it: 'int', 'array of int', '"none" or "last"', ..."""
+    """Return an annotation as the specification writes it: 'int', 'array of int', '"none" or "last"', ..."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)
@@ -81,37 +83,39 @@ def describe(annotation: object) -> str:
 
 
 def documented(cls: Any) -> tuple[str, dict[str, str]]:
-    """The description of a dataclass and of each of its fields, from its docstring."""
+    """Return the description of a dataclass, and of each of its fields, from its docstring."""
     text = inspect.getdoc(cls) or ""
-    description, _, rest = text.partition("\n\n")
-    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", rest, re.MULTILINE)
+    description, _, field_lines = text.partition("\n\n")
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", field_lines, re.MULTILINE)
     return one_line(description), {name: one_line(meaning) for name, meaning in entries}
 
 
 def one_line(text: str) -> str:
-    """The text with single spaces for its line ends and indents."""
+    """Return the text with single spaces for its line ends and indents."""
     return " ".join(text.split())
 
 
 def present(annotation: object) -> object:
-    """The T of `T | None`, the only union there is."""
-    others = [part for part in get_args(annotation) if part is not types.NoneType]
-    if len(others) != 1 or len(get_args(annotation)) != 2:
+    """Return the T of `T | None`, the only union that a field may have."""
+    types_but_none = [part for part in get_args(annotation) if part is not types.NoneType]
+    if len(types_but_none) != 1 or len(get_args(annotation)) != 2:
         raise TypeError(f"{annotation}: a field can be T or T | None, no other union")
-    return others[0]
+    return types_but_none[0]
 
 
 def annotated(cls: Any) -> Iterator[tuple[Field[Any], Any]]:
-    """The fields of a dataclass and their annotations; a generic one has its parameters given: `Kept[Speed]`."""
+    """Return the fields of a dataclass and their annotations. In a generic one, such as `Kept[Speed]`, type parameters
+    are replaced by their arguments."""
     plain = get_origin(cls) or cls
-    given = dict(zip(getattr(plain, "__parameters__", ()), get_args(cls), strict=True))
+    arguments = dict(zip(getattr(plain, "__parameters__", ()), get_args(cls), strict=True))
     hints = get_type_hints(plain)
-    return ((field, given.get(hints[field.name], hints[field.name])) for field in fields(plain))
+    return ((field, arguments.get(hints[field.name], hints[field.name])) for field in fields(plain))
 
 
 @cache
 def reader(annotation: Any, *, strict: bool = False) -> Reader:
-    """The function that checks a value against `annotation` and returns it in its final form. Raises Mismatch."""
+    """Return the function that checks a value against `annotation` and returns it in its final form. It raises
+    Mismatch."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is float:
         return _finite if strict else _float
@@ -182,7 +186,7 @@ def _int_of_64_bits(value: Any) -> int:
 
 
 def _printable(value: Any) -> str:
-    if type(value) is not str or not value.isprintable():  # it may be shown, and a terminal obeys what is not
+    if type(value) is not str or not value.isprintable():  # it may be printed, and control characters act on a terminal
         raise Mismatch("expected printable text", value)
     return value
 
@@ -204,7 +208,7 @@ def _one_of(annotation: Any) -> Reader:
 
 
 def _as_they_are(annotation: Any, strict: bool) -> set[Any]:
-    """The types of values that are in their final form: many of them are checked without a call for each."""
+    """Return the types whose values are already in their final form, so that arrays of them need no call per item."""
     return {annotation} if annotation in (int, str, bytes, bool, float) and not strict else set()
 
 
@@ -253,7 +257,7 @@ def _map_of(annotation: Any, strict: bool) -> Reader:
 
 def _dataclass(cls: Any, strict: bool) -> Reader:
     plan = [(field.name, field.default is MISSING, reader(kind, strict=strict)) for field, kind in annotated(cls)]
-    known = {name for name, _, _ in plan}
+    names = {name for name, _, _ in plan}
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
@@ -266,7 +270,7 @@ def _dataclass(cls: Any, strict: bool) -> Reader:
                     arguments[name] = check(value[name])
                 elif required:
                     raise Mismatch("missing")
-            if strict and (unknown := value.keys() - known):
+            if strict and (unknown := value.keys() - names):
                 name = min(unknown)
                 raise Mismatch("unknown field")
         except Mismatch as mismatch:

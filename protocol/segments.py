@@ -1,15 +1,15 @@
 """Shared segments: anonymous memory files with a header page, and their mappings.
 
 The supervisor creates all segments and keeps their descriptors, so that no worker's death loses one. Children inherit
-descriptors; others open them through /proc/<pid>/fd/<n>. A process that may only read gets a descriptor that cannot
-be mapped for writing.
+descriptors; other processes open them through /proc/<pid>/fd/<n>. A process that may only read gets a descriptor that
+cannot be mapped for writing.
 
     header page, little-endian, the rest zero
     offset  bytes  what
          0      8  magic "NPSEG1" and two zero bytes
          8      4  version of this header, 1
         12      4  kind of segment
-        16      4  generation: which of several segments of this kind
+        16      4  generation: distinguishes several segments of this kind
         20      4  fingerprint of the layout (CRC-32 of its text)
         24      8  total bytes, this page included
 """
@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<8sIIIIQ")
 
 _FORMATS: dict[str, Any] = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "f32": "f"}
 
-# From linux/fcntl.h and linux/memfd.h: Python leaves them out where its C library is older than the kernel.
+# From linux/fcntl.h and linux/memfd.h: Python lacks them if its C library is older than the kernel.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
@@ -43,13 +43,13 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "armv7l": 385, "armv8l": 385, "r
 
 
 class Closing(ABC):
-    """What must be closed: with `close`, or at the end of a `with` block."""
+    """An object that must be closed, with `close` or at the end of a `with` block."""
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release the resource; it must not be used any more."""
 
     def __enter__(self) -> Self:
         return self
@@ -60,12 +60,12 @@ class Closing(ABC):
         self.close()
 
 
-BLOCK_BYTES = 512  # of st_blocks
+BLOCK_BYTES = 512  # the unit of st_blocks
 
 
 @frozen(slots=True)
 class Segment(Closing):
-    """A descriptor of a segment whose header was checked against a layout. Not mapped yet: see `map`."""
+    """A descriptor of a segment whose header was checked against a layout. It is not mapped yet: see `map`."""
 
     layout: Layout
     fd: int
@@ -73,7 +73,7 @@ class Segment(Closing):
 
     @classmethod
     def create(cls, layout: Layout, generation: int = 1) -> Segment:
-        """A new segment, zeroed, of fixed size. Raises UserError when there is not enough memory."""
+        """Create a zeroed segment of fixed size. Raises UserError if memory is short."""
         fd = _memfd_create(f"neuronpipe-{layout.name}")
         try:
             os.ftruncate(fd, layout.total_bytes)
@@ -92,19 +92,19 @@ class Segment(Closing):
         return cls(layout, fd, generation)
 
     @property
-    def held_bytes(self) -> int:
-        """How much of it is in memory: a page is taken when it is first written."""
+    def resident_bytes(self) -> int:
+        """Bytes of the segment that are in memory. A page is allocated when it is first written."""
         return BLOCK_BYTES * os.fstat(self.fd).st_blocks
 
     @classmethod
     def attach(cls, layout: Layout, fd: int, generation: int | None = None) -> Segment:
-        """The segment behind an inherited descriptor, which it takes over. Raises UserError when it is not one of
-        this layout (and, where given, of this generation)."""
+        """Take over an inherited descriptor of a segment. Raises UserError if the segment does not have this layout, or
+        this generation if one is given."""
         header = os.pread(fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
             raise UserError(f"segment {layout.name}: descriptor {fd} is no segment; start the run again")
         _, version, kind, found_generation, fingerprint, total_bytes = _HEADER.unpack(header)
-        wanted: tuple[tuple[str, int, int], ...] = (
+        checks: tuple[tuple[str, int, int], ...] = (
             ("version", version, HEADER_VERSION),
             ("kind", kind, layout.kind),
             ("total bytes", total_bytes, layout.total_bytes),
@@ -112,16 +112,16 @@ class Segment(Closing):
             ("size of the file", os.fstat(fd).st_size, layout.total_bytes),
             ("generation", found_generation, found_generation if generation is None else generation),
         )
-        for what, found, expected in wanted:
-            if found != expected:
+        for what, actual, expected in checks:
+            if actual != expected:
                 raise UserError(
-                    f"segment {layout.name}: {what}: found {found}, expected {expected}; start the run again"
+                    f"segment {layout.name}: {what}: found {actual}, expected {expected}; start the run again"
                 )
         return cls(layout, fd, found_generation)
 
     @classmethod
     def open(cls, layout: Layout, pid: int, fd: int, *, writable: bool = False) -> Segment:
-        """The segment that process `pid` holds as descriptor `fd`. Raises UserError when it cannot be opened."""
+        """Open the segment that process `pid` has as descriptor `fd`. Raises UserError if it cannot be opened."""
         path = f"/proc/{pid}/fd/{fd}"
         try:
             opened = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -134,12 +134,12 @@ class Segment(Closing):
             raise
 
     def read_only(self) -> Segment:
-        """The same segment behind a new descriptor that cannot be mapped for writing, to be handed to readers."""
+        """Return the same segment with a new descriptor that cannot be mapped for writing, for readers."""
         return Segment(self.layout, os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC), self.generation)
 
     def seal(self) -> None:
-        """Make the content final: no process can write it from now on, whatever descriptor it has. Raises
-        RuntimeError while any process has a writable mapping."""
+        """Make the content final: no process can write it any more, whatever descriptor it has. Raises RuntimeError
+        while any process has a writable mapping."""
         try:
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_WRITE | _SEAL_SEAL)
         except OSError as error:
@@ -149,20 +149,20 @@ class Segment(Closing):
 
     @property
     def sealed(self) -> bool:
-        """Whether the content is final."""
+        """True if the content is final."""
         return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
 
     def map(self, *, writable: bool = False) -> Mapping:
-        """Map the whole segment. Raises PermissionError when the descriptor is read-only or the segment sealed."""
+        """Map the whole segment. Raises PermissionError if the descriptor is read-only or the segment sealed."""
         return Mapping(self, writable)
 
     def close(self) -> None:
-        """Close the descriptor; mappings stay."""
+        """Close the descriptor. Mappings stay."""
         os.close(self.fd)
 
 
 class Mapping(Closing):
-    """A mapped segment; `view` gives its fields as flat memoryviews, until `close`."""
+    """A mapped segment. `view` returns its fields as flat memoryviews, which are valid until `close`."""
 
     def __init__(self, segment: Segment, writable: bool) -> None:
         self.layout = segment.layout
@@ -170,18 +170,18 @@ class Mapping(Closing):
         if writable:
             self._memory = mmap.mmap(segment.fd, self.layout.total_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         else:
-            # Kernels before 6.7 take any mapping of a writable descriptor for a writer, and would not seal beside it.
+            # Kernels before 6.7 count any mapping of a writable descriptor as writable, and refuse to seal then.
             with segment.read_only() as reader:
                 self._memory = mmap.mmap(reader.fd, self.layout.total_bytes, prot=mmap.PROT_READ)
         self._views: list[memoryview[Any]] = [memoryview(self._memory)]
 
     @property
     def content(self) -> memoryview[Any]:
-        """All bytes, as long as the mapping is open."""
+        """All bytes of the segment, while the mapping is open."""
         return self._views[0]
 
     def view(self, name: str) -> memoryview[Any]:
-        """The items of one field, in one dimension. The field's shape is in the layout."""
+        """Return the items of one field, in one dimension. The layout has the field's shape."""
         field = self.layout[name]
         content = self._views[0][field.offset_bytes : field.offset_bytes + field.total_bytes]
         typed: memoryview[Any] = content.cast(_FORMATS[field.type])
@@ -189,8 +189,8 @@ class Mapping(Closing):
         return typed
 
     def close(self) -> None:
-        """Release all views and unmap. Raises BufferError, and leaves the segment mapped, while something else still
-        looks into a view."""
+        """Release all views and unmap. Raises BufferError, and leaves the segment mapped, while another object still
+        uses a view."""
         try:
             while self._views:
                 self._views[-1].release()
@@ -201,14 +201,15 @@ class Mapping(Closing):
 
 
 def _memfd_create(name: str) -> int:
-    """os.memfd_create, which Python lacks where it was built for an Android older than 11: there by its number."""
+    """Call os.memfd_create, or the system call by its number if Python lacks it (built for an Android older than
+    11)."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     return _memfd_create_by_number(name)
 
 
 def _memfd_create_by_number(name: str) -> int:
-    import ctypes  # heavy, and wanted on such phones only
+    import ctypes  # slow to import, and only such phones need it
 
     number = _MEMFD_CREATE.get(os.uname().machine)
     if number is None:

@@ -1,6 +1,6 @@
-"""Spans: what a process did from when to when. 32 bytes each; the latest of every process lie in a ring.
+"""Spans: what a process did in which period. A span has 32 bytes; the latest of every process lie in a ring.
 
-native/neuronpipe.h has the same numbers for C; a test holds the two together.
+native/neuronpipe.h has the same numbers for C; a test compares them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import NamedTuple
 SPAN_BYTES = 32
 
 FIELDS = (
-    ("0", "start_ns", "8 bytes; when it began, by the monotonic clock"),
-    ("8", "end_ns", "8 bytes; when it ended; the spans of a ring are in this order"),
+    ("0", "start_ns", "8 bytes; start, by the monotonic clock"),
+    ("8", "end_ns", "8 bytes; end; the spans of a ring are in this order"),
     ("16", "kind", "2 bytes; number of a kind"),
-    ("18", "layer", "2 bytes; 0 where there is none"),
+    ("18", "layer", "2 bytes; 0 if there is none"),
     ("20", "value", "4 bytes; its meaning depends on the kind"),
-    ("24", "step", "8 bytes; number of the step, as in `Step` and `Prefill`; 0 where there is none"),
+    ("24", "step", "8 bytes; number of the step, as in `Step` and `Prefill`; 0 if there is none"),
 )
 """Offset in bytes, name and meaning. Little-endian."""
 
 
 class Kind(NamedTuple):
-    """A kind of span. value: the meaning of a span's value, empty where it has none."""
+    """A kind of span. value: the meaning of a span's value, empty if it has none."""
 
     number: int
     name: str
@@ -35,17 +35,23 @@ KINDS = (
     Kind(2, "qkv", "decode, prefill", "heads of queries, keys and values", ""),
     Kind(3, "attend", "decode, prefill", "attention of some heads", ""),
     Kind(4, "project", "decode, prefill", "rows of the attention's output", ""),
-    Kind(5, "predict", "decode, prefill", "which neurons will fire", "neurons predicted"),
+    Kind(5, "predict", "decode, prefill", "predicting which neurons will fire", "neurons predicted"),
     Kind(6, "neurons", "decode, prefill", "neurons of some blocks", "neurons fired"),
-    Kind(7, "combine", "decode, prefill", "adding up the sums of blocks", ""),
+    Kind(7, "combine", "decode, prefill", "adding block sums to the residual stream", ""),
     Kind(8, "logits", "decode, prefill", "rows of the output matrix", ""),
     Kind(9, "barrier", "decode, prefill", "waiting for other participants", ""),
     Kind(10, "flash", "decode, prefill", "waiting for clusters to arrive", "blocks still to come"),
     Kind(11, "read", "loader", "reads in flight", "bytes landed"),
     Kind(12, "evict", "cache", "taking slots from clusters", "slots freed"),
-    Kind(13, "send", "coordinator", "handing out a step", "participants"),
+    Kind(13, "send", "coordinator", "sending a step", "participants"),
     Kind(14, "await", "coordinator", "from the last message sent to the last answer", "tokens"),
     Kind(15, "sample", "coordinator", "reading logits and sampling tokens", "tokens"),
-    Kind(16, "tell", "coordinator", "all work between a step's logits and the next step: text, clients", "messages"),
+    Kind(
+        16,
+        "tell",
+        "coordinator",
+        "all work between a step's logits and the next step: detokenizing, messages",
+        "messages",
+    ),
 )
 """In the order of their numbers."""

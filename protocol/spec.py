@@ -1,7 +1,7 @@
-"""SPEC.md's tables, written from the code that they describe: `python -m neuronpipe.protocol.spec --write`.
+"""Generates the tables of SPEC.md from the code: `python -m neuronpipe.protocol.spec --write`.
 
-The prose of SPEC.md is written by hand; what stands between a pair of markers is generated, so that it cannot drift.
-Without --write nothing is changed, and the exit status says whether the file is up to date.
+The prose of SPEC.md is written by hand; the text between a pair of markers is generated, so that it cannot differ from
+the code. Without --write nothing is changed, and the exit status says whether the file is up to date.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def messages_in(module: ModuleType) -> list[type[Message]]:
-    """The message classes that a module defines, in its order."""
-    participants: Iterable[Any] = vars(module).values()
-    classes = [one for one in participants if isinstance(one, type) and issubclass(one, Message)]
-    return [one for one in classes if one.__module__ == module.__name__]
+    """Return the message classes that a module defines, in its order."""
+    values: Iterable[Any] = vars(module).values()
+    classes = [cls for cls in values if isinstance(cls, type) and issubclass(cls, Message)]
+    return [cls for cls in classes if cls.__module__ == module.__name__]
 
 
 def all_messages() -> list[type[Message]]:
-    """Every message class, those nested in others included."""
-    return [one for module in FILES for one in messages_in(module)]
+    """Return every message class, including classes nested in others."""
+    return [cls for module in FILES for cls in messages_in(module)]
 
 
 def render(text: str) -> str:
-    """SPEC.md with every generated block written anew. Raises KeyError for a block that nothing generates."""
+    """Return SPEC.md with every generated block replaced. Raises KeyError for a block that nothing generates."""
     return _BLOCK.sub(lambda block: f"{block[1]}\n{_BLOCKS[block[2]]().strip()}\n\n{block[3]}", text)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file, or tell whether it is up to date."""
+    """Write the file, or report whether it is up to date."""
     text = PATH.read_text(encoding="utf-8")
     fresh = render(text)
     if "--write" in arguments:
@@ -123,14 +123,14 @@ def _segments() -> str:
         make: Callable[..., object] = getattr(layouts, layout.name)
         rows = [
             (
-                f"`{one.name}`",
-                one.type,
-                "".join(f"[{dimension}]" for dimension in one.dimensions),
-                one.written_by,
-                one.read_by,
-                one.ordering,
+                f"`{field.name}`",
+                field.type,
+                "".join(f"[{dimension}]" for dimension in field.dimensions),
+                field.written_by,
+                field.read_by,
+                field.ordering,
             )
-            for one in layout.fields
+            for field in layout.fields
         ]
         parts.append(f"#### {layout.name}, kind {layout.kind}\n\n{one_line(inspect.getdoc(make) or '')}\n")
         parts.append(_table(("field", "type", "shape", "written by", "read by", "ordering"), rows))
@@ -182,7 +182,7 @@ _BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def _names(vocabulary: Vocabulary) -> str:
-    return ", ".join(f"[{one.__name__}](#{one.__name__.lower()})" for one in vocabulary.classes)
+    return ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in vocabulary.classes)
 
 
 def _literal(default: object) -> str:

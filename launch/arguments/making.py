@@ -17,7 +17,7 @@ from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.package_library import VARIABLE
-from neuronpipe.plans.pull.source_models import Asked, Work, made_of, make, make_as_asked
+from neuronpipe.plans.pull.source_models import PackageRequest, Work, existing_package, make, make_as_requested
 from neuronpipe.protocol.errors import UserError, escaped
 from neuronpipe.services.gateway.templates.single_job import examine_template
 
@@ -38,10 +38,10 @@ def package_of(source: Path, *, plain: bool) -> Path:
 
     It is made in a process of its own: what conversion takes of memory must not count in the run that follows.
     """
-    if (made := made_of(source)) is not None:
+    if (made := existing_package(source)) is not None:
         return made
     _in_a_process_of_its_own(source, lambda: _make(source, plain=plain))
-    made = made_of(source)
+    made = existing_package(source)
     if made is None:
         raise UserError(f"{source}: has changed while a package was made of it; try again when it is whole")
     size_bytes = sum(file.stat().st_size for file in made.iterdir())
@@ -51,10 +51,10 @@ def package_of(source: Path, *, plain: bool) -> Path:
     return made
 
 
-def package_as_asked(source: Path, asked: Asked, *, plain: bool, report: Report) -> Package:
+def package_as_asked(source: Path, asked: PackageRequest, *, plain: bool, report: Report) -> Package:
     """The package that `package_of` finds from now on, made in the way that was asked for; in this process. Raises
     UserError."""
-    return _told(source, partial(make_as_asked, source, asked, report=report), "", plain=plain)
+    return _told(source, partial(make_as_requested, source, asked, report=report), "", plain=plain)
 
 
 class _Making(Protocol):
@@ -78,17 +78,18 @@ def _agree(source: Path, work: Work, why_anew: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    how = f"`{line_to_paste('convert', source, '--quantization', work.choice.other or '')}`"
+    how = f"`{line_to_paste('convert', source, '--quantization', work.choice.alternative or '')}`"
     print(f"neuronpipe: {choice_line(work.choice, how)}", file=sys.stderr, flush=True)
 
 
 def choice_line(choice: Choice, how: str) -> str:
     """Which quantization a package gets, why, and how to get the other one."""
     reason = f"quantization {choice.quantization}: {choice.why}"
-    if choice.other is None:
+    if choice.alternative is None:
         return reason
-    less = "loses less and " if choice.other == "q8" else ""
-    return f"{reason}; {how} {less}takes {show_bytes(choice.other_bytes)} instead of {show_bytes(choice.package_bytes)}"
+    less = "loses less and " if choice.alternative == "q8" else ""
+    sizes = f"{show_bytes(choice.alternative_bytes)} instead of {show_bytes(choice.package_bytes)}"
+    return f"{reason}; {how} {less}takes {sizes}"
 
 
 def _told(source: Path, making: _Making, why_anew: str, *, plain: bool) -> Package:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 VARIABLE = "NEURONPIPE_CONFIG"
 MAX_BYTES = 1 << 20
@@ -53,9 +53,9 @@ class Settings:
             if verb not in verbs:
                 near = nearest(verb, verbs)
                 meant = f"; did you mean [{near}]?" if near else ": a section is named as a verb, e.g. [run]"
-                raise UserError(f"{file}: [{named(verb)}] is no verb{meant}")
+                raise UserError(f"{file}: [{safe_name(verb)}] is no verb{meant}")
             if not isinstance(keys, dict):
-                raise UserError(f"{file}: {named(verb)}: belongs into the section of a verb, e.g. [run]")
+                raise UserError(f"{file}: {safe_name(verb)}: belongs into the section of a verb, e.g. [run]")
 
     def of(self, verb: str) -> Mapping[str, Any]:
         """What a verb's section says."""
@@ -76,7 +76,7 @@ class Settings:
             if option.startswith("--") and (action.option_strings or action.nargs in ("?", "*"))
         }
         for key, value in self.of(verb).items():
-            where = f"{self.file}: [{verb}] {named(key)}"
+            where = f"{self.file}: [{verb}] {safe_name(key)}"
             if key not in options:
                 near = self._nearest(key, options)
                 meant = f"; did you mean {near}?" if near else f"; `neuronpipe {verb} --help` shows them"

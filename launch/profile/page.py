@@ -11,7 +11,7 @@ from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES, Deco
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.plans.device.profile_difference import Difference
 from neuronpipe.plans.measure.cached_profile import doubt
-from neuronpipe.protocol.errors import named
+from neuronpipe.protocol.errors import safe_name
 
 UNSTEADY = 0.15  # figures with a larger spread are marked
 
@@ -56,10 +56,11 @@ def warnings(profile: DeviceProfile) -> list[str]:
 
 
 def _head(profile: DeviceProfile) -> list[str]:
-    cores = ", ".join(f"{len(core_class.cores)} {named(core_class.kind)}" for core_class in profile.cores)
+    cores = ", ".join(f"{len(core_class.cores)} {safe_name(core_class.kind)}" for core_class in profile.cores)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(profile.taken_at))
     return [
-        f"device {named(profile.device_id)}, {named(profile.architecture)}, {named(profile.instruction_set)}; "
+        f"device {safe_name(profile.device_id)}, {safe_name(profile.architecture)}, "
+        f"{safe_name(profile.instruction_set)}; "
         f"cores: {cores}; {profile.decode_workers} decode workers",
         f"measured {when}; other programs had {profile.busy:.0%} of the machine; "
         f"repetitions are typically {profile.spread:.1%} apart",
@@ -246,7 +247,7 @@ def _accelerator(profile: DeviceProfile) -> list[str]:
         for kind, share, sequences in kinds
     )
     lines = _table(
-        f"accelerator {named(accelerator.name)} by {named(accelerator.backend)}, "
+        f"accelerator {safe_name(accelerator.name)} by {safe_name(accelerator.backend)}, "
         f"{show_bytes(accelerator.memory_bytes)} {owner}{on_cores}: offloaded blocks, GB/s of weights",
         ["neurons that fire", *(f"{quantization} {weights}" for quantization, weights in shapes)],
         rows,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 
 if TYPE_CHECKING:
     from neuronpipe.plans.predictor.calibration_texts import Texts
@@ -40,7 +40,7 @@ def is_demo(package: Package) -> bool:
 def text_name(package: Package, file: Path | None) -> str:
     """Return the name under which a package records the text that it was measured on. file: the value of `--text`."""
     name = "the demo's corpus" if is_demo(package) else "the package's own workload"
-    return name if file is None else named(file.name)
+    return name if file is None else safe_name(file.name)
 
 
 def read_calibration_texts(arguments: argparse.Namespace, package: Package) -> Texts:

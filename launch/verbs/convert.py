@@ -24,7 +24,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.package_library import checked_name
-from neuronpipe.plans.pull.source_models import Asked
+from neuronpipe.plans.pull.source_models import PackageRequest
 from neuronpipe.plans.quantization_choice import why
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import escaped
@@ -137,7 +137,7 @@ def _by_name(arguments: argparse.Namespace, report: Report) -> Package:
         words += ["--frequencies", str(arguments.frequencies.absolute())]
     if arguments.name is not None:
         words += ["--name", checked_name(arguments.name)]
-    asked = Asked(
+    asked = PackageRequest(
         name=arguments.name,
         quantization=arguments.quantization,
         gates=arguments.gates,
@@ -165,7 +165,7 @@ def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
             predictor=arguments.predictor,
             examine_template=examine_template,
             overwrite=arguments.overwrite,
-            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.other}")),
+            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.alternative}")),
             progress=progress,
             report=report,
         )

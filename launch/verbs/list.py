@@ -8,7 +8,7 @@ from typing import Any
 
 from neuronpipe.launch.formats import as_typed, shell_line, show_bytes
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     is_under_way,
     package_names,
@@ -60,7 +60,7 @@ def _unfinished(name: str) -> dict[str, Any]:
         "name": name,
         "reference": None if known is None else known.reference,
         "command": None if known is None else list(known.command),
-        "bytes": bytes_there(pulls_folder() / name),
+        "bytes": disk_usage_bytes(pulls_folder() / name),
         "under_way": is_under_way(name),
     }
 

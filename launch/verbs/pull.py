@@ -96,7 +96,7 @@ def _command(arguments: argparse.Namespace, name: str) -> list[str]:
 
 def _agree(need: Need, *, sure: bool) -> None:
     """Say what it takes; ask, when that is much. Raises UserError where it is not to be, or cannot."""
-    there = f", {show_bytes(need.there_bytes)} of it there already" if need.goes_on else ""
+    there = f", {show_bytes(need.present_bytes)} of it there already" if need.resumes else ""
     takes = (
         f"{show_bytes(need.download_bytes)} to download in {need.files} file{'s' if need.files != 1 else ''}, "
         f"a package of {show_bytes(need.choice.package_bytes)}; at most {show_bytes(need.disk_bytes)} of disk at a "
@@ -113,7 +113,7 @@ def _agree(need: Need, *, sure: bool) -> None:
     if large and not asked:
         raise UserError(f"{need.snapshot}: {takes}; {free}: say --yes to so large a download")
     print(f"neuronpipe: {need.snapshot}: {takes}; {free}", file=sys.stderr)
-    print(f"neuronpipe: {choice_line(need.choice, f'--quantization {need.choice.other}')}", file=sys.stderr)
+    print(f"neuronpipe: {choice_line(need.choice, f'--quantization {need.choice.alternative}')}", file=sys.stderr)
     if asked:
         print("neuronpipe: download it? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

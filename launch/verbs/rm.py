@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull.package_library import (
     package_names,
     packages_folder,
@@ -19,7 +19,7 @@ from neuronpipe.plans.pull.package_library import (
     remove_package,
     remove_pull,
 )
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
             (pulls, pulls_folder(), remove_pull),
         ):
             if name in there:
-                size = bytes_there(folder / name)
+                size = disk_usage_bytes(folder / name)
                 remove(name)
                 freed_bytes += size
     if arguments.json:
@@ -54,5 +54,5 @@ def main(arguments: argparse.Namespace) -> int:
 def _refuse(name: str) -> NoReturn:
     refuse_unknown(Path(name))
     raise UserError(
-        f"{named(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
+        f"{safe_name(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
     )

@@ -31,7 +31,7 @@ from neuronpipe.plans.cost.activation_rates import unmeasured_predictor
 from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan
-from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted, safe_name
 from neuronpipe.protocol.links import CONTROL
 
 
@@ -94,7 +94,7 @@ def _lost_accelerator(client: Client, plan: Plan, directory: Path) -> str | None
     for one in client.status().processes:
         if one.role == ACCELERATOR and one.restarts:
             often = "once" if one.restarts == 1 else f"{one.restarts} times"
-            words = named(last_line(directory / f"{one.role}.{one.index}.log"))
+            words = safe_name(last_line(directory / f"{one.role}.{one.index}.log"))
             back = "and is gone" if one.state == "gone" else "and was started again"
             return f"{one.role}.{one.index} ended {often} {back}; decode workers computed its blocks meanwhile: {words}"
     return None

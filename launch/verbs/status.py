@@ -41,7 +41,7 @@ def segment_memory(run_file: RunFile) -> dict[str, dict[str, int]]:
     with contextlib.suppress(UserError):
         for name in SEGMENTS:
             with run_file.open_segment(name) as segment:
-                sizes[name] = {"used_bytes": segment.held_bytes, "reserved_bytes": segment.layout.total_bytes}
+                sizes[name] = {"used_bytes": segment.resident_bytes, "reserved_bytes": segment.layout.total_bytes}
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""From the model files people have to a package."""
+"""Converts model files of other programs to packages."""
 
 from neuronpipe.plans.convert.block_conversion import Progress
 from neuronpipe.plans.convert.conversion import Encoded, convert

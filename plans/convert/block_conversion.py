@@ -1,4 +1,4 @@
-"""The work of a conversion: pieces of a checkpoint are read in blocks of rows, encoded, and written."""
+"""The work of a conversion: reads pieces of a checkpoint in blocks of rows, encodes them, and writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-BLOCK_BYTES = 1 << 20  # of float32 rows in work at a time: small enough for the caches
+BLOCK_BYTES = 1 << 20  # of float32 rows at a time: small enough for the caches
 MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
     4 << 20,
     512 << 20,
@@ -26,11 +26,11 @@ MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
 )  # of a transposed Down; share of the model's size
 
 Progress = Callable[[int, int], None]
-"""Called with the number of weights that are written and the number of all weights."""
+"""Called with the number of weights written so far and the number of all weights."""
 
 
 def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNumbers]:
-    """Split row numbers into blocks of about BLOCK_BYTES as float32, multiples of `granule` but for the last."""
+    """Split row numbers into blocks of about BLOCK_BYTES as float32, multiples of `granule` except the last."""
     count = max(1, BLOCK_BYTES // (4 * columns * granule)) * granule
     for start in range(0, len(rows), count):
         yield rows[start : start + count]
@@ -38,7 +38,7 @@ def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNum
 
 @dataclass
 class Work:
-    """One conversion under way. unsaved: weights since its journal was last written."""
+    """A conversion under way. unsaved: weights since its journal was last written."""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -57,7 +57,8 @@ class Work:
         self._slab_bytes = min(max(share_bytes, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
 
     def errors(self) -> dict[str, float]:
-        """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
+        """Return the relative rms error per kind of tensor, |w - w'| / |w|, to four digits, which is the same for any
+        block size."""
         kinds: Squares = {}
         for name, squares in self.squares.items():
             kind = name.partition(" ")[0]
@@ -65,16 +66,16 @@ class Work:
         return {kind: _relative(squares) for kind, squares in kinds.items()}
 
     def worst(self) -> tuple[str, float]:
-        """The source's tensor with the largest relative rms error, and that error."""
+        """Return the source's tensor with the largest relative rms error, and that error."""
         errors = {name.partition(" ")[2]: _relative(squares) for name, squares in self.squares.items()}
         name = max(errors, key=lambda name: errors[name])
         return name, errors[name]
 
     def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
-        """These pieces are done, with these sums of squares."""
+        """Continue after these pieces, which are written, with their sums of squares."""
         written = {name for piece in pieces for name in (*piece.vectors, *piece.matrices)}
         written |= {name for piece in pieces for ffn in self._ffns(piece) for name in self._predictor_names(ffn)}
-        self.writer.go_on(
+        self.writer.resume_after(
             written,
             sum(piece.layer is not None for piece in pieces) * self.manifest.clusters // self.manifest.model.layers,
         )
@@ -88,9 +89,9 @@ class Work:
             self._done += sum(map(self._predictor_weights, self._ffns(piece)))
 
     def do(self, piece: Piece) -> None:
-        """One piece: what of it is fixed, then its neurons."""
+        """Convert one piece: its fixed tensors, then its neurons."""
         for name in piece.vectors:
-            if not name.endswith(".up.bias"):  # in the order of the neurons, with them
+            if not name.endswith(".up.bias"):  # written with the neurons, in their order
                 parts = self.checkpoint.vectors[name]
                 self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
         for name in piece.matrices:
@@ -104,23 +105,23 @@ class Work:
             self._predictor(ffn, order)
 
     def _ffns(self, piece: Piece) -> range:
-        """The numbers of a piece's feed-forwards."""
+        """Return the numbers of a piece's feed-forwards."""
         experts = self.manifest.model.experts
         return range(0) if piece.layer is None else range(piece.layer * experts, (piece.layer + 1) * experts)
 
     def _predictor_weights(self, ffn: int) -> int:
-        """How many there are of a feed-forward in the package."""
+        """Return the number of weights of a feed-forward's predictor in the package."""
         model, predictor = self.manifest.model, self.manifest.predictor
         return 0 if predictor is None else predictor.rank_of(ffn) * (model.width + model.neurons)
 
     def _predictor_names(self, ffn: int) -> tuple[str, str, str]:
-        """What a package calls a predictor's tensors: of fc1, of fc2, of its bias."""
+        """Return the names of a predictor's tensors in a package: of fc1, of fc2, of its bias."""
         model = self.manifest.model
         name = predictor_name(model, *divmod(ffn, model.experts))
         return f"{name}.input", f"{name}.{model.trigger}", f"{name}.{model.trigger}.bias"
 
     def _predictor(self, ffn: int, order: RowNumbers) -> None:
-        """The predictor of one feed-forward, if the source has some, filled up with zeros to whole groups."""
+        """Write the predictor of one feed-forward, if the source has predictors, padded with zeros to whole groups."""
         predictors, predictor = self.checkpoint.predictors, self.manifest.predictor
         if predictors is None or predictor is None:
             return
@@ -138,12 +139,12 @@ class Work:
             self.writer.predictor_matrix(side, self._encode("predictor", second, values))
 
     def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
-        """The names of a feed-forward's matrices, by matrix."""
+        """Return the names of a feed-forward's matrices, by matrix."""
         model = self.manifest.model
         return {matrix: ffn_name(model, f"layers.{layer}", expert, matrix) for matrix in model.ffn_matrices}
 
     def _neurons(self, layer: int | None, expert: int, order: RowNumbers) -> None:
-        """The neurons of one feed-forward in the given order."""
+        """Write the neurons of one feed-forward in the given order."""
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
@@ -169,7 +170,7 @@ class Work:
         return self.manifest.trigger_quantization if kind == "gate" else self.manifest.quantization_of(kind)
 
     def _rows(self, kind: str, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
-        """Encode some rows, without a detour when they are stored in the package's own encoding."""
+        """Encode some rows, or copy them if they are stored in the package's own encoding."""
         stored = matrix.stored(rows)
         same = same_encoding(matrix.encoding, self._quantization(kind), stored)
         if same is None:
@@ -198,13 +199,13 @@ class Work:
 
 
 def _relative(squares: NDArray[np.float64]) -> float:
-    """The root of error over weight, to four digits."""
+    """Return the root of error over weight, to four digits."""
     error, weight = squares
     return float(f"{np.sqrt(error / weight) if weight else 0.0:.4g}")
 
 
 def _transposed(down: StoredMatrix, neurons: RowNumbers) -> NDArray[np.float32]:
-    """Columns of Down as rows: float32 [len(neurons), width], read row by row."""
+    """Return columns of Down as rows, float32 [len(neurons), width]. Down is read row by row."""
     columns = np.empty((len(neurons), down.rows), dtype=np.float32)
     for rows in _blocks(np.arange(down.rows), down.columns):
         columns[:, rows[0] : rows[-1] + 1] = down.values(rows)[:, neurons].T

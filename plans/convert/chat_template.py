@@ -1,4 +1,4 @@
-"""The chat template of a source, and the texts of the tokens that templates name."""
+"""The chat template of a source, and the texts of the tokens that templates refer to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and what it calls `bos_token` and `eos_token`; "" where there is none. where: the file or field
-    that holds it."""
+    """A Jinja template, and the texts of its `bos_token` and `eos_token`; "" if there is none. where: the file or field
+    that contains it."""
 
     text: str
     begin: str
@@ -25,11 +25,11 @@ class ChatTemplate(NamedTuple):
 
 
 class TemplateFacts(NamedTuple):
-    """What a chat template does, found by trying.
+    """The behaviour of a chat template, found by trial.
 
     closing: what it writes after an answer that is over
     error: why it writes no conversation, with the line; None: it does
-    tools_error: why it fails where functions are offered or called; None: it does not
+    tools_error: why it fails if functions are offered or called; None: it does not
     """
 
     closing: str = ""
@@ -37,7 +37,7 @@ class TemplateFacts(NamedTuple):
     tools_error: str | None = None
 
     def notes(self, template: ChatTemplate | None) -> tuple[str, ...]:
-        """Return what a person should know of a template that a package gets."""
+        """Return what a person should know about the template of a package."""
         if template is None:
             return ()
         if self.error is not None:
@@ -49,11 +49,12 @@ class TemplateFacts(NamedTuple):
 
 
 ExamineTemplate = Callable[[ChatTemplate], TemplateFacts]
-"""Tries a template. It is a stranger's program: whoever runs it bounds its time and memory."""
+"""A function that tries a template. A template is a foreign program, so its time and memory must be limited."""
 
 
 def examined(template: ChatTemplate | None, examine: ExamineTemplate | None, chosen: Path | None) -> TemplateFacts:
-    """Try a template, where there is one and somebody can. Raises UserError for a chosen one that does not work."""
+    """Try a template if there is one and a function to try it. Raises UserError for a chosen template that does not
+    work."""
     if template is None or examine is None:
         return TemplateFacts()
     facts = examine(template)
@@ -63,8 +64,8 @@ def examined(template: ChatTemplate | None, examine: ExamineTemplate | None, cho
 
 
 def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None:
-    """That of a Hugging Face directory: the chosen file, or one of its own, or a field of tokenizer_config.json. None:
-    a base model. Raises UserError where there are several and none is meant for everything."""
+    """Return the template of a Hugging Face directory: the chosen file, or its own file, or a field of
+    tokenizer_config.json. None: a base model. Raises UserError if there are several and none is the default."""
     config = _tokenizer_config(path)
     where = chosen or path / TEMPLATE
     if chosen is not None or where.exists():
@@ -77,7 +78,7 @@ def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None
 
 
 def huggingface_end(path: Path) -> str:
-    """The text of `eos_token` in tokenizer_config.json; "" where it names none."""
+    """Return the text of `eos_token` in tokenizer_config.json; "" if it names none."""
     return _token(_tokenizer_config(path), "eos_token")
 
 
@@ -86,7 +87,7 @@ def _tokenizer_config(path: Path) -> Record:
 
 
 def gguf_template(metadata: Record, chosen: Path | None) -> ChatTemplate | None:
-    """The chosen one, or that of a GGUF file's metadata."""
+    """Return the chosen template, or the one in a GGUF file's metadata."""
     if chosen is None and not metadata.has("tokenizer.chat_template"):
         return None
     pieces = metadata.items("tokenizer.ggml.tokens") if metadata.has("tokenizer.ggml.tokens") else []
@@ -111,7 +112,7 @@ def _decoded(path: Path) -> str:
 
 
 def _named_default(config: Record) -> str | None:
-    """One template, or the one called "default" of several for different uses."""
+    """Return the only template, or the one named "default" of several."""
     if isinstance(config.value("chat_template"), str):
         return config.text("chat_template")
     entries = [
@@ -130,7 +131,7 @@ def _named_default(config: Record) -> str | None:
 
 
 def _token(config: Record, name: str) -> str:
-    """A token's text; older files wrap it in an object."""
+    """Return a token's text; older files wrap it in an object."""
     if not config.has(name):
         return ""
     return config.record(name).text("content") if isinstance(config.value(name), dict) else config.text(name)

@@ -1,4 +1,4 @@
-"""A model as its source file describes it, in one vocabulary for every source format: what conversion starts from."""
+"""A model as its source files describe it, in one form for every source format: the input of a conversion."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 RowNumbers = NDArray[np.int64]
-MAX_TENSORS = 1 << 18  # of all files of a model
+MAX_TENSORS = 1 << 18  # in all files of a model together
 
 
 @frozen
@@ -36,31 +36,31 @@ class StoredMatrix:
     columns: int
     encoding: str
     order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
-    offset_added: float = 0.0  # to every element of a vector
+    offset_added: float = 0.0  # added to every element of a vector
 
     def reordered(self, order: RowNumbers | None) -> StoredMatrix:
-        """The same matrix with row r taken from the stored row order[r]; None: as stored."""
+        """Return the same matrix with row r taken from the stored row order[r]; None: as stored."""
         return replace(self, order=order)
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """So many rows, from one on. Raises UserError where there are fewer."""
+        """Return `count` rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:
             raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
         return replace(self, offset=self.offset + first * self.stride_bytes, rows=count)
 
     @property
     def stride_bytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row, in bytes."""
         return row_bytes(self.encoding, self.columns) or 0
 
     def as_column(self) -> StoredMatrix:
-        """A vector as a matrix of one column, so that its elements can be reordered."""
+        """Return a vector as a matrix of one column, so that its elements can be reordered."""
         if self.encoding not in PLAIN_BYTES:
             raise UserError(f"{self.file.path}: {self.name}: {self.encoding} is not supported for a bias")
         return replace(self, rows=self.columns, columns=1)
 
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
-        """The bytes of some rows: uint8 [len(rows), row bytes]. Neighbours are read at once."""
+        """Return the bytes of some rows: uint8 [len(rows), row bytes]. Neighbouring rows are read at once."""
         stride = self.stride_bytes
         places = rows if self.order is None else self.order[rows]
         target = np.empty((len(rows), stride), dtype=np.uint8)
@@ -71,33 +71,33 @@ class StoredMatrix:
         return target
 
     def values(self, rows: RowNumbers) -> NDArray[np.float32]:
-        """Some rows as float32 [len(rows), columns]."""
+        """Return some rows as float32 [len(rows), columns]."""
         return self.checked(decode_stored(self.encoding, self.stored(rows)))
 
     def checked(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The same values of this tensor, refused when one is NaN or infinite."""
+        """Return the same values of this tensor. Raises UserError if one is NaN or infinite."""
         if not np.isfinite(values).all():
             raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
         return values
 
     def plus(self, offset: float) -> StoredMatrix:
-        """The same vector with an offset added to every element."""
+        """Return the same vector with an offset added to every element."""
         return replace(self, offset_added=offset)
 
     def vector(self) -> NDArray[np.float32]:
-        """All values in one row."""
+        """Return all values in one row."""
         values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
         return values + np.float32(self.offset_added) if self.offset_added else values
 
 
 OpenFile = Callable[[Path], SourceFile]
-"""How the weights of a source are opened: from this disk (`SourceFile` itself), or from where they come."""
+"""A function that opens a file of weights: on this disk (`SourceFile` itself), or while it is being downloaded."""
 
 Stack = Mapping[str, tuple[StoredMatrix, ...]]
 
 
 class Inventory:
-    """The tensors of a source by name, and which were taken: a tensor left over would be ignored in silence."""
+    """The tensors of a source by name, and which of them were taken: a tensor left over would be ignored silently."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
@@ -105,66 +105,66 @@ class Inventory:
         self._taken: set[str] = set()
 
     def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
-        """Enter a tensor; shape is rows first."""
+        """Add a tensor; shape is rows first."""
         if name in self._tensors or len(self._tensors) == MAX_TENSORS:
             problem = "the tensor appears twice" if name in self._tensors else f"more than {MAX_TENSORS} tensors"
-            raise UserError(f"{file.path}: {named(name)}: {problem}")
+            raise UserError(f"{file.path}: {safe_name(name)}: {problem}")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Return True if there is a tensor of this name."""
         return name in self._tensors
 
     def leave(self, name: str) -> None:
-        """Nobody wants this tensor, and nothing is lost without it."""
+        """Mark a tensor as not needed; nothing is lost without it."""
         self._taken.add(name)
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the path of the file that contains a tensor."""
         return self._tensors[name][0].path
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, rows first."""
+        """Return a tensor's shape, rows first."""
         if name not in self._tensors:
-            raise UserError(f"{self._where}: {named(name)}: the tensor is missing")
+            raise UserError(f"{self._where}: {safe_name(name)}: the tensor is missing")
         return self._tensors[name][2]
 
     def take(self, name: str, *shape: int) -> StoredMatrix:
-        """The tensor, which must have exactly this shape and an encoding that can be read."""
-        if (found := self.shape(name)) != shape:
+        """Return the tensor, which must have exactly this shape and a supported encoding."""
+        if (actual := self.shape(name)) != shape:
             raise UserError(
-                f"{self._where}: {named(name)}: has shape {quoted(list(found))}, "
+                f"{self._where}: {safe_name(name)}: has shape {quoted(list(actual))}, "
                 f"but the configuration needs {list(shape)}"
             )
         file, offset, _, encoding = self._tensors[name]
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
-            raise UserError(f"{file.path}: {named(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
+            raise UserError(f"{file.path}: {safe_name(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
     def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
-        """So many matrices of one shape, one behind the other in one tensor."""
+        """Return `count` matrices of one shape, which lie one after the other in one tensor."""
         whole = self.take(name, count, rows, columns)
         row = replace(whole, rows=count * rows)
         return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
 
     def take_rows(self, name: str, columns: int) -> StoredMatrix:
-        """A matrix of so many columns and any number of rows."""
-        found = self.shape(name)
-        return self.take(name, found[0] if found else 0, columns)
+        """Return a matrix with this number of columns and any number of rows."""
+        shape = self.shape(name)
+        return self.take(name, shape[0] if shape else 0, columns)
 
     def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
-        """Refuse tensors that were not taken and are not known to be harmless: they would be ignored in silence."""
+        """Refuse tensors that were not taken and are not known to be harmless: they would be ignored silently."""
         for name in self._tensors:
             if name not in self._taken and not harmless.fullmatch(name):
                 raise UserError(
-                    f"{self._where}: {named(name)}: a tensor that this architecture does not have; not supported"
+                    f"{self._where}: {safe_name(name)}: a tensor that this architecture does not have; not supported"
                 )
 
 
 class Options(NamedTuple):
-    """What the person who converts may say besides the source; None: as the source says. predictor: take the source's
-    predictors. examine_template: tries the chat template, within limits; None: nobody does."""
+    """Choices of the user that override the source; None: as the source says. predictor: take the source's predictors.
+    examine_template: tries the chat template, within limits; None: it is not tried."""
 
     activation: Activation | None = None
     tokenizer: Path | None = None
@@ -176,9 +176,9 @@ class Options(NamedTuple):
 
 @frozen
 class SourcePredictors:
-    """Predictors that lie in a source: of each feed-forward, layer * experts + expert, fc1 [rank, width] and
-    fc2 [neurons, rank], and what they compute: score = fc2 . relu(fc1 . x), with x the residual stream before the
-    feed-forward's norm. A neuron is predicted from a score of `threshold` on; None: where the score is above 0."""
+    """Predictors in a source. For each feed-forward, layer * experts + expert, fc1 [rank, width] and fc2 [neurons,
+    rank] compute score = fc2 . relu(fc1 . x), with x the residual stream before the feed-forward's norm. A neuron is
+    predicted if its score is at least `threshold`; None: if the score is above 0."""
 
     first: tuple[StoredMatrix, ...]
     second: tuple[StoredMatrix, ...]
@@ -186,12 +186,12 @@ class SourcePredictors:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """By feed-forward."""
+        """Rank of each feed-forward's predictor."""
         return tuple(matrix.rows for matrix in self.first)
 
     @property
     def bias(self) -> np.float32:
-        """What makes the scores of predicted neurons positive."""
+        """Number to add to scores so that those of predicted neurons are positive."""
         if self.threshold is None:
             return np.float32(0)
         return max(np.nextafter(np.float32(-self.threshold), np.float32(np.inf)), np.finfo(np.float32).tiny, key=abs)
@@ -199,18 +199,20 @@ class SourcePredictors:
 
 @frozen
 class Checkpoint:
-    """Everything about a model that conversion needs. Context manager: closes its files.
+    """Everything about a model that a conversion needs. Context manager: closes its files.
 
-    `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
-    (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
-    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions."""
+    `matrices` and `vectors` have the names of fixed.safetensors; matrices of feed-forwards have the names of
+    `ffn_name`. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
+    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. notes: what a
+    person should know about the resulting package.
+    """
 
     source: Source
     model: ModelSpec
     ends: tuple[EndToken, ...]
     tokenizer: bytes
     chat_template: ChatTemplate | None
-    notes: tuple[str, ...]  # what a person should know of the package that becomes of it
+    notes: tuple[str, ...]
     inverse_frequency: NDArray[np.float32] | None
     matrices: Stack
     vectors: Stack
@@ -226,7 +228,7 @@ class Checkpoint:
 
 
 def ffn_name(model: ModelSpec, layer: str, expert: int, matrix: str) -> str:
-    """What a matrix of a feed-forward is called in a Checkpoint; layer: what its layer's names begin with."""
+    """Return the name of a feed-forward's matrix in a Checkpoint. layer: the prefix of its layer's names."""
     return f"{layer}.{matrix}" if model.experts == 1 else f"{layer}.experts.{expert}.{matrix}"
 
 
@@ -239,24 +241,24 @@ def take_tensors(
     norm_offset: float = 0.0,
     down_by_neuron: bool = False,
 ) -> tuple[Stack, Stack]:
-    """(matrices, vectors) of a checkpoint, by what its source calls them. Raises UserError where a tensor is missing or
-    has another shape.
+    """Return (matrices, vectors) of a checkpoint, by the names of its source. Raises UserError if a tensor is missing
+    or has another shape.
 
-    orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them, and of
-    `query_key_value`. norm_offset: what the stored weights of norms lack. down_by_neuron: Down is stored transposed.
+    orders: of the rows of `query` and `key`, if they are not stored as the engine rotates them, and of
+        `query_key_value`. norm_offset: added to the stored weights of norms. down_by_neuron: Down is stored transposed.
     """
-    taken = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
-    taken.take_around_layers()
+    tensors = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
+    tensors.take_around_layers()
     for number in range(model.layers):
-        taken.take_layer(number)
-    return taken.matrices, taken.vectors
+        tensors.take_layer(number)
+    return tensors.matrices, tensors.vectors
 
 
 def take_predictors(
-    inventory: Inventory, model: ModelSpec, names: TensorNames, *, wanted: bool, threshold: float | None = None
+    inventory: Inventory, model: ModelSpec, names: TensorNames, *, enabled: bool, threshold: float | None = None
 ) -> SourcePredictors | None:
-    """Those that lie in a source: all of them, or none where there is none. Not wanted, or where every neuron fires:
-    none. Their ranks are what their shapes say, and may all differ. Raises UserError naming file and tensor."""
+    """Return the predictors of a source: all of them, or None if there are none, if they are not `enabled`, or if every
+    neuron fires. Their ranks follow from their shapes, and may differ. Raises UserError naming file and tensor."""
     if names.predictor is None:
         return None
     within = [
@@ -265,11 +267,11 @@ def take_predictors(
         for expert in range(model.experts)
     ]
     stored = [tuple(f"{place}{names.predictor.format(matrix)}.weight" for matrix in (1, 2)) for place in within]
-    there = [name for pair in stored for name in pair if inventory.has(name)]
-    if not there:
+    present = [name for pair in stored for name in pair if inventory.has(name)]
+    if not present:
         return None
-    if not wanted or model.activation == "silu":
-        for name in there:
+    if not enabled or model.activation == "silu":
+        for name in present:
             inventory.leave(name)
         return None
     pairs = [_take_predictor(inventory, model, first, second) for first, second in stored]
@@ -281,13 +283,13 @@ def _take_predictor(
 ) -> tuple[StoredMatrix, StoredMatrix]:
     shapes = [inventory.shape(name) for name in (first, second)]
     rank = shapes[0][0] if len(shapes[0]) == 2 else 0
-    for name, found, needed in (
+    for name, actual, needed in (
         (first, shapes[0], (rank, model.width)),
         (second, shapes[1], (model.neurons, rank)),
     ):
-        if not 0 < rank <= MAX_RANK or found != needed:
+        if not 0 < rank <= MAX_RANK or actual != needed:
             raise UserError(
-                f"{inventory.file(name)}: {named(name)}: has shape {quoted(list(found))}; a predictor's fc1 is "
+                f"{inventory.file(name)}: {safe_name(name)}: has shape {quoted(list(actual))}; a predictor's fc1 is "
                 f"[rank, {model.width}] and its fc2 [{model.neurons}, rank], and fc1 has rank {rank}; "
                 "`--no-predictor` converts without predictors"
             )
@@ -295,7 +297,7 @@ def _take_predictor(
 
 
 class _Tensors:
-    """What take_tensors has taken so far, by its own names."""
+    """The tensors that take_tensors has taken so far, by their names in a package."""
 
     def __init__(
         self,
@@ -313,7 +315,7 @@ class _Tensors:
         self._down_by_neuron = down_by_neuron
 
     def take_around_layers(self) -> None:
-        """What comes before the first layer and after the last one."""
+        """Take the tensors before the first layer and after the last one."""
         model, names = self._model, self._names
         self.matrices["embedding"] = (self._weight(names.embedding, model.vocabulary, model.width),)
         if not model.tied_embeddings:
@@ -324,60 +326,60 @@ class _Tensors:
         self._take_norm("output_norm", names.output_norm)
 
     def take_layer(self, number: int) -> None:
-        """One layer. `here`: what its tensors' names begin with in a package; `layer`: in the source."""
-        here, layer = f"layers.{number}", self._names.layer.format(number)
-        self._take_norm(f"{here}.attention_norm", f"{layer}{self._names.attention_norm}")
-        self._take_norm(f"{here}.ffn_norm", f"{layer}{self._names.ffn_norm}")
-        self._take_projections(here, layer)
-        self._take_attention_output(here, layer)
+        """Take one layer. `prefix`: of its tensors' names in a package; `layer`: of their names in the source."""
+        prefix, layer = f"layers.{number}", self._names.layer.format(number)
+        self._take_norm(f"{prefix}.attention_norm", f"{layer}{self._names.attention_norm}")
+        self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")
+        self._take_projections(prefix, layer)
+        self._take_attention_output(prefix, layer)
         if self._model.head_norm:
-            self._take_head_norms(here, layer)
-        self._take_ffn(here, layer)
+            self._take_head_norms(prefix, layer)
+        self._take_ffn(prefix, layer)
 
-    def _take_projections(self, here: str, layer: str) -> None:
-        """The matrices that make queries, keys and values, one below the other, and their biases."""
+    def _take_projections(self, prefix: str, layer: str) -> None:
+        """Take the matrices that compute queries, keys and values, one below the other, and their biases."""
         model, orders = self._model, self._orders
         rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
         if self._names.query_key_value is not None:
             rows = {"query_key_value": model.qkv_rows}
         stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
-        self.matrices[f"{here}.qkv"] = tuple(
+        self.matrices[f"{prefix}.qkv"] = tuple(
             self._weight(stored[part], rows[part], model.width).reordered(orders.get(part)) for part in rows
         )
         if model.qkv_bias:
-            self.vectors[f"{here}.qkv.bias"] = tuple(
+            self.vectors[f"{prefix}.qkv.bias"] = tuple(
                 self._bias(stored[part], rows[part]).as_column().reordered(orders.get(part)) for part in rows
             )
 
-    def _take_attention_output(self, here: str, layer: str) -> None:
+    def _take_attention_output(self, prefix: str, layer: str) -> None:
         model, stored = self._model, f"{layer}{self._names.attention_output}"
-        self.matrices[f"{here}.attention_output"] = (self._weight(stored, model.width, model.query_width),)
+        self.matrices[f"{prefix}.attention_output"] = (self._weight(stored, model.width, model.query_width),)
         if model.output_bias:
-            self.vectors[f"{here}.attention_output.bias"] = (self._bias(stored, model.width),)
+            self.vectors[f"{prefix}.attention_output.bias"] = (self._bias(stored, model.width),)
 
-    def _take_head_norms(self, here: str, layer: str) -> None:
-        """The weights by which queries and keys are normed; every head has the same, in the same order."""
+    def _take_head_norms(self, prefix: str, layer: str) -> None:
+        """Take the weights by which queries and keys are normed; every head has the same, in the same order."""
         head_width = self._model.head_width
         for part in ("query", "key"):
             weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
             of_one_head = self._orders[part][:head_width] if part in self._orders else None
-            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
+            self.vectors[f"{prefix}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
 
-    def _take_ffn(self, here: str, layer: str) -> None:
+    def _take_ffn(self, prefix: str, layer: str) -> None:
         neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
         if experts > 1:
-            self.vectors[f"{here}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
+            self.vectors[f"{prefix}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
         for expert in range(experts):
             of_expert = "" if experts == 1 else f"{layer}{self._names.expert.format(expert)}"
             for matrix in self._model.ffn_matrices:
                 stored, shape = f"{of_expert or layer}{self._name(matrix)}", shapes[matrix]
-                taken = self._of_stack(stored, expert, *shape) if self._names.stacked else self._weight(stored, *shape)
-                self.matrices[ffn_name(self._model, here, expert, matrix)] = (taken,)
+                tensor = self._of_stack(stored, expert, *shape) if self._names.stacked else self._weight(stored, *shape)
+                self.matrices[ffn_name(self._model, prefix, expert, matrix)] = (tensor,)
         if self._model.ffn_bias:
-            self.vectors[f"{here}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
-            self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
+            self.vectors[f"{prefix}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
+            self.vectors[f"{prefix}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
 
     def _take_norm(self, name: str, stored: str) -> None:
         self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
@@ -394,7 +396,7 @@ class _Tensors:
         return self._inventory.take(f"{stored}.bias", length)
 
     def _name(self, field: str) -> str:
-        """What the source calls a tensor that not every model has."""
+        """Return the source's name of a tensor that not every model has."""
         name = getattr(self._names, field)
         assert name is not None, f"a family whose models have {field} names it"
         return str(name)

@@ -1,5 +1,5 @@
-"""What of a checkpoint is converted at a time: the embedding, the layers one by one, the output; and in which order a
-layer's neurons come."""
+"""The pieces of a checkpoint that are converted one at a time: the embedding, each layer, the output; and the order of
+a layer's neurons."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMa
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons; orders: in which
-    order, by expert."""
+    """One piece. vectors, matrices: of fixed.safetensors. layer: layer of its neurons; orders: their order, by
+    expert."""
 
     vectors: tuple[str, ...]
     matrices: tuple[str, ...]
@@ -31,7 +31,7 @@ class Piece:
 
 
 def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
-    """A checkpoint's pieces: every name of fixed.safetensors is in one of them."""
+    """Return a checkpoint's pieces. Every name of fixed.safetensors is in one of them."""
     model = checkpoint.model
     matrices = [name for name, _, _ in fixed_matrices(model)]
 
@@ -49,30 +49,30 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
     def of_layer(number: int) -> Piece:
         as_stored = np.arange(model.neurons)
         orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
-        own = slice(number * model.experts, (number + 1) * model.experts)
-        found = checkpoint.predictors
-        predictors = () if found is None else (*found.first[own], *found.second[own])
+        ffns = slice(number * model.experts, (number + 1) * model.experts)
+        stored = checkpoint.predictors
+        predictors = () if stored is None else (*stored.first[ffns], *stored.second[ffns])
         return piece(lambda name: name.startswith(f"layers.{number}."), predictors, layer=number, orders=orders)
 
     layers = [of_layer(number) for number in range(model.layers)]
     first = piece(lambda name: name in ("embedding", "position_embedding"))
     norm = piece(lambda name: name.startswith("output_norm"))
     output = piece(lambda name: name == "output")
-    if set(output.files) <= set(first.files):  # sorted by name, it comes first: that file is not to wait for the end
+    if set(output.files) <= set(first.files):  # convert it first, so that its file is not needed until the end
         return (first, output, *layers, norm)
     return (first, *layers, norm, output)
 
 
 def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
-    """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
+    """Read firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
     expected = (model.layers, model.experts, model.neurons)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none
-            # The file is mapped first: a damaged header may promise more than there is memory.
+            warnings.simplefilter("ignore")  # warnings about old headers; if they matter, an error follows
+            # The file is mapped, because a damaged header may promise more than fits memory.
             shares = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises whatever Python's own parser makes of the header
-        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
+    except Exception as error:  # numpy raises any error of Python's parser for a bad header
+        raise UserError(f"{path}: not a .npy file of firing shares: {safe_name(str(error))}") from None
     if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
         raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
     if not ((shares >= 0) & (shares <= 1)).all():
@@ -81,5 +81,5 @@ def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
 
 
 def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Neuron numbers by falling share; among equals the order of the source."""
+    """Return neuron numbers by falling share; among equals in the order of the source."""
     return np.argsort(-shares, kind="stable")

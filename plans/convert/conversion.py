@@ -1,4 +1,4 @@
-"""The conversion: from a checkpoint to a package in blocks of rows, in a fraction of the model's size of RAM."""
+"""The conversion of a checkpoint to a package, in blocks of rows, in a fraction of the model's size of RAM."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, NeuronOrder, 
 from neuronpipe.plans.package.manifest import EMBEDDINGS, Chat, Manifest, Predictor, package_rank
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
-from neuronpipe.plans.quantization_choice import KEPT_BY, Choice, default_quantization, why
+from neuronpipe.plans.quantization_choice import LOSSLESS_ENCODINGS, Choice, default_quantization, why
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
 
-PACKAGE_PLACE = "package"  # in the place where interrupted work stays
-HELD_BYTES = 8 << 20  # that the C library may hold for the next block, twice
-KEPT_WEIGHTS = 1 << 27  # at most so many, and those of one piece, are converted again after a kill
+PACKAGE_PLACE = "package"  # folder of interrupted work in a given place
+RETAINED_BYTES = 8 << 20  # half of what the C library may retain for the next block
+MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill at most these, and those of one piece, are converted again
 
 
 class Encoded(NamedTuple):
-    """What encoding did to the matrices. The error is against the values that the source stores: a source that is
-    quantized had lost something before. ends: the tokens that end a text; notes: what a person should know."""
+    """The effect of encoding on the matrices. The error is relative to the values that the source stores; a quantized
+    source had lost something before. ends: the end tokens; notes: what a person should know."""
 
-    source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
+    source_weights: Mapping[str, int]  # the source's encoding -> number of weights, most frequent first
     worst_tensor: str
     worst_error: float  # |w - w'| / |w|
     ends: tuple[EndToken, ...] = ()
@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
 
     @property
     def source_was_quantized(self) -> bool:
-        """Whether any matrix had lost something before."""
+        """True if any matrix of the source was quantized."""
         return not set(self.source_weights) <= set(PLAIN_BYTES)
 
 
@@ -76,14 +76,14 @@ def convert(
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
-    quantization: None chooses one by what the source stores. gates: "q3", where they are to take fewer bits than the
-    rest, which is then q4. chosen is called with the choice before anything is written, report when all is encoded.
-    activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
-    firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
-    examine_template: see `Options`.
-    Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong
-    with source, target or disk; then nothing is left. Where the process was killed, the next conversion of the same
-    goes on.
+    quantization: None chooses one by how the source stores its weights. gates: "q3" if they are to take fewer bits than
+        the rest, which is then q4. chosen is called with the choice before anything is written, report when everything
+        is encoded. activation, tokenizer, context_tokens, chat_template and name override the source. frequencies is a
+        .npy of firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the
+        source's predictors, if any. examine_template: see `Options`.
+
+    Configuration, headers and shapes are checked before anything is written. Raises UserError for errors of source,
+    target or disk; then nothing is left. After a kill, the next conversion of the same source continues.
     """
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor, examine_template)
     with open_checkpoint(source, options) as checkpoint:
@@ -94,8 +94,8 @@ def convert(
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
-    """Open a Hugging Face directory, a GGUF file, or a GGUF model in parts, by one of them or by a folder that holds
-    nothing else: recognized by its content, not by its name."""
+    """Open a Hugging Face directory, a GGUF file, or a GGUF model in parts, by one of them or by a folder that contains
+    nothing else. The kind is recognized by content, not by name."""
     refuse_no_source(path)
     if (file := gguf_file(path)).is_dir():
         return open_huggingface(path, options)
@@ -103,10 +103,10 @@ def open_checkpoint(path: Path, options: Options) -> Checkpoint:
 
 
 class Conversion:
-    """What becomes of a checkpoint, known before its weights are read.
+    """A planned conversion: everything that is known before the weights are read.
 
     It is done in pieces, in the order in which checkpoints lie in their files: the embedding, the layers one by one,
-    the output. So a file is needed for some pieces in a row, and files can come and go.
+    the output. So a file is needed for some consecutive pieces, and files can be downloaded and deleted meanwhile.
     """
 
     def __init__(
@@ -159,32 +159,33 @@ class Conversion:
 
     @property
     def package_bytes(self) -> int:
-        """What the package takes on disk."""
+        """Size of the package on disk."""
         return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
 
     @property
     def choice(self) -> Choice:
-        """The package's quantization, why it is that one, and what another would take."""
+        """The package's quantization, the reason for it, and the size in the alternative one."""
         quantization = self.manifest.quantization
-        other: Quantization = "q8" if quantization == "q4" else "q4"
+        alternative: Quantization = "q8" if quantization == "q4" else "q4"
         fits = _fits_groups(self.checkpoint.model)
         return Choice(
             quantization=quantization,
             why=why(self._source_weights, quantization),
             package_bytes=self.package_bytes,
-            other=other if fits else None,
-            other_bytes=package_bytes(self._manifest_in(other)) + len(self.checkpoint.tokenizer) if fits else 0,
+            alternative=alternative if fits else None,
+            alternative_bytes=self._package_bytes_in(alternative) if fits else 0,
         )
 
-    def _manifest_in(self, quantization: Quantization) -> Manifest:
-        """The manifest of the package in another quantization, its gates as the rest."""
-        return replace(
+    def _package_bytes_in(self, quantization: Quantization) -> int:
+        """Return the size of the package in another quantization, with its gates in the same."""
+        manifest = replace(
             self.manifest,
             quantization=quantization,
             embedding_quantization=_embedding_quantization(self.checkpoint, quantization),
             layout=self._layout(quantization),
             predictor=_predictor(self.checkpoint, quantization),
         )
+        return package_bytes(manifest) + len(self.checkpoint.tokenizer)
 
     def write(
         self,
@@ -195,18 +196,18 @@ class Conversion:
         report: Report | None = None,
         place: Path | None = None,
     ) -> Package:
-        """Convert, and let the package appear as `target`.
+        """Convert, and publish the package as `target`.
 
-        place: a folder on the same disk where the work stays when it is interrupted, and goes on after whatever was
-        done there for the same package. Without one only a kill leaves something, beside the target.
+        place: a folder on the same disk where interrupted work stays, and continues after what was done there for the
+            same package. Without it only a kill leaves something, beside the target.
         """
-        _hold_freed_memory()
+        _retain_freed_memory()
         with PackageWriter(
             target,
             self.manifest,
             overwrite=overwrite,
             place=None if place is None else place / PACKAGE_PLACE,
-            goes_on=lambda folder: self._journal(folder).read().pieces > 0,
+            can_resume=lambda folder: self._journal(folder).read().pieces > 0,
         ) as writer:
             work = Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None))
             journal = self._journal(writer.path)
@@ -217,7 +218,7 @@ class Conversion:
                     file.fetch()
                 work.do(piece)
                 leaving = set(piece.files) - self.files_from(number + 1)
-                if leaving or work.unsaved >= KEPT_WEIGHTS:
+                if leaving or work.unsaved >= MAX_UNSAVED_WEIGHTS:
                     writer.sync()
                     journal.write(Done(number + 1, work.squares))
                     work.unsaved = 0
@@ -232,28 +233,28 @@ class Conversion:
         return package
 
     def pieces_done(self, place: Path) -> int:
-        """How many pieces work in this place has done already."""
+        """Return how many pieces the work in this place has done already."""
         return self._journal(place / PACKAGE_PLACE).read().pieces
 
     def _journal(self, folder: Path) -> Journal:
-        """How far the work in a folder is, if it is of this package, from these files as they are now."""
+        """Return the journal of the work in a folder, valid only for this package and the present source files."""
         versions = sorted(file.version for file in self.files_from(0))
         return Journal(folder, self.manifest, [*versions, self._shares])
 
     def files_from(self, piece: int) -> set[SourceFile]:
-        """The files that this piece and those after it need."""
+        """Return the files that this piece and those after it need."""
         return {file for later in self.pieces[piece:] for file in later.files}
 
 
-def _hold_freed_memory() -> None:
-    """Have glibc keep what arrays of a block leave behind, for those of the next one. It gave them back to the kernel
-    each time, whose fresh pages took a third of the conversion. The threshold follows the largest block that was freed
-    (mallopt(3), M_MMAP_THRESHOLD); other C libraries take no notice."""
-    np.empty(HELD_BYTES, dtype=np.uint8)
+def _retain_freed_memory() -> None:
+    """Make glibc retain the memory of a block's arrays for the next block. It returned it to the kernel each time,
+    whose fresh pages took a third of the conversion. The threshold follows the largest block that was freed
+    (mallopt(3), M_MMAP_THRESHOLD); other C libraries ignore this."""
+    np.empty(RETAINED_BYTES, dtype=np.uint8)
 
 
 def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor | None:
-    """What becomes of the source's predictors: as they were trained, and never measured here."""
+    """Describe the source's predictors in the package: as they were trained, and not measured."""
     if checkpoint.predictors is None:
         return None
     ranks = tuple(map(package_rank, checkpoint.predictors.ranks))
@@ -270,15 +271,15 @@ def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor 
 
 
 def _embedding_quantization(checkpoint: Checkpoint, quantization: Quantization) -> Quantization | None:
-    """That of embedding and output, where it is not the package's: q8 in a package in q4, unless q4 keeps the values.
-    Every token passes through them, and they are the matrices that lose most in q4."""
+    """Return the quantization of embedding and output if it is not the package's: q8 in a q4 package, unless q4 keeps
+    the values. Every token passes through them, and they lose most in q4."""
     parts = [part for name in EMBEDDINGS for part in checkpoint.matrices.get(name, ())]
-    kept = all(part.encoding == KEPT_BY["q4"] for part in parts)
-    return "q8" if quantization == "q4" and not kept else None
+    is_lossless = all(part.encoding == LOSSLESS_ENCODINGS["q4"] for part in parts)
+    return "q8" if quantization == "q4" and not is_lossless else None
 
 
 def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many weights of the matrices the source stores in each encoding, the most first."""
+    """Return the number of the matrices' weights in each encoding of the source, most frequent first."""
     weights: dict[str, int] = {}
     for part in (part for parts in checkpoint.matrices.values() for part in parts):
         weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
@@ -286,7 +287,7 @@ def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _fits_groups(model: ModelSpec) -> bool:
-    """Whether rows of matrices are whole groups, as every quantization but f16 needs them."""
+    """Return True if rows of matrices are whole groups, which every quantization except f16 needs."""
     return model.width % GROUP_WEIGHTS == model.query_width % GROUP_WEIGHTS == 0
 
 

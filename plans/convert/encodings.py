@@ -1,4 +1,4 @@
-"""How source files store a row of weights, by the names that safetensors and GGUF use, and what it decodes to."""
+"""Encodings of a row of weights in source files, by the names of safetensors and GGUF, and their decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
 
 
 def row_bytes(encoding: str, columns: int) -> int | None:
-    """Bytes of a row, or None when the encoding's blocks do not divide it."""
+    """Return the bytes of a row, or None if the encoding's blocks do not divide it."""
     if encoding in PLAIN_BYTES:
         return columns * PLAIN_BYTES[encoding]
     block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[encoding]
@@ -34,14 +34,14 @@ def row_bytes(encoding: str, columns: int) -> int | None:
 
 
 def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """float32 [rows, columns] from the stored bytes uint8 [rows, row bytes]."""
+    """Decode the stored bytes uint8 [rows, row bytes] to float32 [rows, columns]."""
     if encoding == "F32":
         return stored.view("<f4").astype(np.float32, copy=False)
     if encoding == "F16":
         return stored.view("<f2").astype(np.float32)
     if encoding == "BF16":
         return (stored.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    # The library is slow to import, and most conversions are of plain weights.
+    # The library is slow to import, and most conversions have plain weights.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -50,7 +50,8 @@ def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float3
 
 
 def same_encoding(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:
-    """The stored rows as they are, when the source's encoding is the package's own with the scales in between."""
+    """Return the stored rows without decoding, if the source's encoding is the package's own apart from the place of
+    scales."""
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
     if (encoding, quantization) not in (("Q4_0", "q4"), ("Q8_0", "q8")):

@@ -1,7 +1,8 @@
-"""The tokens that end a text, and who says so.
+"""The tokens that end a sequence, and which field or rule names each.
 
-A chat model's configuration often names the end of documents only, while its template closes each turn with another
-token. A run that does not end there goes on and plays the user. So every source that names an end is believed.
+A chat model's configuration often names only the end of documents, while its template closes each turn with another
+token. A run that does not stop there would go on and write the user's turn. So every token that any source names is
+used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CLOSES = "the chat template closes turns with it"
 
 
 class EndToken(NamedTuple):
-    """A token that ends a text. why: the field that names it, or what the template does."""
+    """A token that ends a sequence. why: the field that names it, or what the template does."""
 
     token: int
     text: str
@@ -25,7 +26,7 @@ class EndToken(NamedTuple):
 
 
 def ids_at(record: Record, field: str, vocabulary: int) -> list[int]:
-    """Read one token id or a list of them, not empty. Raises UserError naming the field."""
+    """Read one token id or a non-empty list of them. Raises UserError naming the field."""
     value = record.value(field)
     tokens = value if isinstance(value, list) and value else [value]
     for token in tokens:
@@ -35,18 +36,18 @@ def ids_at(record: Record, field: str, vocabulary: int) -> list[int]:
 
 
 def end_tokens(
-    declared: Sequence[tuple[int, str]], named: Sequence[tuple[str, str]], closing: str, whole: Mapping[str, int]
+    declared: Sequence[tuple[int, str]], by_text: Sequence[tuple[str, str]], closing: str, whole: Mapping[str, int]
 ) -> tuple[EndToken, ...]:
-    """Gather the tokens that end a text, each once, with the first reason for it.
+    """Gather the tokens that end a sequence, each once, with the first reason for it.
 
     declared: ids, and the fields that name them
-    named: texts of tokens, and the fields that name them; a text that is no whole token ends nothing
+    by_text: texts of tokens, and the fields that name them; a text that is no whole token ends nothing
     closing: what the chat template writes after an answer
     whole: ids of tokens that are found in a text before it is split, by their texts
     """
     texts = {token: text for text, token in whole.items()}
     ends = [EndToken(token, texts.get(token, ""), why) for token, why in declared]
-    ends += [EndToken(whole[text], text, why) for text, why in named if text in whole]
+    ends += [EndToken(whole[text], text, why) for text, why in by_text if text in whole]
     if closes := [text for text in whole if text and closing.startswith(text)]:
         text = max(closes, key=len)
         ends.append(EndToken(whole[text], text, CLOSES))
@@ -57,6 +58,7 @@ def end_tokens(
 
 
 def added_tokens(tokenizer: bytes, vocabulary: int) -> dict[str, int]:
-    """Return ids of the added tokens of a tokenizer.json by their texts. tokenizer: a file that the library loads."""
+    """Return ids of the added tokens of a tokenizer.json by their texts. tokenizer: a file that the library can
+    load."""
     added = json.loads(tokenizer).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token["id"] < vocabulary}

@@ -1,8 +1,8 @@
-"""The header of a GGUF file, which may be damaged or hostile: metadata and where each tensor lies.
+"""The header of a GGUF file, which may be damaged or hostile: metadata and the position of each tensor.
 
 GGUF is little-endian: magic, version, number of tensors and of metadata entries; the metadata (key, type, value); the
 tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Counts are compared with
-the bytes that are left before anything is allocated: a damaged file costs an error and not the machine's memory.
+the remaining bytes before anything is allocated, so that a damaged file cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
 MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS, MAX_DEPTH = 1 << 16, 1 << 16, 4, 2
-MAX_HEADER_BYTES = 128 << 20  # of a vocabulary of a million tokens with its merges
-MAX_ITEMS = 1 << 22  # of all lists together: a byte in the file takes up to sixty in memory
+MAX_HEADER_BYTES = 128 << 20  # enough for a vocabulary of a million tokens with its merges
+MAX_ITEMS = 1 << 22  # in all lists together: a byte in the file takes up to sixty in memory
 DEFAULT_ALIGNMENT_BYTES = 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -39,7 +39,8 @@ class GgufTensor:
 
 @frozen(slots=True)
 class GgufHeader:
-    """Metadata by key, and tensors by name. powerinfer: the magic is PowerInfer's, whose tensors mean other things."""
+    """Metadata by key, and tensors by name. powerinfer: the magic is PowerInfer's, with which tensors mean other
+    things."""
 
     metadata: Record
     tensors: dict[str, GgufTensor]
@@ -47,7 +48,7 @@ class GgufHeader:
 
 
 def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
-    """Read the header of an open file. Raises UserError naming the file, as `path`, and the field that is wrong."""
+    """Read the header of an open file. Raises UserError naming the file, as `path`, and the wrong field."""
     try:
         return _Reader(path, file).header()
     except OSError as error:
@@ -55,7 +56,7 @@ def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads values one after the other; `_what` says what is being read, for the error."""
+    """Reads values one after the other. `_what` names the present one in errors."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
@@ -65,7 +66,7 @@ class _Reader:
         self._items = 0
 
     def _fail(self, problem: str) -> NoReturn:
-        raise UserError(f"{self._path}: {named(self._what)}: {problem}")
+        raise UserError(f"{self._path}: {safe_name(self._what)}: {problem}")
 
     def _take(self, count_bytes: int) -> bytes:
         if count_bytes > self._left_bytes:
@@ -78,10 +79,10 @@ class _Reader:
     def _numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
         return struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}")))
 
-    def _count(self, code: str, most: int) -> int:
+    def _count(self, code: str, maximum: int) -> int:
         value = int(self._numbers(code)[0])
-        if value > most:
-            self._fail(f"{value} is more than the {most} a model may have: damaged")
+        if value > maximum:
+            self._fail(f"{value} is more than the {maximum} a model may have: damaged")
         return value
 
     def _string(self) -> str:
@@ -157,7 +158,7 @@ class _Reader:
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             self._what = name
             if tensor.start < end:
-                self._fail(f"overlaps {named(before)}: damaged")
+                self._fail(f"overlaps {safe_name(before)}: damaged")
             end, before = tensor.stop, name
         return tensors
 

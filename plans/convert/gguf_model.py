@@ -1,4 +1,4 @@
-"""A GGUF file, of any architecture that a family knows."""
+"""Opens a GGUF file of any architecture that a family supports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
-# What llama.cpp calls tensors, in every architecture alike (gguf-py/gguf/constants.py).
+# Tensor names of llama.cpp, the same in every architecture (gguf-py/gguf/constants.py).
 NAMES = TensorNames(
     embedding="token_embd",
     output="output",
@@ -71,13 +71,13 @@ MIXTURE_NAMES = replace(
     NAMES, router="ffn_gate_inp", gate="ffn_gate_exps", up="ffn_up_exps", down="ffn_down_exps", stacked=True
 )
 GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid"}  # llama_expert_gating_func_type
-NOPE_EVERY = 4  # of a smallthinker with windows, one layer in so many has neither window nor rotary positions
+NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
 
 def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
-    """Read metadata and tensor tables, check each tensor's shape. Raises UserError naming file and field.
+    """Read metadata and tensor tables, and check each tensor's shape. Raises UserError naming file and field.
 
-    path: the file, or the first part where the model is in several files.
+    path: the file, or the first part of a model in several files.
     """
     parts = open_parts(path, open_file)
     header = parts[0].header
@@ -109,7 +109,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         )
         frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
-        predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
+        predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
         inventory.refuse_leftovers(re.compile(architecture.harmless))
         template = gguf_template(metadata, options.chat_template)
         facts = examined(template, options.examine_template, options.chat_template)
@@ -127,7 +127,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             predictors=predictors,
             files=files.pop_all(),
         )
-    raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
+    raise AssertionError  # for the type checker, which assumes that ExitStack.__exit__ may suppress errors
 
 
 def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture]:
@@ -137,11 +137,12 @@ def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture
 
 
 def _activation(
-    path: Path, metadata: Record, name: str, architecture: GgufArchitecture, wanted: Activation | None
+    path: Path, metadata: Record, name: str, architecture: GgufArchitecture, requested: Activation | None
 ) -> Activation:
-    """What was asked for, else what the file says, else SiLU, which no ReLU model may pass for."""
-    if wanted is not None:
-        return wanted
+    """Return the requested activation, else the one that the file names, else SiLU, unless the name sounds like a ReLU
+    model."""
+    if requested is not None:
+        return requested
     field = f"{name}.hidden_activation"
     if metadata.has(field):
         return named_activation(metadata, field, relu_may_mean_drelu=architecture.relu_may_mean_drelu)
@@ -150,7 +151,7 @@ def _activation(
     if architecture.activation is None:
         metadata.fail(
             "general.architecture",
-            f"{name!r} means GELU, which is not supported; ReluFalcon has relu: if this is it, say so with "
+            f"{name!r} means GELU, which is not supported; ReluFalcon has relu: if this is that model, pass "
             "--activation relu",
         )
     if architecture.activation == "silu" and (suspect := sounds_like_relu(*names, path.name)):
@@ -179,18 +180,20 @@ def _model(
     inventory: Inventory,
     context_tokens: int | None,
 ) -> ModelSpec:
-    def integer(key: str, least: int, most: int, default: int | None = None) -> int:
+    def integer(key: str, minimum: int, maximum: int, default: int | None = None) -> int:
         field = f"{name}.{key}"
-        return default if default is not None and not metadata.has(field) else _uniform(metadata, field, least, most)
+        return (
+            default if default is not None and not metadata.has(field) else _uniform(metadata, field, minimum, maximum)
+        )
 
     experts = integer("expert_count", 0, MAX.experts, 0) or 1
     mixture = experts > 1
     if integer("expert_shared_count", 0, 1 << 16, 0):
         metadata.fail(f"{name}.expert_shared_count", "experts that all tokens share are not supported")
     neurons = "expert_feed_forward_length" if mixture and metadata.has(f"{name}.expert_feed_forward_length") else ""
-    said = metadata.has(f"{name}.expert_gating_func")
-    gating = integer("expert_gating_func", 0, 99) if said else 0
-    if said and gating not in GATING:
+    has_gating = metadata.has(f"{name}.expert_gating_func")
+    gating = integer("expert_gating_func", 0, 99) if has_gating else 0
+    if has_gating and gating not in GATING:
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 (softmax) and 2 (sigmoid) are")
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
@@ -199,9 +202,9 @@ def _model(
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
     epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
-    most_tokens = integer("context_length", 1, MAX.context_tokens)
-    if context_tokens is not None and not 1 <= context_tokens <= most_tokens:
-        metadata.fail(f"{name}.context_length", f"is {most_tokens}, so {context_tokens} tokens are impossible")
+    max_tokens = integer("context_length", 1, MAX.context_tokens)
+    if context_tokens is not None and not 1 <= context_tokens <= max_tokens:
+        metadata.fail(f"{name}.context_length", f"is {max_tokens}, so {context_tokens} tokens are impossible")
     window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
     try:
         return ModelSpec(
@@ -210,14 +213,14 @@ def _model(
             neurons=integer(neurons or "feed_forward_length", 1, MAX.neurons),
             experts=experts,
             experts_per_token=integer("expert_used_count", 1, experts) if mixture else 1,
-            router=GATING[gating] if said else architecture.router,
+            router=GATING[gating] if has_gating else architecture.router,
             router_reads=architecture.router_reads,
             layer_kinds=_layer_kinds(integer("block_count", 1, MAX.layers), window_tokens, architecture),
             query_heads=query_heads,
             key_heads=integer("attention.head_count_kv", 1, MAX.key_heads, query_heads),
             head_width=head_width,
             vocabulary=inventory.shape("token_embd.weight")[0],
-            context_tokens=context_tokens or most_tokens,
+            context_tokens=context_tokens or max_tokens,
             norm=architecture.norm,
             norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
             head_norm=architecture.head_norm,
@@ -235,26 +238,26 @@ def _model(
 
 
 def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture) -> tuple[LayerKind, ...]:
-    """Windows are the same in all layers, but in a smallthinker: there layers 0, 4, 8 ... have none and are not rotated
-    (llama.cpp's graph, which reads no layout)."""
+    """Return the runs of equal layers. All layers have the same window, except in a smallthinker: its layers 0, 4, 8
+    ... have none and are not rotated (llama.cpp's graph, which reads no layout)."""
     if architecture.router_reads != "layer" or not window_tokens:
         return (LayerKind(layers, window_tokens),)
     full = [number % NOPE_EVERY == 0 for number in range(layers)]
-    return runs_of([0 if one else window_tokens for one in full], [not one for one in full])
+    return runs_of([0 if is_full else window_tokens for is_full in full], [not is_full for is_full in full])
 
 
-def _uniform(metadata: Record, field: str, least: int, most: int) -> int:
-    """A whole number, or the one that a list repeats for every layer."""
+def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:
+    """Return a whole number, or the one that a list repeats for every layer."""
     value = metadata.value(field)
     if isinstance(value, list):
         if len(set(map(repr, value))) != 1:
             metadata.fail(field, "differs between layers: not supported")
-        return Record({field: value[0]}, metadata.where).integer(field, least, most)
-    return metadata.integer(field, least, most)
+        return Record({field: value[0]}, metadata.where).integer(field, minimum, maximum)
+    return metadata.integer(field, minimum, maximum)
 
 
 def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventory: Inventory) -> NDArray[np.float32]:
-    """The rope table: freq_base, linear scaling, and the factors that Llama 3 files carry as a tensor."""
+    """Return the rope table from freq_base, linear scaling, and the factors that Llama 3 files have as a tensor."""
 
     rotated = _rotated_width(metadata, architecture, model)
     frequencies = scaled_frequencies(_rope(metadata, architecture), model.head_width, rotated)
@@ -267,11 +270,11 @@ def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventor
 
 
 def _rope(metadata: Record, architecture: str) -> Record:
-    """What the file says of rotary positions, as config.json would say it."""
+    """Return the file's keys about rotary positions in the form of config.json."""
 
-    def number(name: str, default: float, least: float, most: float) -> float:
+    def number(name: str, default: float, minimum: float, maximum: float) -> float:
         field = f"{architecture}.rope.{name}"
-        return metadata.number(field, least, most) if metadata.has(field) else default
+        return metadata.number(field, minimum, maximum) if metadata.has(field) else default
 
     rope: dict[str, Any] = {"rope_theta": number("freq_base", 10_000.0, 1.0, MAX_THETA)}
     field = f"{architecture}.rope.scaling.type"
@@ -287,8 +290,8 @@ def _rope(metadata: Record, architecture: str) -> Record:
 
 
 def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
-    """The numbers of YaRN, by the names of config.json. Those that change what is computed, and that neither
-    llama.cpp's converter writes nor config.json can say, are refused."""
+    """Return the numbers of YaRN by the names of config.json. Keys that change the computation are refused if
+    llama.cpp's converter does not write them and config.json cannot express them."""
     prefix = f"{architecture}.rope.scaling"
     for key, plain in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
         if metadata.has(f"{prefix}.{key}") and metadata.number(f"{prefix}.{key}", -1e6, 1e6) != plain:
@@ -307,7 +310,7 @@ def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
 
 
 def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
-    """How many elements of a head rotate."""
+    """Return how many elements of a head rotate."""
     field = f"{architecture}.rope.dimension_count"
     rotated = _uniform(metadata, field, 2, model.head_width) if metadata.has(field) else model.head_width
     if rotated % 2:
@@ -326,7 +329,7 @@ def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventor
 
 
 def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
-    """Whether Down of the experts is transposed: SmallThinker's own engine stores it so, under the same name."""
+    """Return True if Down of the experts is transposed: SmallThinker's own engine stores it so, under the same name."""
     if model.experts == 1:
         return False
     if model.router_reads == "layer" and model.width == model.neurons:
@@ -346,7 +349,7 @@ def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) ->
 
 
 def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:
-    """The order of the rows of queries and keys, where they do not lie as the engine rotates them."""
+    """Return the order of the rows of queries and keys, if they are not stored as the engine rotates them."""
     heads = {"query": model.query_heads, "key": model.key_heads}
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
@@ -356,6 +359,7 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
 
 
 def interleaved_order(heads: int, head_width: int) -> RowNumbers:
-    """Where the rows of query or key matrices lie when pairs (j, j + head_width/2) are stored next to each other."""
+    """Return row numbers of query or key matrices in which pairs (j, j + head_width/2) are stored next to each
+    other."""
     rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

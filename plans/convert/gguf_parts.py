@@ -1,7 +1,7 @@
-"""The files of a GGUF model, opened: one, or several parts that have to belong together.
+"""Opens the files of a GGUF model: one, or several parts that have to belong together.
 
-The first part has all metadata; every part says which one it is (`split.no`, from 0 on), of how many (`split.count`),
-and how many tensors all of them have (`split.tensors.count`). A tensor lies whole in one part.
+The first part has all metadata. Every part has its number (`split.no`, from 0 on), the number of parts (`split.count`),
+and the number of tensors in all of them (`split.tensors.count`). No tensor is split between parts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 
 @frozen(slots=True)
 class OpenPart:
-    """One file of a model, and what its header says."""
+    """One file of a model, and its header."""
 
     file: SourceFile
     header: GgufHeader
 
 
 def open_parts(path: Path, open_file: OpenFile) -> list[OpenPart]:
-    """The files of the model that begins with `path`, in their order. Raises UserError where one is missing, or is not
-    the part that its name says."""
+    """Open the files of the model that begins with `path`, in their order. Raises UserError if one is missing, or is
+    not the part that its name says."""
     paths = gguf_files(path)
     if len(paths) > MAX_PARTS:
         raise UserError(f"{path}: {len(paths)} parts are more than the {MAX_PARTS} a model may have")
@@ -50,28 +50,35 @@ def open_parts(path: Path, open_file: OpenFile) -> list[OpenPart]:
 
 
 def _require_place(header: GgufHeader, path: Path, number: int, count: int) -> None:
-    """Refuse a file that is not the part `number`, from 0 on, of `count`."""
+    """Refuse a file that is not part `number`, from 0 on, of `count`."""
     metadata = header.metadata
-    known_count = metadata.integer(COUNT, 0, 1 << 16) if metadata.has(COUNT) else 0
-    if known_count <= 1 and count == 1:
+    stated_count = metadata.integer(COUNT, 0, 1 << 16) if metadata.has(COUNT) else 0
+    if stated_count <= 1 and count == 1:
         return
-    known_number = metadata.integer(NUMBER, 0, 1 << 16) if metadata.has(NUMBER) else 0
+    stated_number = metadata.integer(NUMBER, 0, 1 << 16) if metadata.has(NUMBER) else 0
     if part_of(path.name) is None:
         metadata.fail(
             COUNT,
-            f"the file is part {known_number + 1} of {known_count} of a model, and its name does not say so; call it "
-            f"NAME-{known_number + 1:05}-of-{known_count:05}.gguf, as it was published, with the other parts beside it",
+            f"the file is part {stated_number + 1} of {stated_count} of a model, and its name does not say so; call "
+            f"it NAME-{stated_number + 1:05}-of-{stated_count:05}.gguf, as it was published, with the other parts "
+            "beside it",
         )
-    if known_count != count:
-        metadata.fail(COUNT, f"{known_count} parts, and {count} by the file's name: not a part of this model")
-    if known_number != number:
-        metadata.fail(NUMBER, f"part {known_number + 1} by the file's metadata, and {number + 1} by its name")
+    if stated_count != count:
+        metadata.fail(COUNT, f"{stated_count} parts, and {count} by the file's name: not a part of this model")
+    if stated_number != number:
+        metadata.fail(NUMBER, f"part {stated_number + 1} by the file's metadata, and {number + 1} by its name")
 
 
 def _require_tensors(parts: list[OpenPart]) -> None:
-    """Refuse parts that together do not have the tensors that each of them says they have."""
-    there = sum(len(part.header.tensors) for part in parts)
+    """Refuse parts that together do not have the number of tensors that each of them states."""
+    tensors = sum(len(part.header.tensors) for part in parts)
     for part in parts:
         metadata = part.header.metadata
-        if len(parts) > 1 and metadata.has(TENSORS) and (wanted := metadata.integer(TENSORS, 0, MAX_TENSORS)) != there:
-            metadata.fail(TENSORS, f"{wanted} tensors, and the {len(parts)} parts have {there}: not parts of one model")
+        if (
+            len(parts) > 1
+            and metadata.has(TENSORS)
+            and (stated := metadata.integer(TENSORS, 0, MAX_TENSORS)) != tensors
+        ):
+            metadata.fail(
+                TENSORS, f"{stated} tensors, and the {len(parts)} parts have {tensors}: not parts of one model"
+            )

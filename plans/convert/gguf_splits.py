@@ -1,7 +1,7 @@
-"""How byte-level BPE splits a text before it merges, by the names that `tokenizer.ggml.pre` of GGUF files has.
+"""Split rules of byte-level BPE before merging, by the names in `tokenizer.ggml.pre` of GGUF files.
 
-A file has the name only: the patterns are llama.cpp's, which gave the names (src/llama-vocab.cpp). A wrong split makes
-other tokens of the same text without an error, so what has no entry here is refused.
+A file has only the name: the patterns are llama.cpp's, which defines the names (src/llama-vocab.cpp). A wrong split
+silently gives other tokens for the same text, so a name without an entry here is refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """patterns: a text is cut at each match, before and after it, by one pattern after the other. composed: accents are
-    joined to their letters first (NFC). whole_words: a piece that is a token is not merged. starts: the begin token is
-    put before a text where the file does not say."""
+    """One split rule.
+
+    patterns: a text is cut before and after each match, by one pattern after the other. composed: accents are first
+        joined to their letters (NFC). whole_words: a piece that is a token is not merged. starts: the begin token is
+        put before a text unless the file says otherwise.
+    """
 
     patterns: tuple[str, ...]
     composed: bool = False
@@ -25,7 +28,7 @@ _EACH_DIGIT = (r"\p{N}", _GPT2)
 _THREE_DIGITS = r"[0-9][0-9][0-9]"
 _LINE_END = r"[\r\n]"
 _ASIAN = r"[一-龥ࠀ-一가-퟿]+"
-# Letters with case as DeepSeek's own tokenizer.json lists them: not what \p{Lu} and \p{Ll} are today.
+# Letters with case as DeepSeek's own tokenizer.json lists them; today's \p{Lu} and \p{Ll} differ.
 _DEEPSEEK_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ"
     "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰"
@@ -34,7 +37,8 @@ _DEEPSEEK_LETTERS = (
 
 
 def _words(digits: str, marks: str = "") -> str:
-    """The split of Llama 3 and Qwen, which differ in how many digits stay together, and in where combining marks go."""
+    """Return the split of Llama 3 and Qwen, which differ in how many digits stay together and where combining marks
+    belong."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}"
         + marks

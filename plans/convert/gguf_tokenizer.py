@@ -1,8 +1,8 @@
-"""A tokenizer.json from the vocabulary inside a GGUF file.
+"""Builds a tokenizer.json from the vocabulary in a GGUF file.
 
-GGUF names two families: `gpt2`, byte-level BPE with merges, whose rule for splitting text has only a name
-(tokenizer.ggml.pre); and `llama`, sentencepiece's BPE, where the scores of the pieces say what is merged first. What
-cannot be rebuilt is refused, unless a tokenizer.json lies beside the file or is named with --tokenizer.
+GGUF has two families: `gpt2`, byte-level BPE with merges, whose split rule is only named (tokenizer.ggml.pre); and
+`llama`, sentencepiece's BPE, where the scores of the pieces decide the order of merges. A vocabulary that cannot be
+rebuilt is refused, unless a tokenizer.json lies beside the file or is named with --tokenizer.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from neuronpipe.plans.convert.scored_bpe import (
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
-def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabulary: int) -> bytes:
-    """The tokenizer.json of a package made from the GGUF file at `path`."""
-    if wanted is not None:
-        return read_tokenizer(wanted, vocabulary)
+def package_tokenizer(path: Path, metadata: Record, chosen: Path | None, vocabulary: int) -> bytes:
+    """Return the tokenizer.json of a package made from the GGUF file at `path`."""
+    if chosen is not None:
+        return read_tokenizer(chosen, vocabulary)
     try:
         data = build_tokenizer(metadata)
     except UserError as error:
-        beside = path.with_name("tokenizer.json")
-        if beside.exists() or beside.with_suffix(".model").exists():
-            return read_tokenizer(beside, vocabulary)
+        neighbour = path.with_name("tokenizer.json")
+        if neighbour.exists() or neighbour.with_suffix(".model").exists():
+            return read_tokenizer(neighbour, vocabulary)
         raise UserError(f"{error}; put the model's tokenizer.json beside the file or pass --tokenizer FILE") from None
     check_tokenizer(data, vocabulary, f"{path}: tokenizer")
     return data
 
 
 def build_tokenizer(metadata: Record) -> bytes:
-    """tokenizer.json for the metadata, or UserError when it cannot be the same tokenizer."""
+    """Return tokenizer.json for the metadata. Raises UserError if it cannot be the same tokenizer."""
     pieces = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = _kinds(metadata, len(pieces))
     if complaint := complaint_about(pieces):
@@ -65,12 +65,12 @@ def build_tokenizer(metadata: Record) -> bytes:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
+        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {safe_name(' '.join(str(error).split()))}")
 
 
 def gguf_ends(metadata: Record, vocabulary: int, closing: str = "") -> tuple[EndToken, ...]:
-    """The tokens that end a text: those the metadata names, the control tokens that end one by convention, and the one
-    with which the chat template closes turns. closing: what it writes after an answer."""
+    """Return the end tokens: those that the metadata names, control tokens that are end tokens by convention, and the
+    token with which the chat template closes turns. closing: what the template writes after an answer."""
     fields = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     declared = [
         (token, field) for field in fields if metadata.has(field) for token in ids_at(metadata, field, vocabulary)
@@ -108,7 +108,7 @@ def _kinds(metadata: Record, count: int) -> list[int]:
 
 
 def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether texts start with the begin token where the file does not say."""
+    """Return the tokenizer, and whether texts start with the begin token unless the file says otherwise."""
     pre = metadata.text("tokenizer.ggml.pre")
     if pre not in SPLITS:
         metadata.fail("tokenizer.ggml.pre", f"{quoted(pre)} is not known; {', '.join(SPLITS)} are")
@@ -140,8 +140,8 @@ def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tok
 
 
 def _frame_token(metadata: Record, name: str, default: bool, pieces: list[str]) -> int | None:
-    """The begin or end token, where the file asks for it."""
-    wanted = f"tokenizer.ggml.add_{name}_token"
-    if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
+    """Return the begin or end token, if the file asks for it."""
+    option = f"tokenizer.ggml.add_{name}_token"
+    if not (metadata.boolean(option) if metadata.has(option) else default):
         return None
     return ids_at(metadata, f"tokenizer.ggml.{name}_token_id", len(pieces))[0]

@@ -1,4 +1,4 @@
-"""A Hugging Face directory: config.json, safetensors in one file or in shards, tokenizer.json."""
+"""Opens a Hugging Face directory: config.json, safetensors in one file or in shards, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.plans.strict_json import Record, one_line, read_json
-from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted, safe_name
 from numpy.typing import NDArray
 
 MAX_FILES = 1000
 
 
 def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
-    """Read the configuration and every header, check each tensor's shape. Raises UserError naming file and field.
+    """Read the configuration and every header, and check each tensor's shape. Raises UserError naming file and field.
 
-    open_file: for the safetensors files, when they do not lie beside the configuration.
+    open_file: opens the safetensors files, if they do not lie beside the configuration.
     """
     refuse_other_directories(path)
     refuse_missing_config(path)
@@ -55,7 +55,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
-        predictors = take_predictors(inventory, model, names, wanted=options.predictor)
+        predictors = take_predictors(inventory, model, names, enabled=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         tokenizer = read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary)
@@ -74,14 +74,14 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             predictors=predictors,
             files=files.pop_all(),
         )
-    raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
+    raise AssertionError  # for the type checker, which assumes that ExitStack.__exit__ may suppress errors
 
 
 def _positions(
     config: Record, model: ModelSpec, architecture: Architecture
 ) -> tuple[NDArray[np.float32] | None, dict[str, RowNumbers]]:
-    """The table of inverse frequencies, where positions are rotary; and the order of the rows of queries and keys,
-    where only a part of a head rotates."""
+    """Return the table of inverse frequencies, if positions are rotary, and the order of the rows of queries and keys,
+    if only a part of a head rotates."""
     if model.positions != "rotary":
         return None, {}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
@@ -97,8 +97,8 @@ def _positions(
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
-        known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
-        config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {known}")
+        supported = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+        config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {supported}")
     if config.has("quantization_config"):
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])
@@ -122,7 +122,7 @@ def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
     headers = {name: _header(file) for name, file in opened.items()}
     for tensor, name in promised.items():
         if tensor not in headers[name]:
-            raise UserError(f"{path / name}: {named(tensor)}: missing, though {index_path.name} promises it")
+            raise UserError(f"{path / name}: {safe_name(tensor)}: missing, though {index_path.name} promises it")
     for name, entries in headers.items():
         file = opened[name]
         files.callback(file.close)
@@ -137,12 +137,12 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file of this name can lie in a directory, and shows as one in an error."""
+    """Return True if a file of this name can lie in a directory and be printed in an error."""
     return Path(name).name == name and name.isprintable() and 0 < len(name) <= MAX_QUOTED_CHARACTERS
 
 
 def _ends(path: Path, config: Record, vocabulary: int, closing: str, tokenizer: bytes) -> tuple[EndToken, ...]:
-    """The tokens that end a text. Of the ids generation_config.json knows better than config.json."""
+    """Return the end tokens. generation_config.json takes precedence over config.json."""
     generation = path / "generation_config.json"
     record = read_json(generation) if generation.exists() else config
     record = record if record.has("eos_token_id") else config
@@ -151,5 +151,5 @@ def _ends(path: Path, config: Record, vocabulary: int, closing: str, tokenizer: 
     if record.has("eos_token_id") and ("eos_token_id" in record.names() or record.value("eos_token_id") < vocabulary):
         why = f"{Path(record.where).name}: eos_token_id"
         declared = [(token, why) for token in ids_at(record, "eos_token_id", vocabulary)]
-    named = [(huggingface_end(path), f"{CONFIG}: eos_token")]
-    return end_tokens(declared, named, closing, added_tokens(tokenizer, vocabulary))
+    by_text = [(huggingface_end(path), f"{CONFIG}: eos_token")]
+    return end_tokens(declared, by_text, closing, added_tokens(tokenizer, vocabulary))

@@ -1,4 +1,5 @@
-"""How far a conversion is, kept beside its work: whoever goes on after an interruption trusts nothing else there."""
+"""The progress of a conversion, stored beside its work. It is all that the next process trusts after an
+interruption."""
 
 from __future__ import annotations
 
@@ -18,26 +19,26 @@ from numpy.typing import NDArray
 NAME = "journal.json"
 MAX_PIECES = 1 << 20
 Squares = dict[str, NDArray[np.float64]]
-"""Kind of tensor and its name in the source, a space between them -> sums of squares of error and of weight."""
+"""Kind of a tensor, a space, and its name in the source -> sums of squares of error and of weight."""
 
 
 class Done(NamedTuple):
-    """The pieces that are on disk, from the first one on, and what their quantization cost."""
+    """The number of pieces that are on disk, from the first one on, and the squared errors of their quantization."""
 
     pieces: int
     squares: Squares
 
 
 class Journal:
-    """The file that says so, in the folder where the work lies. It belongs to one package: to the manifest as it is
-    before the first byte is written, and to what else that is made of, of which `sources` says which versions."""
+    """The journal file in the folder of the work. It belongs to one package: to the manifest before the first byte is
+    written, and to the versions of the source files in `sources`."""
 
     def __init__(self, folder: Path, manifest: Manifest, sources: Sequence[str]) -> None:
         self._path = folder / NAME
         self._package = hashlib.sha256(manifest.to_bytes() + "\n".join(sources).encode()).hexdigest()
 
     def read(self) -> Done:
-        """What is done; nothing when there is no journal, or one of another package, or a damaged one."""
+        """Return the progress; nothing done if there is no journal, or one of another package, or a damaged one."""
         try:
             record = read_json(self._path)
             if record.text("package") != self._package:
@@ -49,12 +50,12 @@ class Journal:
             return Done(0, {})
 
     def write(self, done: Done) -> None:
-        """So much is on disk. Sums are written to the last bit: the package is the same as without an interruption."""
+        """Record the progress. Sums are written exactly, so that the package does not depend on interruptions."""
         sums = {kind: [float(value).hex() for value in pair] for kind, pair in done.squares.items()}
         with whole_file(self._path) as place:
             place.write_text(json.dumps({"package": self._package, "pieces": done.pieces, "squares": sums}))
 
     def remove(self) -> None:
-        """The work is done: what lies there is a package. A kill may have left half a journal too."""
+        """Remove the journal of complete work, and half-written journals of killed processes."""
         for path in (self._path, *self._path.parent.glob(f".{NAME}.partial-*")):
             path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """PowerInfer's variant of GGUF: magic PWRI, Down stored by neuron, predictors of the feed-forward inside.
 
-Its program decides by the magic what a file means: the same architecture `llama` computes ReLU here and SiLU in an
-ordinary GGUF. Windows of attention are not in such files, and PowerInfer computes none. Facts from its converters and
-its loader (convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
+The magic decides what such a file means: the architecture `llama` computes ReLU, and SiLU in an ordinary GGUF.
+Attention windows are not in such files, and PowerInfer computes none. Facts from its converters and its loader
+(convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
-# Of each architecture that its sparse graph knows: how queries and keys lie, and what its feed-forward computes.
+# For each architecture of its sparse graph: family, order of queries and keys, activation of the feed-forward.
 ARCHITECTURES: dict[str, tuple[str, GgufArchitecture, Activation]] = {
     "llama": ("llama", GgufArchitecture(interleaved=True), "relu"),
     "bamboo": ("llama", GgufArchitecture(interleaved=True), "drelu"),
     "falcon": ("falcon", falcon.GGUF, "relu"),
     "opt": ("opt", GgufArchitecture(interleaved=False), "relu"),
 }
-OPT_SPLIT = "gpt-2"  # its files are older than the key that would say so
-FIRST_POSITION = opt.NAMES.first_position  # the table is written with the rows before it
-UNPERMUTED = "Llama"  # what convert-hf-to-powerinfer-gguf.py calls every model; convert.py has other names
+OPT_SPLIT = "gpt-2"  # its files are older than the key tokenizer.ggml.pre
+FIRST_POSITION = opt.NAMES.first_position  # the table includes the rows before position 0
+UNPERMUTED = "Llama"  # the name that convert-hf-to-powerinfer-gguf.py gives every model; convert.py has others
 THRESHOLD = "powerinfer.sparse_threshold"
 _SHIFTED = re.compile(r"prosparse|minicpm-s", re.IGNORECASE)
 
 
 def powerinfer_names(names: TensorNames) -> TensorNames:
-    """What such a file calls its tensors: Down has another name, and one row for each neuron."""
+    """Return the tensor names of such a file: Down has another name, and one row for each neuron."""
     return replace(names, down="ffn_down_t", positions="position_embd", first_position=FIRST_POSITION, predictor="fc{}")
 
 
 def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int | None) -> ModelSpec:
-    """An OPT. The file's context length and epsilon are constants of the converter, or missing: the table of positions
-    tells the one, the model's class the other."""
+    """Return the description of an OPT. The file's context length and epsilon are constants of the converter, or
+    missing: the first follows from the table of positions, the second from the model's class."""
 
-    def integer(key: str, most: int) -> int:
-        return metadata.integer(f"opt.{key}", 1, most)
+    def integer(key: str, maximum: int) -> int:
+        return metadata.integer(f"opt.{key}", 1, maximum)
 
     width, heads = integer("embedding_length", MAX.width), integer("attention.head_count", MAX.query_heads)
     if width % heads:
@@ -65,7 +65,7 @@ def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int |
 
 
 def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]:
-    """What the file's architecture means with this magic. Raises UserError by the field."""
+    """Return family and architecture of a file with this magic. Raises UserError naming the field."""
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
         metadata.fail(
@@ -83,21 +83,22 @@ def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]
 
 
 def powerinfer_threshold(metadata: Record) -> float:
-    """The score from which on a neuron is predicted."""
+    """Return the minimal score of a predicted neuron."""
     return metadata.number(THRESHOLD, -1e9, 1e9) if metadata.has(THRESHOLD) else 0.0
 
 
 def is_opt(metadata: Record) -> bool:
-    """Whether the file holds an OPT, whose layers are others than Llama's."""
+    """Return True if the file contains an OPT, whose layers differ from Llama's."""
     return metadata.text("general.architecture") == opt.NAME
 
 
-def powerinfer_activation(metadata: Record, file_name: str, wanted: Activation | None) -> Activation:
-    """What was asked for, else what PowerInfer computes, where the model is not known to mean something else."""
-    if wanted is not None and not (is_opt(metadata) and wanted != "relu"):
-        return wanted
-    if wanted is not None:
-        metadata.fail("general.architecture", f"'opt' computes relu, and not {wanted}")
+def powerinfer_activation(metadata: Record, file_name: str, requested: Activation | None) -> Activation:
+    """Return the requested activation, else the one that PowerInfer computes, unless the model is known to need
+    another."""
+    if requested is not None and not (is_opt(metadata) and requested != "relu"):
+        return requested
+    if requested is not None:
+        metadata.fail("general.architecture", f"'opt' computes relu, and not {requested}")
     names = [file_name, *(metadata.text(key) for key in ("general.name",) if metadata.has(key))]
     if shifted := next((name for name in names if _SHIFTED.search(name)), None):
         metadata.fail(

@@ -1,12 +1,13 @@
-"""Encoding rows of weights as q4, q8 or f16, and back. Groups are 32 consecutive weights of a row with one fp16 scale.
+"""Encodes rows of weights as q4, q8 or f16, and decodes them. Groups are 32 consecutive weights of a row with one fp16
+scale.
 
-q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group holds weight j (low nibble) and weight j+16
-(high nibble); w = scale*(nibble-8) with scale = m/-8, where m is the weight of largest magnitude with its sign, so that
-m itself is exact up to the scale's rounding. Both divide by the scale as it is stored, after rounding.
+q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group has weight j (low nibble) and weight j+16
+    (high nibble); w = scale*(nibble-8) with scale = m/-8, where m is the weight of largest magnitude with its sign, so
+    that m itself is exact up to the scale's rounding. Both divide by the scale as it is stored, after rounding.
 
-q3, of gates alone: weights -4 to 3 in 12 bytes a group. Byte i of the first eight holds the low two bits of weight + 4
-of weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four the third bits of i, i+4, ... i+28.
-So few steps want a better scale than the largest magnitude gives: of some, the one with the least error is taken.
+q3, for gates only: weights -4 to 3 in 12 bytes a group. Byte i of the first eight has the low two bits of weight + 4 of
+weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four has the third bits of i, i+4, ... i+28.
+With so few steps the largest magnitude gives a poor scale: of several scales, the one with the least error is used.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
 Weights = NDArray[np.float32]
-Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # where the largest magnitude of a group may lie; beyond -4 it is cut off
+Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitude of a group; below -4 it is clipped
 TINY = 1e-30  # a group without larger magnitudes is zeros
 
 
 def encode(quantization: Quantization, weights: Weights) -> Rows:
-    """Encode float32 [rows, n]. Raises OverflowError when a value or a scale does not fit fp16, NaN included."""
+    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN."""
     return _ENCODERS[quantization](weights)
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
-    """The weights that encoded rows stand for: float32 [rows, n]."""
+    """Return the weights of encoded rows: float32 [rows, n]."""
     return _DECODERS[quantization](rows)
 
 
@@ -46,7 +47,7 @@ def _bytes_of(rows: int, array: NDArray[np.generic]) -> NDArray[np.uint8]:
 
 
 def _scaled(groups: Weights, peaks: Weights, divisor: int) -> tuple[NDArray[np.float16], Weights]:
-    """fp16 scales peaks/divisor, and the groups divided by them (0 where the scale is 0)."""
+    """Return fp16 scales peaks/divisor, and the groups divided by them (0 if the scale is 0)."""
     scales = _half(peaks / np.float32(divisor))
     stored = scales.astype(np.float32)
     inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
@@ -66,17 +67,17 @@ def _encode_q3(weights: Weights) -> Rows:
     groups = weights.reshape(len(weights), -1, GROUP_WEIGHTS)
     places = np.abs(groups).argmax(axis=2, keepdims=True)
     peaks = np.take_along_axis(groups, places, axis=2)
-    _half(peaks / np.float32(-4))  # what does not fit is refused before it is searched
+    _half(peaks / np.float32(-4))  # raises OverflowError before the search
     # A scale s = (q.w) / (q.q) fits quants q best, and leaves the error w.w - (q.w)^2 / (q.q).
-    found = np.zeros((2, *peaks.shape), dtype=np.float32)
+    best = np.zeros((2, *peaks.shape), dtype=np.float32)
     for peak in Q3_PEAKS:
         inverse = np.divide(np.float32(peak), peaks, out=np.zeros_like(peaks), where=np.abs(peaks) > TINY)
         quants = np.clip(np.rint(groups * inverse), -4, 3)
         along = np.einsum("rgw,rgw->rg", quants, groups)[..., None]
         power = np.einsum("rgw,rgw->rg", quants, quants)[..., None]
         scale = np.divide(along, power, out=np.zeros_like(along), where=power > 0)
-        found = np.where(along * scale > found[0], np.stack((along * scale, scale)), found)
-    scales, quotients = _scaled(groups, found[1], 1)
+        best = np.where(along * scale > best[0], np.stack((along * scale, scale)), best)
+    scales, quotients = _scaled(groups, best[1], 1)
     codes = np.clip(quotients + 8, 4, 11).astype(np.uint8)
     half = GROUP_WEIGHTS // 2
     quants4 = _bytes_of(len(weights), codes[..., :half] | codes[..., half:] << 4)
@@ -84,7 +85,7 @@ def _encode_q3(weights: Weights) -> Rows:
 
 
 def q3_of_q4(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Quants of q4 whose weights are all -4 to 3, uint8 [rows, n / 2], as those of q3 [rows, 3 n / 8]."""
+    """Convert quants of q4 whose weights are all -4 to 3, uint8 [rows, n / 2], to those of q3 [rows, 3 n / 8]."""
     codes = quants.reshape(len(quants), -1, GROUP_WEIGHTS // 2) - np.uint8(0x44)  # of both halves: weight + 4
     lows, thirds = codes & 0x33, codes & 0x44
     packed = np.empty((*codes.shape[:2], 12), dtype=np.uint8)
@@ -94,7 +95,7 @@ def q3_of_q4(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def q4_of_q3(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The same weights as quants of q4."""
+    """Convert quants of q3 to the same weights as quants of q4."""
     packed = quants.reshape(len(quants), -1, 12)
     lows, thirds = packed[..., :8], packed[..., 8:]
     codes = np.concatenate((lows & 0x33, lows >> 2 & 0x33), axis=2)

@@ -1,4 +1,4 @@
-"""Refusals of paths that cannot be converted as they are. Each says what the path is, and the next command."""
+"""Refusals of paths that cannot be converted. Each error says what the path is, and names the next command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ REPOSITORY = re.compile(r"(?:https?:/+huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-
 
 
 def refuse_no_source(path: Path) -> None:
-    """Refuse what is no source: the name of a repository on Hugging Face, one file of a checkpoint, nothing at all."""
-    if os.path.exists(path):  # unlike Path's, it has no errors of its own
+    """Refuse a path that is no source: a repository's name on Hugging Face, one file of a checkpoint, or nothing."""
+    if os.path.exists(path):  # unlike Path.exists, it raises nothing
         if path.suffix == ".safetensors" and path.is_file():
             raise UserError(
                 f"{path}: one file of a checkpoint; convert its directory: "
@@ -43,9 +43,9 @@ def refuse_no_source(path: Path) -> None:
 
 def refuse_other_directories(path: Path) -> None:
     """Refuse a directory that is a package already, or whose weights are in another format than safetensors."""
-    shown = shlex.quote(str(path))
+    quoted_path = shlex.quote(str(path))
     if os.path.exists(path / MANIFEST):
-        raise UserError(f"{path}: a package already; run it with `neuronpipe run {shown} -p TEXT`")
+        raise UserError(f"{path}: a package already; run it with `neuronpipe run {quoted_path} -p TEXT`")
     if any(path.glob("*.safetensors")) or os.path.exists(path / "model.safetensors.index.json"):
         return
     if models := gguf_models(file.name for file in path.glob("*.gguf")):
@@ -63,19 +63,19 @@ def refuse_other_directories(path: Path) -> None:
 
 
 def refuse_missing_config(path: Path) -> None:
-    """Refuse a directory that is neither a package nor a Hugging Face model; a model in it is named."""
+    """Refuse a directory that is neither a package nor a Hugging Face model; a model inside it is named."""
     if os.path.lexists(path / CONFIG):
         return
-    inner = next((found.parent for found in sorted(path.glob(f"*/{CONFIG}"))), None)
-    meant = "" if inner is None else f"; did you mean {inner}?"
+    inner = next((config.parent for config in sorted(path.glob(f"*/{CONFIG}"))), None)
+    hint = "" if inner is None else f"; did you mean {inner}?"
     raise UserError(
         f"{path}: no package, which has {MANIFEST}, and no Hugging Face model, which has {CONFIG}: {what_is_in(path)}"
-        + (meant or "; name the folder of one of these, or a GGUF file")
+        + (hint or "; name the folder of one of these, or a GGUF file")
     )
 
 
 def refuse_missing_tokenizer(path: Path) -> None:
-    """Refuse when there is no tokenizer.json at `path`; a slow tokenizer beside it can be saved as a fast one."""
+    """Refuse a path without tokenizer.json. A slow tokenizer beside it can be saved as a fast one."""
     if os.path.exists(path):
         return
     if path.name == "tokenizer.json" and os.path.exists(path.with_name("vocab.json")):
@@ -87,7 +87,7 @@ def refuse_missing_tokenizer(path: Path) -> None:
 
 
 def _saved_by(name: str, directory: Path) -> str:
-    """The command by which transformers saves a directory's model or tokenizer in the format that is read here."""
+    """Return the command with which transformers saves a directory's model or tokenizer in a supported format."""
     load = f"from transformers import {name} as T; d = {json.dumps(str(directory))}"
     code = f"{load}; T.from_pretrained(d).save_pretrained(d)"
     return f"python -c {shlex.quote(code)}"

@@ -1,9 +1,9 @@
 """Rotary positions: every supported scaling is folded into the table of inverse frequencies.
 
-The engine knows one rule, angle = position * frequency, and no kind of scaling. YaRN's factor on queries and keys alike
-becomes one on their products, the model's attention_scale. Where only the first part of a head
-rotates, the other elements have frequency 0, which turns nothing, and the rows of queries and keys are put in an order
-in which rotated elements are paired with each other, and the others among themselves.
+The engine has one rule, angle = position * frequency, and no kinds of scaling. YaRN's factor on queries and keys
+becomes a factor on their products, the model's attention_scale. If only the first part of a head rotates, the other
+elements have frequency 0, which rotates nothing, and the rows of queries and keys are ordered so that rotated elements
+are paired with each other, and so are the others.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ MAX_THETA = 1e12
 
 
 def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
-    """theta^(-2j/head_width) for j < head_width/2: radians per position of each pair."""
+    """Return theta^(-2j/head_width) for j < head_width/2: radians per position of each pair."""
     return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
 
 
 def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
-    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters. rotated: so
-    many elements of a head rotate, and the others have frequency 0; None: all.
+    """Return the table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
+    rotated: how many elements of a head rotate (None: all); the others have frequency 0.
 
-    Which counts where both are there, and what a missing key means: RotaryEmbeddingConfigMixin in transformers'
-    modeling_rope_utils.py.
+    Precedence and missing keys follow RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py.
     """
     scaling = _scaling(config)
-    holder = scaling if scaling is not None and scaling.has("rope_theta") else config
-    theta = holder.number("rope_theta", 1.0, MAX_THETA)
+    source = scaling if scaling is not None and scaling.has("rope_theta") else config
+    theta = source.number("rope_theta", 1.0, MAX_THETA)
     if scaling is not None:
         scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
     table = np.zeros(head_width // 2, dtype=np.float32)
@@ -42,7 +41,7 @@ def scaled_frequencies(config: Record, head_width: int, rotated: int | None = No
 
 
 def attention_scale(config: Record) -> float:
-    """What scores are multiplied by: 1, and with YaRN the square of the factor on queries and keys."""
+    """Return the factor of scores: 1, or with YaRN the square of its factor on queries and keys."""
     scaling = _scaling(config)
     if scaling is None or _kind(scaling)[1] != "yarn":
         return 1.0
@@ -58,44 +57,44 @@ def attention_scale(config: Record) -> float:
 
 
 def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
-    """How many elements of a head rotate, from the first on. partial: the class reads `partial_rotary_factor`; in the
-    others it is refused unless it is 1."""
+    """Return how many elements of a head rotate, from the first on. partial: the class reads `partial_rotary_factor`;
+    in other classes any value but 1 is refused."""
     field = "partial_rotary_factor"
     scaling = _scaling(config)
-    holders = [record for record in (scaling, config) if record is not None and record.has(field)]
+    sources = [record for record in (scaling, config) if record is not None and record.has(field)]
     if not partial:
-        for record in holders:
+        for record in sources:
             if record.number(field, 0, 1) != 1:
                 record.fail(field, "only heads that rotate as a whole are supported in this class")
         return head_width
-    if not holders:
+    if not sources:
         return head_width
-    share = holders[0].number(field, 0, 1)
+    share = sources[0].number(field, 0, 1)
     rotated = int(head_width * share)
     if rotated == 0 or rotated % 2 or head_width % 2:
-        holders[0].fail(field, f"{share} of a head of {head_width} is {rotated} elements; rotation needs pairs")
+        sources[0].fail(field, f"{share} of a head of {head_width} is {rotated} elements; rotation needs pairs")
     return rotated
 
 
 def paired_order(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]:
-    """Where the rows of query or key matrices lie, in the order in which element j of a head is paired with element j +
+    """Return row numbers of query or key matrices, in the order in which element j of a head is paired with element j +
     head_width/2: first halves of the rotated and of the other elements, then the second halves."""
-    turning, still = np.split(np.arange(head_width, dtype=np.int64), [rotated])
-    halves = zip(np.split(turning, 2), np.split(still, 2), strict=True)
+    rotating, fixed = np.split(np.arange(head_width, dtype=np.int64), [rotated])
+    halves = zip(np.split(rotating, 2), np.split(fixed, 2), strict=True)
     head = np.concatenate([part for half in halves for part in half])
     rows: NDArray[np.int64] = np.arange(heads, dtype=np.int64)[:, None] * head_width + head
     return rows.reshape(-1)
 
 
 def _scaling(config: Record) -> Record | None:
-    """`rope_scaling` if it says anything, else `rope_parameters`."""
+    """Return `rope_scaling` if it has any field, else `rope_parameters`."""
     old = config.has("rope_scaling") and config.record("rope_scaling").names()
     field = "rope_scaling" if old else "rope_parameters"
     return config.record(field) if config.has(field) else None
 
 
 def _original_tokens(config: Record) -> int | None:
-    """What `original_max_position_embeddings` means where the scaling does not say it."""
+    """Return the default of `original_max_position_embeddings` in the scaling."""
     for field in ("original_max_position_embeddings", "max_position_embeddings"):
         if config.has(field):
             return config.integer(field, 1, 1 << 24)
@@ -103,7 +102,7 @@ def _original_tokens(config: Record) -> int | None:
 
 
 def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, theta: float) -> NDArray[np.float64]:
-    """Scale the table as `rope_type` (or `type`) says: default, linear, llama3 or yarn; any other kind is refused."""
+    """Scale the table by `rope_type` (or `type`): default, linear, llama3 or yarn; any other kind is refused."""
     if scaling is None:
         return frequencies
     for name in scaling.names():
@@ -124,14 +123,14 @@ def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, thet
 
 
 def _kind(scaling: Record) -> tuple[str, str]:
-    """The field that names the kind of scaling, and the kind."""
+    """Return the field that names the kind of scaling, and the kind."""
     field = "rope_type" if scaling.has("rope_type") else "type"
     return field, scaling.text(field) if scaling.has(field) else "default"
 
 
 def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> NDArray[np.float64]:
-    """Keep pairs that make many turns in the original context (`beta_fast`), slow those of few (`beta_slow`) down by
-    `factor`, blend between by their number. arXiv:2309.00071; bounds as in transformers' modeling_rope_utils.py."""
+    """Keep pairs that make many turns in the original context (`beta_fast`), slow pairs with few turns (`beta_slow`)
+    down by `factor`, and blend in between. arXiv:2309.00071; bounds as in transformers' modeling_rope_utils.py."""
     factor = scaling.number("factor", 1e-3, 1e6)
     context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
     if theta <= 1:
@@ -152,12 +151,13 @@ def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> ND
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: Record) -> NDArray[np.float64]:
-    """Slow long waves down by `factor`, keep short ones, blend between by their turns in the original context."""
+    """Slow long waves down by `factor`, keep short ones, and blend in between by their turns in the original
+    context."""
     factor = scaling.number("factor", 1e-3, 1e6)
     low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
     context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
     if high <= low:
         scaling.fail("high_freq_factor", f"{high} is not above low_freq_factor, {low}")
     turns = context_tokens * frequencies / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    unscaled = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / factor)

@@ -1,6 +1,6 @@
-"""Sentencepiece's BPE as a tokenizer.json: pieces with scores, of which the highest is joined first.
+"""Sentencepiece's BPE as a tokenizer.json: pieces with scores, of which the highest is merged first.
 
-GGUF files and tokenizer.model hold the same three lists: pieces, scores, and of what kind each piece is.
+GGUF files and tokenizer.model contain the same three lists: pieces, scores, and the kind of each piece.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
-MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
+MAX_PIECE_CHARACTERS = 4096  # the work for a piece grows with the square of its length; real ones have a few hundred
 
 
 def complaint_about(pieces: Sequence[str]) -> str | None:
-    """What is wrong with a vocabulary that no model has, if anything."""
+    """Return what is wrong with a vocabulary, if it is one that no model has."""
     if len(set(pieces)) != len(pieces):
         return "a token appears twice"
     longest = max(map(len, pieces), default=0)
@@ -27,7 +27,7 @@ def complaint_about(pieces: Sequence[str]) -> str | None:
 def scored_bpe(
     pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, space_prefix: bool
 ) -> Tokenizer:
-    """The tokenizer. space_prefix: a text starts with a space that it does not have."""
+    """Return the tokenizer. space_prefix: it prepends a space to each text."""
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
     tokenizer = Tokenizer(
@@ -49,22 +49,23 @@ def scored_bpe(
 
 
 def _merges(normal: dict[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every way to put a piece together from two others, pieces of the highest score first."""
+    """Yield every way to merge two pieces into a third, pieces of the highest score first."""
     for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        found = [(left, right) for left, right in halves if left in normal and right in normal]
-        yield from sorted(found, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        pairs = [(left, right) for left, right in halves if left in normal and right in normal]
+        yield from sorted(pairs, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
 
 
 def whole_pieces(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
-    """Control and user-defined pieces are found in a text before anything is split or joined."""
+    """Make control and user-defined pieces whole tokens, which are found in a text before it is split or merged."""
     for piece, kind in zip(pieces, kinds, strict=True):
         if kind in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
 
 
 def framed(tokenizer: Tokenizer, pieces: Sequence[str], begin: int | None, end: int | None) -> bytes:
-    """tokenizer.json, with a post-processor that puts the begin and end tokens round a text. None: no such token."""
+    """Return tokenizer.json with a post-processor that puts the begin and end tokens around a text. None: no such
+    token."""
     values = json.loads(tokenizer.to_str())
     values["post_processor"] = _frame(pieces, begin, end)
     return json.dumps(values, ensure_ascii=False).encode()

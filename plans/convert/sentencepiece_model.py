@@ -1,8 +1,8 @@
-"""A tokenizer.json from sentencepiece's own file, tokenizer.model, for checkpoints that have nothing else.
+"""Builds a tokenizer.json from sentencepiece's own file, tokenizer.model, for checkpoints that have nothing else.
 
-What the file leaves to its reader is in tokenizer_config.json and added_tokens.json beside it: begin and end tokens,
-and pieces that were added later. Read as LlamaTokenizer of transformers does, the class of all models known that come
-with such a file; what it would not compute in the same way is refused.
+Begin and end tokens, and pieces that were added later, are in tokenizer_config.json and added_tokens.json beside it.
+The file is read like LlamaTokenizer of transformers does, the class of all known models with such a file. Settings that
+would not give the same tokens are refused.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from neuronpipe.plans.convert.scored_bpe import (
 from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.plans.strict_json import Record, read_file, read_json
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 ADDED = "added_tokens.json"
 CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-BPE = 2  # of TrainerSpec.ModelType
+BPE = 2  # TrainerSpec.ModelType
 
 
 class _Added(NamedTuple):
-    """A piece that is not in tokenizer.model, or says more of one that is."""
+    """A piece that is not in tokenizer.model, or further facts about one that is."""
 
     text: str
     special: bool
 
 
 def build_from_sentencepiece(path: Path) -> bytes:
-    """tokenizer.json for a tokenizer.model and the files beside it. Raises UserError when it cannot be the same."""
+    """Return tokenizer.json for a tokenizer.model and the files beside it. Raises UserError if it cannot be
+    equivalent."""
     model = _parsed(path)
     config = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).exists() else Record({}, str(path))
     _refuse_what_differs(path, model, config)
@@ -67,11 +68,11 @@ def build_from_sentencepiece(path: Path) -> bytes:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path}: makes no tokenizer: {named(' '.join(str(error).split()))}") from None
+        raise UserError(f"{path}: makes no tokenizer: {safe_name(' '.join(str(error).split()))}") from None
 
 
 def _parsed(path: Path) -> Any:
-    """The file as the library's own message."""
+    """Return the file as the library's own message."""
     data = read_file(path, MAX_TOKENIZER_BYTES)
     try:
         from google.protobuf.message import DecodeError
@@ -92,7 +93,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
-    """Refuse what would give other tokens here without an error."""
+    """Refuse settings that would silently give other tokens."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     save_it = "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
     for holds, what in (
@@ -104,7 +105,7 @@ def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
         if not holds:
             raise UserError(f"{path}: {what}; {save_it}")
     for piece in (piece for piece in model.pieces if piece.type == USER_DEFINED):
-        # The library puts no space behind such a piece, and behind a special token it does: here both are alike.
+        # The library adds a space after a special token and not after such a piece; a tokenizer.json treats both alike.
         if SPACE in piece.piece or (normalizer.add_dummy_prefix and _is_legacy(config)):
             raise UserError(f"{path}: {quoted(piece.piece)}: a user-defined piece beside spaces; {save_it}")
     if config.has("tokenizer_class") and (name := config.text("tokenizer_class")) not in CLASSES:
@@ -112,7 +113,7 @@ def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
 
 
 def _normalize(tokenizer: Tokenizer, spec: Any, config: Record) -> None:
-    """What happens to a text before it is joined: the model's own table of characters, then spaces."""
+    """Set the normalization before merging: the model's own table of characters, then spaces."""
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps += [normalizers.Precompiled(spec.precompiled_charsmap)]
@@ -120,18 +121,18 @@ def _normalize(tokenizer: Tokenizer, spec: Any, config: Record) -> None:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix and _is_legacy(config):
         steps += [normalizers.Prepend(SPACE)]
-    elif spec.add_dummy_prefix:  # before the text only, and not behind each special token in it
+    elif spec.add_dummy_prefix:  # only before the text, not after each special token in it
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
 def _is_legacy(config: Record) -> bool:
-    """Whether a space is put behind each special token too, and not only before the text."""
+    """Return True if a space is added after each special token too, and not only before the text."""
     return config.boolean("legacy") if config.has("legacy") else True
 
 
 def _added(path: Path, config: Record) -> dict[int, _Added]:
-    """Number -> what was added, of both files that may say it."""
+    """Return the added tokens by number, from both files that may list them."""
     added: dict[int, _Added] = {}
     if path.with_name(ADDED).exists():
         record = read_json(path.with_name(ADDED))
@@ -148,9 +149,9 @@ def _added(path: Path, config: Record) -> dict[int, _Added]:
 
 
 def _frame_token(config: Record, name: str, pieces: list[str], model: Any) -> int | None:
-    """The number of the token that begins or ends a text, where one does: begin unless told otherwise."""
-    wanted = f"add_{name}_token"
-    if not (config.boolean(wanted) if config.has(wanted) else name == "bos"):
+    """Return the number of the token that begins or ends a text, if there is one. By default a begin token is used."""
+    option = f"add_{name}_token"
+    if not (config.boolean(option) if config.has(option) else name == "bos"):
         return None
     field = f"{name}_token"
     if not config.has(field):

@@ -1,4 +1,4 @@
-"""A file of a model's source: read by offset, wherever it lies."""
+"""A file of a model's source, read by offset, on this disk or elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class SourceFile:
-    """A file that is read by offset; reading past its end is an error, also when it shrinks meanwhile.
+    """A file that is read by offset. Reading past its end is an error, also if it shrinks meanwhile.
 
-    A conversion says when it needs a file and when no longer (`fetch`, `release`). Neither means anything to one that
-    lies on this disk; one that lies elsewhere comes and goes then, and is read in small pieces before.
+    A conversion says when it begins to need a file and when it no longer does (`fetch`, `release`). Both do nothing for
+    a file on this disk; a file elsewhere is downloaded and deleted then, and is read in small pieces before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,12 +24,12 @@ class SourceFile:
         self._descriptor: int | None = None
 
     def beginning(self) -> BinaryIO:
-        """The file, opened to read its header. Raises UserError."""
+        """Return the file, opened to read its header. Raises UserError."""
         return open_file(self.path)
 
     @property
     def version(self) -> str:
-        """What is another when the file's content is. Raises UserError."""
+        """A text that changes when the file's content does. Raises UserError."""
         try:
             status = os.stat(self.path)
         except OSError as error:
@@ -37,13 +37,13 @@ class SourceFile:
         return f"{self.path.name} {status.st_size} {status.st_mtime_ns}"
 
     def fetch(self) -> None:
-        """Many bytes will be read now."""
+        """Prepare for reading many bytes."""
 
     def release(self) -> None:
-        """No byte will be read any more."""
+        """Release the file after the last read."""
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor; it is opened again on demand."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,5 +1,5 @@
-"""tokenizer.json as a package keeps it: byte for byte, once it is known to load and to fit the model; made from
-tokenizer.model where there is no other."""
+"""Reads the tokenizer.json of a package: copied byte for byte after checking that it loads and fits the model, or made
+from tokenizer.model if there is no tokenizer.json."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from neuronpipe.protocol.errors import UserError
 
 
 def read_tokenizer(path: Path, vocabulary: int) -> bytes:
-    """The file's bytes, or what becomes of a tokenizer.model, which may lie in its place. Refused when the tokenizers
-    library cannot read it or an id has no embedding."""
+    """Return the file's bytes, or a tokenizer.json made from a tokenizer.model in its place. Raises UserError if the
+    tokenizers library cannot read it or an id has no embedding."""
     if path.name == "tokenizer.json" and not os.path.exists(path) and os.path.exists(path.with_suffix(".model")):
         path = path.with_suffix(".model")
     refuse_missing_tokenizer(path)
@@ -26,7 +26,7 @@ def read_tokenizer(path: Path, vocabulary: int) -> bytes:
 
 
 def check_tokenizer(data: bytes, vocabulary: int, where: str) -> None:
-    """Refuse a tokenizer that does not load, or that has an id the model's embedding lacks."""
+    """Refuse a tokenizer that does not load, or that has an id without an embedding."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

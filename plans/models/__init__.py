@@ -1,1 +1,1 @@
-"""What models are, as data: one description for every architecture, and a file for each family that has it."""
+"""Model descriptions as data: one `ModelSpec` for every architecture, and one file for each family."""

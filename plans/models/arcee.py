@@ -1,4 +1,5 @@
-"""Arcee's foundation models (AFM): like Llama, but a feed-forward of Up and Down with a squared ReLU between them."""
+"""Arcee's foundation models (AFM): like Llama, but the feed-forward has only Up and Down, with a squared ReLU between
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
-    described,
+    build_spec,
     refuse_biases,
     sizes,
 )
@@ -38,7 +39,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     refuse_biases(config, has)
     if config.boolean("attention_bias"):
         config.fail("attention_bias", "is true, which means a bias of self_attn.o_proj as well: not supported")
-    return described(
+    return build_spec(
         config,
         **sizes(config, choices),
         family=NAME,

@@ -1,4 +1,4 @@
-"""What many classes of transformers say alike in config.json: sizes, attention windows, the context."""
+"""Keys of config.json that many classes of transformers share: sizes, attention windows, the context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from neuronpipe.protocol.errors import quoted
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# Names of LlamaForCausalLM, which most classes after it took over.
+# Names of LlamaForCausalLM, which most later classes use too.
 GATED_NAMES = TensorNames(
     embedding="model.embed_tokens",
     output="lm_head",
@@ -43,7 +43,7 @@ GATED_NAMES = TensorNames(
 PREDICTOR = "model.layers.0.mlp.predictor.fc1.weight"  # TurboSparse's; Bamboo has none
 GATED_HARMLESS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tables that old checkpoints carry
 
-# What the configuration classes of gated models have alike. rope_theta: RotaryEmbeddingConfigMixin.default_theta in
+# Defaults that the configuration classes of gated models share. rope_theta: RotaryEmbeddingConfigMixin.default_theta in
 # transformers/modeling_rope_utils.py, and in transformers 4 a default of each class.
 GATED_DEFAULTS = {
     "hidden_size": 4096,
@@ -58,34 +58,38 @@ GATED_DEFAULTS = {
 }
 
 
-def context_tokens(config: Record, wanted: int | None) -> int:
-    """Most positions of a text: what was asked for, if the model has so many, else all it has."""
-    most_tokens = config.integer("max_position_embeddings", 1, MAX.context_tokens)
-    if wanted is not None and not 1 <= wanted <= most_tokens:
-        config.fail("max_position_embeddings", f"is {most_tokens}, so a context of {wanted} tokens is impossible")
-    return wanted or most_tokens
+def context_tokens(config: Record, requested_tokens: int | None) -> int:
+    """Return the maximal number of positions of a sequence: the requested one, if the model has as many, else all it
+    has."""
+    max_tokens = config.integer("max_position_embeddings", 1, MAX.context_tokens)
+    if requested_tokens is not None and not 1 <= requested_tokens <= max_tokens:
+        config.fail(
+            "max_position_embeddings", f"is {max_tokens}, so a context of {requested_tokens} tokens is impossible"
+        )
+    return requested_tokens or max_tokens
 
 
 def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
-    """Each layer's attention window by `sliding_window`, which counts from a first layer on, unless `layer_types` says
-    where, in classes that read it."""
+    """Return each layer's attention window. `sliding_window` applies from `first_layer` on, unless `layer_types` lists
+    the layers, in classes that read it."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has("sliding_window"):
         return [0] * layers
     window = config.integer("sliding_window", 1, MAX.context_tokens)
     kinds = [SLIDING if layer >= first_layer else FULL for layer in range(layers)]
     if config.has("layer_types"):
-        said = config.items("layer_types")
-        if not reads_layer_types and said != kinds:
+        layer_types = config.items("layer_types")
+        if not reads_layer_types and layer_types != kinds:
             config.fail("layer_types", "layers with different attention windows are not supported in this class")
-        if len(said) != layers or not all(kind in (SLIDING, FULL) for kind in said):
-            config.fail("layer_types", f"{quoted(said)} is not {SLIDING} or {FULL} for each of {layers} layers")
-        kinds = said
+        if len(layer_types) != layers or not all(kind in (SLIDING, FULL) for kind in layer_types):
+            config.fail("layer_types", f"{quoted(layer_types)} is not {SLIDING} or {FULL} for each of {layers} layers")
+        kinds = layer_types
     return [window if kind == SLIDING else 0 for kind in kinds]
 
 
 def windows_of_qwen(config: Record) -> list[int]:
-    """Sliding windows that count with use_sliding_window only, and only from layer max_window_layers on."""
+    """Return attention windows that apply only if `use_sliding_window` is set, and only from layer `max_window_layers`
+    on."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not (config.has("use_sliding_window") and config.boolean("use_sliding_window")):
         return [0] * layers
@@ -94,29 +98,30 @@ def windows_of_qwen(config: Record) -> list[int]:
 
 
 def gated_activation(
-    config: Record, has: Callable[[str], bool], wanted: Activation | None, *, relu_may_mean_drelu: bool = False
+    config: Record, has: Callable[[str], bool], requested: Activation | None, *, relu_may_mean_drelu: bool = False
 ) -> Activation:
-    """What was asked for, else what `hidden_act` says, where the tensors do not speak against it."""
-    if wanted is not None:
-        return wanted
+    """Return the requested activation, else the one that `hidden_act` names, unless the tensors contradict it."""
+    if requested is not None:
+        return requested
     if is_fatrelu(config):
         return "relu"
     if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
         config.fail("hidden_act_param", f"is a threshold, which {quoted(config.text('hidden_act'))} does not have")
     activation = named_activation(config, "hidden_act", relu_may_mean_drelu=relu_may_mean_drelu)
     if has(PREDICTOR) and activation != "drelu":
-        said = quoted(config.text("hidden_act"))
-        config.fail("hidden_act", f"is {said}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
+        stated = quoted(config.text("hidden_act"))
+        config.fail("hidden_act", f"is {stated}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
     return activation
 
 
 def is_fatrelu(config: Record) -> bool:
-    """Whether `hidden_act` says ReLU with a threshold, of which `hidden_act_param` says how high it is."""
+    """Return True if `hidden_act` is ReLU with a threshold, which `hidden_act_param` gives."""
     return config.text("hidden_act") == "fatrelu"
 
 
 def threshold(config: Record, choices: Choices) -> float:
-    """What a gate must exceed. Who names another activation than the file's names one without threshold."""
+    """Return the value that a gate must exceed. An activation that the user names instead of the file's has no
+    threshold."""
     fat = choices.activation is None and is_fatrelu(config)
     return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
@@ -131,7 +136,7 @@ def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
 
 
 class Mixture(NamedTuple):
-    """What a ModelSpec says of experts, by its own names."""
+    """The fields of a ModelSpec about experts, by the same names."""
 
     experts: int
     experts_per_token: int
@@ -152,9 +157,9 @@ def gated_model(
     mixture: Mixture | None = None,
     rotary: list[bool] | None = None,
 ) -> ModelSpec:
-    """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share. neurons: the key of
-    how many; rotary: whether each layer is (None: all are)."""
-    return described(
+    """Return a model with RMS norms, rotary positions and a gated feed-forward, from the keys that such classes share.
+    neurons: the key of the number of neurons; rotary: whether each layer is rotary (None: all are)."""
+    return build_spec(
         config,
         **sizes(config, choices, neurons),
         **({} if mixture is None else mixture._asdict()),
@@ -169,8 +174,8 @@ def gated_model(
 
 
 def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:
-    """Fields of ModelSpec whose keys are called alike in Llama and most classes after it; neurons: the key of how
-    many."""
+    """Return the fields of ModelSpec whose keys have the same names in Llama and most later classes. neurons: the key
+    of the number of neurons."""
     width = config.integer("hidden_size", 1, MAX.width)
     query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:
@@ -188,8 +193,8 @@ def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") 
     }
 
 
-def described(config: Record, **fields: Any) -> ModelSpec:
-    """The description with these fields. Raises UserError where they contradict each other."""
+def build_spec(config: Record, **fields: Any) -> ModelSpec:
+    """Return a ModelSpec with these fields. Raises UserError if they contradict each other."""
     try:
         return ModelSpec(**fields)
     except SpecError as error:

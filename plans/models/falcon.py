@@ -1,6 +1,6 @@
-"""Falcon: attention and a feed-forward of Up and Down side by side, behind one LayerNorm (7B) or two (40B, 180B).
+"""Falcon: attention and a feed-forward of Up and Down in parallel, after one LayerNorm (7B) or two (40B, 180B).
 
-Falcon itself is GELU, whose neurons always fire and which is not computed here. ReluFalcon-40B is Falcon-40B with ReLU.
+Falcon itself has GELU, whose neurons always fire and which is not supported. ReluFalcon-40B is Falcon-40B with ReLU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import context_tokens, described
+from neuronpipe.plans.models.configuration import build_spec, context_tokens
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -39,6 +39,7 @@ DEFAULTS = {
     "eos_token_id": 11,
 }
 
+# A package stores the one norm twice: 65 KB a layer at most, instead of a third kind of layer.
 ONE_NORM = TensorNames(
     embedding="transformer.word_embeddings",
     output="lm_head",
@@ -67,13 +68,13 @@ def _key_heads(config: Record, query_heads: int) -> int:
 
 
 def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
-    """Every key head's group stands together: its queries, its key, its value. That holds for all kinds of Falcon: with
-    multi_query there is one group, and without it each head is a group."""
+    """Return the rows of queries, keys and values in the joined tensor. Each key head's group lies together: its
+    queries, its key, its value. With multi_query there is one group; without it each head is a group."""
     group = model.query_heads // model.key_heads
-    together = (group + 2) * model.head_width  # rows of one key head's group
+    group_rows = (group + 2) * model.head_width  # of one key head
     queries, keys, values = range(group), range(group, group + 1), range(group + 1, group + 2)
     return [
-        number * together + head * model.head_width + row
+        number * group_rows + head * model.head_width + row
         for heads in (queries, keys, values)
         for number in range(model.key_heads)
         for head in heads
@@ -81,14 +82,14 @@ def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
     ]
 
 
-def _activation(config: Record, wanted: Activation | None) -> Activation:
-    if wanted is not None:
-        return wanted
-    if (said := config.text("activation")) != "relu":
+def _activation(config: Record, requested: Activation | None) -> Activation:
+    if requested is not None:
+        return requested
+    if (stated := config.text("activation")) != "relu":
         config.fail(
             "activation",
-            f"{quoted(said)} is not supported, and it is what Falcon itself has; ReluFalcon has relu: "
-            "if this is it, say so with --activation relu",
+            f"{quoted(stated)} is not supported, and it is what Falcon itself has; ReluFalcon has relu: "
+            "if this is that model, pass --activation relu",
         )
     return "relu"
 
@@ -103,7 +104,7 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
     if width % query_heads:
         config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
     bias = config.boolean("bias")
-    return described(
+    return build_spec(
         config,
         family=NAME,
         width=width,

@@ -1,7 +1,5 @@
-"""What a family file states: how its checkpoints' configurations and tensor names become one description.
-
-And which activation a source means: the step at which ReLU models are most often read wrongly without a word.
-"""
+"""The contents of a family file: how configurations and tensor names of its checkpoints become one description. Also
+which activation a source means, since ReLU models are often read wrongly without an error."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class Choices(NamedTuple):
-    """What the person who converts may say besides the source; None: as the source says."""
+    """Choices of the user that override the source; None: as the source says."""
 
     activation: Activation | None = None
     context_tokens: int | None = None
@@ -25,12 +23,12 @@ class Choices(NamedTuple):
 
 @frozen(kw_only=True)
 class TensorNames:
-    """What a source calls the tensors of a model, without `.weight` and `.bias`; None: its models have no such tensor.
+    """The names of a model's tensors in a source, without `.weight` and `.bias`; None: its models have no such tensor.
 
-    Those of a layer follow `layer`, in which {} is the layer's number; in a mixture gate, up and down follow `expert`
-    besides, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one behind the
-    other. query_key_value: the three in one tensor, instead of each by itself. first_position: rows of `positions`
-    before the one of position 0. predictor: fc1 and fc2, {} is which; they follow `layer`, or in a mixture `expert`.
+    Names of a layer follow `layer`, in which {} is the layer's number. In a mixture gate, up and down also follow
+    `expert`, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one after the
+    other. query_key_value: the three in one tensor, instead of one each. first_position: rows of `positions` before the
+    row of position 0. predictor: fc1 and fc2, {} is 1 or 2; they follow `layer`, or in a mixture `expert`.
     """
 
     embedding: str
@@ -61,14 +59,15 @@ class TensorNames:
 class Architecture:
     """One class of transformers, as config.json names it under `architectures`.
 
-    config_class: whose defaults count where a key is missing
-    defaults: of that class, for every key that is read here; `null` in a file is not missing
-    read: (configuration, whether there is a tensor of this name, choices) -> the model; raises UserError by the field
-    names: of its tensors, or a function where they depend on the configuration
-    joined_rows: where the rows of queries, keys and values lie in a tensor that holds all three, where it has one
-    harmless: a regular expression of tensors that change nothing, and may be there
+    config_class: the class whose defaults apply to missing keys
+    defaults: its defaults, for every key that is read; `null` in a file is not missing
+    read: (configuration, function that tells whether a tensor exists, choices) -> the model; raises UserError naming
+        the field
+    names: names of its tensors, or a function if they depend on the configuration
+    joined_rows: the rows of queries, keys and values in a tensor that holds all three, if there is one
+    harmless: a regular expression of tensors that change nothing and may be present
     norm_offset: added to the stored weight of every norm
-    partial_rotary: `partial_rotary_factor` counts: so much of a head, from its first element on, is rotated
+    partial_rotary: `partial_rotary_factor` applies: that share of a head, from its first element on, is rotated
     """
 
     config_class: str
@@ -81,25 +80,25 @@ class Architecture:
     partial_rotary: bool = False
 
     def tensor_names(self, config: Record) -> TensorNames:
-        """What a checkpoint with this configuration calls its tensors."""
+        """Return the names of the tensors of a checkpoint with this configuration."""
         return self.names(config) if callable(self.names) else self.names
 
 
 @frozen(kw_only=True)
 class GgufArchitecture:
-    """One `general.architecture` of GGUF files, whose keys and tensor names are all made alike.
+    """One `general.architecture` of GGUF files, whose keys and tensor names follow one scheme.
 
     interleaved: rows of queries and keys pair neighbouring elements for rotary positions
-    qkv_bias: queries, keys and values always have biases; otherwise where the tensors are there
+    qkv_bias: queries, keys and values always have biases; otherwise only if the tensors exist
     head_norm: queries and keys are normed, each head by itself
-    relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
-    activation: where a file says nothing; None: GELU, which is not computed here
-    router, router_reads: of its mixtures; the former where a file says nothing
-    harmless: a regular expression of tensors that change nothing, and may be there
-    norm: of its layers; the weights of LayerNorm are stored whole
-    gated: whether the feed-forward has Gate beside Up and Down
-    parallel: attention and feed-forward side by side, from one norm, or attention from a second one; queries, keys and
-        values in one tensor, in that order
+    relu_may_mean_drelu: the user has to confirm `relu`, since known models say it and mean drelu
+    activation: used if a file names none; None: GELU, which is not supported
+    router, router_reads: of its mixtures; the former applies if a file names none
+    harmless: a regular expression of tensors that change nothing and may be present
+    norm: norm of its layers; the weights of LayerNorm are stored whole
+    gated: the feed-forward has Gate beside Up and Down
+    parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
+        keys and values lie in one tensor, in that order
     partial_rotary: `rope.dimension_count` may be less than the width of a head
     """
 
@@ -119,7 +118,7 @@ class GgufArchitecture:
 
 @frozen(kw_only=True)
 class Family:
-    """Models that are read alike. architectures, gguf: by the names that their files give."""
+    """Models that are read in the same way. architectures, gguf: by the names in their files."""
 
     name: str
     architectures: Mapping[str, Architecture]
@@ -141,13 +140,13 @@ _RELU_MODELS = re.compile(r"relu|sparse|bamboo|powerinfer|minicpm-s", re.IGNOREC
 
 
 def sounds_like_relu(*names: str) -> str | None:
-    """The first of the names that a ReLU-family model might have, if any."""
+    """Return the first of the names that a ReLU model might have; None if there is none."""
     return next((name for name in names if _RELU_MODELS.search(name)), None)
 
 
 def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
-    """The activation that a field names. relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its files
-    differ in nothing else from those of one that means relu."""
+    """Return the activation that a field names. relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its
+    files differ in nothing else from those of a model that means relu."""
     if (name := record.text(field)) not in ACTIVATION_NAMES:
         record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
     if name == "relu" and relu_may_mean_drelu:

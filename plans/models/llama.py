@@ -1,8 +1,8 @@
-"""Llama and what is built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
+"""Llama and models built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
 
-transformers writes every key it knows into config.json, but files made by hand or by other programs do not, and what is
-missing decides results: a Mistral without `sliding_window` has an attention window of 4096. The defaults below are
-compared with transformers' own (tests/conformance/golden).
+transformers writes every key that it knows into config.json, but files made by hand or by other programs lack some, and
+missing keys decide results: a Mistral without `sliding_window` has an attention window of 4096. The defaults below are
+compared with those of transformers (tests/conformance/golden).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _mistral(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _qwen2(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Biases of queries, keys and values are fixed in modeling_qwen2.py."""
+    """Read a Qwen2. modeling_qwen2.py always gives biases to queries, keys and values."""
     refuse_biases(config, has)
     activation = gated_activation(config, has, choices.activation, relu_may_mean_drelu=True)
     windows = windows_of_qwen(config)
@@ -58,15 +58,15 @@ def _qwen2(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _bamboo(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Its class applies the configured activation to gate and to up. TurboSparse-Mistral has the same class and
-    strings, and predictors among its tensors: both are dReLU."""
+    """Read a Bamboo, whose class applies the configured activation to gate and to up. TurboSparse-Mistral has the same
+    class and strings, and predictors among its tensors. Both are dReLU."""
     refuse_biases(config, has)
     activation: Activation = "drelu"
     if choices.activation is not None:
         activation = choices.activation
-    elif (said := config.text("hidden_act")) not in ("relu", "drelu"):
-        whose = "TurboSparse-Mistral" if has(PREDICTOR) else "Bamboo"
-        config.fail("hidden_act", f"is {quoted(said)}, but {whose} says relu and means drelu; {SAY_WHICH}")
+    elif (stated := config.text("hidden_act")) not in ("relu", "drelu"):
+        model_name = "TurboSparse-Mistral" if has(PREDICTOR) else "Bamboo"
+        config.fail("hidden_act", f"is {quoted(stated)}, but {model_name} says relu and means drelu; {SAY_WHICH}")
     windows = sliding_windows(config, reads_layer_types=False)
     return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=False)
 

@@ -1,7 +1,7 @@
-"""MiniCPM and MiniCPM-S: like Llama, with three scales that keep activations alike at any width and depth (muP).
+"""MiniCPM and MiniCPM-S: like Llama, with three scales that keep activations similar at any width and depth (muP).
 
-The embedding is multiplied by `scale_emb`, what a layer's two parts add by `scale_depth` / sqrt(layers), and logits are
-divided by `hidden_size` / `dim_model_base`. MiniCPM-S has ReLU with a threshold.
+The embedding is multiplied by `scale_emb`, what attention and feed-forward add by `scale_depth` / sqrt(layers), and
+logits are divided by `hidden_size` / `dim_model_base`. MiniCPM-S has ReLU with a threshold.
 """
 
 from __future__ import annotations

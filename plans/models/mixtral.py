@@ -1,8 +1,8 @@
-"""Mixtral, and TurboSparse-Mixtral: Llama with experts of which a router chooses, for each token and layer.
+"""Mixtral and TurboSparse-Mixtral: Llama with experts, of which a router chooses some for each token and layer.
 
-The router's values for all experts pass a softmax, and those of the chosen ones are divided by their sum: that is the
-softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo does; each
-of its experts has a predictor in the checkpoint.
+The router's values for all experts pass a softmax, and those of the chosen experts are divided by their sum, which
+equals the softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo
+does; each of its experts has a predictor in the checkpoint.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ def _mixtral(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _turbosparse(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Its class applies the configured activation to gate and to up."""
+    """Read a TurboSparse-Mixtral, whose class applies the configured activation to gate and to up."""
     if choices.activation is not None:
         return _model(config, choices, choices.activation)
-    if (said := config.text("hidden_act")) not in ("relu", "drelu"):
-        config.fail("hidden_act", f"is {quoted(said)}, but TurboSparse-Mixtral says relu and means drelu; {SAY_WHICH}")
+    if (stated := config.text("hidden_act")) not in ("relu", "drelu"):
+        config.fail(
+            "hidden_act", f"is {quoted(stated)}, but TurboSparse-Mixtral says relu and means drelu; {SAY_WHICH}"
+        )
     return _model(config, choices, "drelu")
 
 

@@ -1,12 +1,12 @@
-"""Nemotron and Minitron: LayerNorm whose stored weights lack 1, rotary positions on a part of each head, a feed-forward
-of Up and Down with a squared ReLU between them."""
+"""Nemotron and Minitron: LayerNorm whose stored weights are 1 too small, rotary positions on a part of each head, a
+feed-forward of Up and Down with a squared ReLU between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import GATED_NAMES, described, sizes
+from neuronpipe.plans.models.configuration import GATED_NAMES, build_spec, sizes
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
 from neuronpipe.plans.strict_json import Record
@@ -39,7 +39,7 @@ NAMES = replace(GATED_NAMES, gate=None, query_norm=None, key_norm=None)
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
     attention_bias = config.boolean("attention_bias")
-    return described(
+    return build_spec(
         config,
         **sizes(config, choices),
         family=NAME,
@@ -66,7 +66,7 @@ FAMILY = Family(
             partial_rotary=True,
         ),
     },
-    # llama.cpp's converter adds the 1 that norms lack.
+    # llama.cpp's converter adds the missing 1 to norms, in 16 bits: vectors differ from the checkpoint's by rounding.
     gguf={
         "nemotron": GgufArchitecture(
             interleaved=False, norm="layer", gated=False, partial_rotary=True, activation="relu2"

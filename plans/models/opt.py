@@ -50,14 +50,14 @@ NAMES = TensorNames(
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
-    for field, wanted in (
+    for field, supported in (
         ("do_layer_norm_before", True),
         ("_remove_final_layer_norm", False),
         ("enable_bias", True),
         ("layer_norm_elementwise_affine", True),
     ):
-        if config.boolean(field) != wanted:
-            config.fail(field, f"only models with {str(wanted).lower()} are supported")
+        if config.boolean(field) != supported:
+            config.fail(field, f"only models with {str(supported).lower()} are supported")
     width = config.integer("hidden_size", 1, MAX.width)
     if config.has("word_embed_proj_dim") and config.integer("word_embed_proj_dim", 1, MAX.width) != width:
         config.fail("word_embed_proj_dim", f"differs from hidden_size, {width}: not supported")
@@ -92,7 +92,7 @@ def opt_spec(
     context_tokens: int,
     tied_embeddings: bool,
 ) -> ModelSpec:
-    """What every OPT is, of these sizes, whichever file tells them. Raises SpecError."""
+    """Return the description of an OPT of these sizes, whichever file states them. Raises SpecError."""
     return ModelSpec(
         family=NAME,
         width=width,

@@ -1,4 +1,4 @@
-"""The families there are: a new one is a file beside this and a line here."""
+"""The registry of families. A new family is a file in this folder and a line here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SmallThinker: experts with ReLU gates, chosen by a router that reads the layer's input before it is normed, so that
-they are known before attention. Some layers have neither rotary positions nor a window.
+    they are known before attention. Some layers have neither rotary positions nor a window.
 
 Keys and defaults: configuration_smallthinker.py in the models' own repositories (PowerInfer/SmallThinker-4BA0.6B,
--21BA3B). Its class knows no other activation than relu(gate) * up.
+-21BA3B). Its class has no other activation than relu(gate) * up.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         choices,
         family=NAME,
         activation=choices.activation or "relu",
-        windows=[window_tokens if there else 0 for there in windowed],
-        rotary=[bool(there) for there in _layout(config, "rope_layout", 1)],
+        windows=[window_tokens if flag else 0 for flag in windowed],
+        rotary=[bool(flag) for flag in _layout(config, "rope_layout", 1)],
         qkv_bias=False,
         neurons="moe_ffn_hidden_size",
         mixture=Mixture(experts, config.integer("moe_num_active_primary_experts", 1, experts), router, "layer"),
@@ -79,18 +79,18 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
 
 
 def _layout(config: Record, field: str, default: int) -> list[int]:
-    """A 0 or 1 for each layer."""
+    """Return a 0 or 1 for each layer."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has(field):
         return [default] * layers
-    said = config.items(field)
-    if len(said) != layers or not all(type(there) is int and there in (0, 1) for there in said):
-        config.fail(field, f"{quoted(said)} is not 0 or 1 for each of {layers} layers")
-    return said
+    flags = config.items(field)
+    if len(flags) != layers or not all(type(flag) is int and flag in (0, 1) for flag in flags):
+        config.fail(field, f"{quoted(flags)} is not 0 or 1 for each of {layers} layers")
+    return flags
 
 
-# Its own engine's converter says of the router only that it is softmax, where it is, and may add a predictor of the
-# rows of the output matrix. llama.cpp's says both.
+# The converter of SmallThinker's own engine names the router only if it is softmax, and may add a predictor of the rows
+# of the output matrix. llama.cpp's names either router.
 GGUF = GgufArchitecture(
     interleaved=False,
     activation="relu",

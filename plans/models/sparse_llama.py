@@ -1,6 +1,6 @@
-"""Two unrelated families whose class has the same name, SparseLlamaForCausalLM: like Llama but for the activation.
+"""Two unrelated families whose class has the same name, SparseLlamaForCausalLM: like Llama except for the activation.
 
-ProSparse (model_type sparsellama) has ReLU with a threshold. SakanaAI's SparseLM (llama_sparse_relu) runs ReLU whatever
+ProSparse (model_type sparsellama) has ReLU with a threshold. SakanaAI's SparseLM (llama_sparse_relu) uses ReLU whatever
 `hidden_act` says, which is silu in its files.
 """
 
@@ -52,11 +52,11 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     if config.has("sparsity_new_intermediate_size"):
         config.fail("sparsity_new_intermediate_size", "is not supported; only null is")
     activation = _activation(config, has, choices)
-    # SparseLM's hidden_act means nothing, and so no threshold either.
-    said = Choices(activation, choices.context_tokens) if _is_sparse_lm(config) else choices
+    # SparseLM ignores hidden_act, and so has no threshold either.
+    effective = Choices(activation, choices.context_tokens) if _is_sparse_lm(config) else choices
     model = gated_model(
         config,
-        said,
+        effective,
         family=NAME,
         activation=activation,
         windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),

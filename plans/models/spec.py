@@ -1,14 +1,14 @@
-"""A model as data: what its architecture computes, without its weights and without its name.
+"""A model as data: what its architecture computes, without its weights and its name.
 
-Everything else derives from this description: which tensors a package holds, what the engines compute, what memory a
-run takes. Nothing else asks which family a model is of.
+Everything else derives from this description: the tensors of a package, the computation of the engines, the memory of a
+run. No other code depends on the family of a model.
 
     step       x = embedding[token] (+ position_embedding[position])
     each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x))) ; parallel: both of the same x
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
-    relu       of what does not exceed activation_threshold 0, of the rest itself
-    mixture    down(inner(norm(x))) is a sum over the experts whose router values are greatest, each times its share
+    relu       0 for values up to activation_threshold, others unchanged
+    mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUTER_INPUTS: tuple[RouterInput, ...] = ("feed_forward", "layer")
 
 
 class Limits(NamedTuple):
-    """The largest value of a ModelSpec's fields; every reader of models keeps to them. layers: of all kinds."""
+    """The largest values of a ModelSpec's fields, for every reader of models. layers: of all kinds together."""
 
     width: int = 1 << 20
     neurons: int = 1 << 22
@@ -52,7 +52,7 @@ SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale")
 
 
 class SpecError(ValueError):
-    """A field of a description that contradicts another, or is out of its range."""
+    """A field of a description that contradicts another or is out of its range."""
 
     def __init__(self, field: str, complaint: str) -> None:
         super().__init__(f"{field}: {complaint}")
@@ -61,11 +61,11 @@ class SpecError(ValueError):
 
 @frozen(slots=True)
 class LayerKind:
-    """A run of layers that are alike.
+    """A run of consecutive layers of the same kind.
 
-    layers: how many
-    window_tokens: the attention window: a token attends to so many, itself among them; 0: to all before it
-    rotary: whether heads are rotated, in a model with rotary positions
+    layers: number of layers
+    window_tokens: the attention window: how many tokens a token attends to, itself included; 0: to all before it
+    rotary: True if heads are rotated, in a model with rotary positions
     """
 
     layers: int
@@ -75,34 +75,37 @@ class LayerKind:
 
 @frozen(kw_only=True)
 class ModelSpec:
-    """An architecture with its sizes. Raises SpecError where fields contradict each other.
+    """An architecture with its sizes. Raises SpecError if fields contradict each other.
 
-    family: of plans/models/, for people; nothing computes by it
-    width: of the residual stream
-    neurons: of one expert's feed-forward
-    experts: of each layer; a dense model has one
-    experts_per_token: how many compute a token
-    router: from the chosen experts' router values to shares that sum to 1: their softmax, or sigmoids over their sum
-    router_reads: the normed input of the feed-forward, or the layer's input as it is
-    layer_kinds: the layers from the first to the last, in runs of like ones
+    family: name of the family in plans/models/, for people; no computation depends on it
+    width: width of the residual stream
+    neurons: neurons of one expert's feed-forward
+    experts: experts of each layer; a dense model has one
+    experts_per_token: how many experts compute a token
+    router: how the chosen experts' router values become shares that sum to 1: softmax, or sigmoids divided by their sum
+    router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged
+    layer_kinds: the layers from the first to the last, in runs of the same kind
     query_heads: heads of attention
     key_heads: heads of keys and values; query_heads is a multiple
-    head_width: of a query, a key, a value
+    head_width: width of a query, key or value of one head
     vocabulary: rows of the embedding
-    context_tokens: most positions of a text
+    context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
     norm_epsilon: added to the mean square, or to the variance
-    positions: rotary: heads are rotated by tables of the package; learned: each has a row that is added at the start
+    positions: rotary: heads are rotated by tables of the package; learned: each position has a row that is added at the
+        start
     head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
-    activation: of the feed-forward
-    gated: whether the feed-forward has Gate beside Up and Down
-    qkv_bias, output_bias: of attention's projections; ffn_bias: of Up and Down, in a feed-forward without Gate
+    activation: activation of the feed-forward
+    gated: the feed-forward has Gate beside Up and Down
+    qkv_bias, output_bias: attention's projections have biases
+    ffn_bias: Up and Down have biases, in a feed-forward without Gate
     tied_embeddings: the embedding is the output matrix too
-    parallel: the feed-forward of a layer reads what its attention reads, and not what attention has added to
-    activation_threshold: what a neuron's trigger must exceed for the neuron to fire; other than 0 with relu alone
-    embedding_scale, logit_scale: the embedding of a token, and every logit, is multiplied by it
-    residual_scale: what attention and feed-forward add is multiplied by it
-    attention_scale: scores are multiplied by it, besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
+    parallel: the feed-forward of a layer reads the input of its attention, not the sum with attention's output
+    activation_threshold: value that a neuron's trigger must exceed for the neuron to fire; not 0 only with relu
+    embedding_scale: factor of a token's embedding
+    logit_scale: factor of every logit
+    residual_scale: factor of what attention and feed-forward add to the residual stream
+    attention_scale: factor of scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     """
 
     family: str
@@ -136,10 +139,10 @@ class ModelSpec:
     attention_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, most in MAX._asdict().items():
+        for field, maximum in MAX._asdict().items():
             if field != "layers":
                 value = getattr(self, field)
-                self._require(field, 1 <= value <= most, f"{value} is not between 1 and {most}")
+                self._require(field, 1 <= value <= maximum, f"{value} is not between 1 and {maximum}")
         self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
         windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
@@ -169,45 +172,45 @@ class ModelSpec:
 
     @cached_property
     def layers(self) -> int:
-        """Layers of all kinds."""
+        """Number of layers of all kinds."""
         return sum(kind.layers for kind in self.layer_kinds)
 
     @property
     def windows_tokens(self) -> tuple[int, ...]:
-        """Each layer's attention window; 0: none."""
+        """Attention window of each layer; 0: none."""
         return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
 
     @property
     def rotary_layers(self) -> tuple[bool, ...]:
-        """Whether each layer's heads are rotated."""
+        """For each layer, True if its heads are rotated."""
         return tuple(
             kind.rotary and self.positions == "rotary" for kind in self.layer_kinds for _ in range(kind.layers)
         )
 
     @property
     def ffns(self) -> int:
-        """Feed-forwards of all layers: one for each expert."""
+        """Number of feed-forwards in all layers: one for each expert."""
         return self.layers * self.experts
 
     @property
     def read_whole(self) -> bool:
-        """Whether a token wants nearly all of a feed-forward that computes it: with SiLU every neuron fires; with ReLU
-        inside small experts about 40 % do (SmallThinker), so that hardly a page is silent."""
+        """True if a token needs nearly all of a feed-forward that computes it. With SiLU every neuron fires; with ReLU
+        in small experts about 40 % do (SmallThinker), so that hardly a page is unused."""
         return self.activation == "silu" or (self.activation == "relu" and self.experts > 1)
 
     @property
     def query_width(self) -> int:
-        """Columns of attention_output."""
+        """Number of columns of attention_output."""
         return self.query_heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """Rows of the key matrix, and of the value matrix."""
+        """Number of rows of the key matrix, and of the value matrix."""
         return self.key_heads * self.head_width
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the joined query, key and value matrix."""
+        """Number of rows of the joined query, key and value matrix."""
         return self.query_width + 2 * self.key_width
 
     @property
@@ -221,14 +224,14 @@ class ModelSpec:
         return "gate" if self.gated else "up"
 
 
-# A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
+# A manifest has these only if they differ from ModelSpec's defaults, so that packages without them keep their ids.
 _LATER = ("experts_per_token", "router", "router_reads", "parallel", "activation_threshold", *SCALES)
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
 def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:
-    """The layer kinds of a model whose layers have these attention windows, from the first to the last, and are rotary
-    or not; None: all are."""
+    """Return the layer kinds of a model whose layers have these attention windows, from the first to the last, and are
+    rotary or not (None: all are)."""
     kinds: list[LayerKind] = []
     for window, rotates in zip(windows_tokens, rotary or [True] * len(windows_tokens), strict=True):
         if kinds and (kinds[-1].window_tokens, kinds[-1].rotary) == (window, rotates):

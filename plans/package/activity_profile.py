@@ -1,8 +1,8 @@
 """The activity profiles of a package: what was measured of its neurons on a text, in the manifest's `profiles` and in
-activity.bin. FORMAT.md states both.
+activity.bin. FORMAT.md specifies both.
 
-The manifest has what is one number per layer or per curve; activity.bin has what there is of each neuron. Nothing here
-needs numpy: a planner reads it in the parent of a run's processes.
+The manifest has one number per layer or per curve; activity.bin has the figures of each neuron. Nothing here imports
+numpy, because a planner reads it in the parent of a run's processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 
 BATCHES = (1, 2, 3, 4)
-"""Tokens computed together: a neuron is wanted by a batch when one of its tokens wants it."""
+"""Numbers of tokens computed together. A batch needs a neuron if one of its tokens does."""
 
 EDGES = (0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
-"""Where the bins of a feed-forward's neurons end, hottest first: shares of them."""
+"""Ends of the bins of a feed-forward's neurons, hottest first, as shares of all."""
 BINS = len(EDGES) - 1
 
 ALWAYS = 65535  # the frequency 1 in activity.bin
@@ -41,33 +41,37 @@ Points = tuple[tuple[float, float], ...]
 
 
 def neuron_bin_ends(neurons: int) -> tuple[int, ...]:
-    """Where the bins of so many neurons end, in neurons; the first number is 0."""
+    """Return the ends of the bins of this number of neurons, in neurons; the first number is 0."""
     return tuple(round(edge * neurons) for edge in EDGES)
 
 
 def interpolated(points: Points, x: float) -> float:
-    """The curve at x; beyond its ends it goes on as it ends."""
+    """Return the curve at x; outside its range it is constant."""
     x = min(max(x, points[0][0]), points[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
-            return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)  # rounding must not lead below zero
+            # Exact at x1, so that rounding gives no negative share.
+            return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return points[-1][1]
 
 
 @frozen(slots=True)
 class ActivityProfile:
-    """What was measured in one mode.
+    """Measurements in one mode.
 
-    mode: in exact mode a neuron is wanted when it fires, so that its value part is read; in predicted mode when it is
-    predicted, and then all of it is; in mode thresholded when it is not silent. source: measured by us, or the counts
-    of another program. text: its name. curve: share of the neurons -> share of what is wanted that is theirs, in the
-    order of the package where that is by frequency, else in the order that was measured; mean over feed-forwards.
-    wanted_by_layer: of the chosen experts' neurons, those that a token wants. reuse_by_layer: of what a token wants,
-    the share that the token before wanted too; empty in an imported profile, as is misses. experts_by_frequency,
-    experts_by_layer_before: of a mixture, the share of a token's experts that as many guesses find: the most frequent
-    ones, and those that follow the experts of the layer before; of the last quarter of the text, by the rest of it.
-    Empty where that was not measured. misses: unit of residency ->
-    policy -> (resident share of all units, share of what is wanted that is absent).
+    mode: defines when a token needs a neuron. exact: when it fires, so that its value part is read; predicted: when it
+        is predicted, and then all of it is read; thresholded: when it is not silent
+    source: measured by us, or the counts of another program
+    text: name of the text
+    curve: share of the neurons -> their share of what is needed, in the package's order if that is by frequency, else
+        in the measured order; mean over feed-forwards
+    wanted_by_layer: share of the chosen experts' neurons that a token needs
+    reuse_by_layer: share of what a token needs that the token before needed too; empty in an imported profile, as is
+        misses
+    experts_by_frequency, experts_by_layer_before: in a mixture, the share of a token's experts that as many guesses
+        find: the most frequent ones, and those that most often follow the experts of the layer before. Measured on the
+        last quarter of the text, with counts of the rest; empty if not measured
+    misses: unit of residency -> policy -> (resident share of all units, share of needed units that are absent)
     """
 
     mode: ProfileMode
@@ -82,36 +86,37 @@ class ActivityProfile:
     experts_by_layer_before: tuple[float, ...] = ()
 
     def miss_rate(self, unit: Unit, resident_share: float, policy: Policy = "clock") -> float | None:
-        """Of the wanted units, those that are absent when so many of all are resident; None where it was not
+        """Return the share of needed units that are absent if this share of all is resident; None if it was not
         measured."""
         points = (self.misses or {}).get(unit, {}).get(policy)
         return None if points is None else interpolated(points, resident_share)
 
     @property
     def reuse(self) -> float | None:
-        """The mean over layers, by what each wants; None where it was not measured."""
-        wanted = sum(self.wanted_by_layer)
-        if not self.reuse_by_layer or not wanted:
+        """Mean of reuse_by_layer, weighted by what each layer needs; None if it was not measured."""
+        total = sum(self.wanted_by_layer)
+        if not self.reuse_by_layer or not total:
             return None
-        return sum(a * b for a, b in zip(self.wanted_by_layer, self.reuse_by_layer, strict=True)) / wanted
+        return sum(a * b for a, b in zip(self.wanted_by_layer, self.reuse_by_layer, strict=True)) / total
 
 
 # ---- activity.bin ------------------------------------------------------------------------------------------------
 def _head_values(model: ModelSpec) -> int:
-    """Numbers of one profile before those of its neurons: of experts, then of bins."""
+    """Return how many numbers of one profile come before those of its neurons: numbers of experts, then of bins."""
     return len(BATCHES) * model.ffns * (1 + BINS)
 
 
 def activity_bytes(model: ModelSpec, profiles: int) -> int:
-    """The size of activity.bin."""
+    """Return the size of activity.bin."""
     return 2 * profiles * (_head_values(model) + len(BATCHES) * model.ffns * model.neurons)
 
 
 class Activity:
-    """activity.bin of a package: how often neurons and experts are wanted, for each profile of its manifest.
+    """The content of a package's activity.bin: how often neurons and experts are needed, for each profile of its
+    manifest.
 
-    Frequencies are shares of all batches of a text, 0..1: of a mixture they include how often the expert is chosen.
-    Raises ValueError when the data are not as long as the model needs.
+    Frequencies are shares of all batches of a text, 0..1; in a mixture they include how often the expert is chosen.
+    Raises ValueError if the data do not have the length that the model needs.
     """
 
     def __init__(self, model: ModelSpec, profiles: Sequence[ActivityProfile], data: bytes) -> None:
@@ -121,24 +126,24 @@ class Activity:
         self._data = memoryview(data).cast("H")
 
     def expert(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> float:
-        """How often an expert computes a batch; 1 in a dense model."""
+        """Return how often an expert computes a batch; 1 in a dense model."""
         return self._data[self._head(mode) + self._place(batch, layer, expert)] / ALWAYS
 
     def bins(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> tuple[float, ...]:
-        """Mean frequencies of the neurons between EDGES, for every batch in the same order of neurons: that of the
-        package where it is by frequency, else the measured one, hottest first for a single token."""
+        """Return mean frequencies of the neurons between EDGES. The order of neurons is the same for every batch: the
+        package's if that is by frequency, else the measured one, hottest first for a single token."""
         start = self._head(mode) + len(BATCHES) * self._model.ffns + self._place(batch, layer, expert) * BINS
         return tuple(value / ALWAYS for value in self._data[start : start + BINS])
 
     def neurons(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> memoryview:
-        """The frequency of each neuron as it is stored, uint16: ALWAYS is 1."""
+        """Return the stored frequency of each neuron, uint16: ALWAYS is 1."""
         start = len(self._modes) * _head_values(self._model)
         start += self._modes.index(mode) * len(BATCHES) * self._model.ffns * self._model.neurons
         start += self._place(batch, layer, expert) * self._model.neurons
         return self._data[start : start + self._model.neurons]
 
     def stored(self, mode: ProfileMode) -> tuple[bytes, bytes]:
-        """One profile's bytes: what comes before the neurons of all profiles, and its neurons."""
+        """Return one profile's bytes: those before the neurons of all profiles, and those of its neurons."""
         head, each = self._head(mode), len(BATCHES) * self._model.ffns * self._model.neurons
         neurons = len(self._modes) * _head_values(self._model) + self._modes.index(mode) * each
         heads = self._data[head : head + _head_values(self._model)]
@@ -153,22 +158,22 @@ class Activity:
 
 # ---- the manifest's section ----------------------------------------------------------------------------------------
 def profiles_as_json(profiles: Sequence[ActivityProfile]) -> list[dict[str, Any]]:
-    """The section as it is written."""
+    """Return the manifest's section for these profiles."""
     return [
-        {name: getattr(one, name) for name in ActivityProfile.__slots__ if getattr(one, name) not in (None, ())}
-        for one in profiles
+        {name: getattr(profile, name) for name in ActivityProfile.__slots__ if getattr(profile, name) not in (None, ())}
+        for profile in profiles
     ]
 
 
 def parse_profiles(records: Sequence[Record], model: ModelSpec) -> tuple[ActivityProfile, ...]:
-    """The profiles, checked against the model. Raises UserError naming the file and the field."""
-    found: list[ActivityProfile] = []
+    """Parse the profiles and check them against the model. Raises UserError naming the file and the field."""
+    profiles: list[ActivityProfile] = []
     for record in records:
         profile = _parse_profile(record, model)
-        if any(profile.mode == other.mode for other in found):
+        if any(profile.mode == earlier.mode for earlier in profiles):
             record.fail("mode", f"{profile.mode} has a profile already")
-        found.append(profile)
-    return tuple(found)
+        profiles.append(profile)
+    return tuple(profiles)
 
 
 def _parse_profile(record: Record, model: ModelSpec) -> ActivityProfile:

@@ -1,8 +1,8 @@
-"""What appears at once and whole, or not at all: a package directory, or a file that a command writes.
+"""Output that appears at once and complete, or not at all: a package directory, or a file that a command writes.
 
-A directory is written into `.NAME.partial-PID` beside the target and renamed at the end. What a killed process left
-there is gone on with by the next one, if it is of the same work, and removed otherwise; a package being replaced waits
-as `.NAME.old-PID` and comes back if nothing replaced it.
+A directory is written into `.NAME.partial-PID` beside the target and renamed at the end. The next process continues
+what a killed process left there if it does the same work, and otherwise removes it. A package that is being replaced
+waits as `.NAME.old-PID`, and is restored if nothing replaced it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from neuronpipe.protocol.errors import UserError
 
 
 class PartialDirectory:
-    """Context manager: a fresh directory that `publish` turns into the target, and that is gone otherwise.
+    """A context manager with a new directory, which `publish` turns into the target and which is removed otherwise.
 
-    goes_on: whether what lies in a directory that a killed process left is to be gone on with; then it is in this one.
+    can_resume: returns True if the work in a directory that a killed process left can be continued; then this directory
+        has that work.
     """
 
     def __init__(
-        self, target: Path, *, overwrite: bool, goes_on: Callable[[Path], bool] = lambda folder: False
+        self, target: Path, *, overwrite: bool, can_resume: Callable[[Path], bool] = lambda folder: False
     ) -> None:
         self.target = target.absolute()
         self.path = self._sibling("partial")
         self._old = self._sibling("old")
         self._overwrite = overwrite
-        self._goes_on = goes_on
+        self._can_resume = can_resume
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}")
@@ -56,10 +57,10 @@ class PartialDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _take_over(self) -> bool:
-        """Whether a killed process left something to go on with."""
+        """Take over the directory of a killed process whose work can be continued. Return True on success."""
         left = [path for path, kind in _leftovers(self.target) if kind == "partial"]
-        for path in filter(self._goes_on, (self.path, *left)):
-            with contextlib.suppress(OSError):  # another process may have been faster
+        for path in filter(self._can_resume, (self.path, *left)):
+            with contextlib.suppress(OSError):  # another process may have taken it over
                 path.rename(self.path)
                 return True
         return False
@@ -75,7 +76,7 @@ class PartialDirectory:
             raise UserError(f"{self.target}: is no package, so it is not overwritten; choose another name")
 
     def publish(self) -> None:
-        """Make the directory the target: on disk first, then by name."""
+        """Rename the directory to the target, after its content is on disk."""
         for file in self.path.iterdir():
             _sync(file)
         _sync(self.path)
@@ -92,15 +93,15 @@ class PartialDirectory:
         shutil.rmtree(self._old, ignore_errors=True)
 
 
-class KeptDirectory(PartialDirectory):
-    """The same in a place of its own, on the same disk, that outlives an interruption: who comes there again goes on
-    with what is there."""
+class ResumableDirectory(PartialDirectory):
+    """A partial directory at a given place on the same disk. It survives an interruption, and the next process
+    continues with its content."""
 
     def __init__(self, target: Path, place: Path, *, overwrite: bool) -> None:
         super().__init__(target, overwrite=overwrite)
         self.path = place
 
-    def __enter__(self) -> KeptDirectory:
+    def __enter__(self) -> ResumableDirectory:
         _clear_leftovers(self.target)
         self._refuse_target()
         for folder in (self.path, self.target.parent):
@@ -110,11 +111,11 @@ class KeptDirectory(PartialDirectory):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """It stays; published, it has gone."""
+        """Leave the directory in place; a published one was renamed."""
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are not there. Raises UserError."""
+    """Make a folder and its parents, unless they exist. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -130,7 +131,7 @@ def _sync(path: Path) -> None:
 
 
 def _leftovers(target: Path) -> list[tuple[Path, str]]:
-    """What dead processes left beside the target, with its kind: partial or old."""
+    """Return directories that dead processes left beside the target, with their kind: partial or old."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     matches = filter(None, map(pattern.fullmatch, sorted(names)))
@@ -138,7 +139,8 @@ def _leftovers(target: Path) -> list[tuple[Path, str]]:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Undo what dead processes began: restore a package whose replacement never came, remove the rest."""
+    """Undo unfinished work of dead processes: restore a package whose replacement was not published, remove everything
+    else."""
     for path, kind in _leftovers(target):
         if kind == "old" and not os.path.lexists(target):
             with contextlib.suppress(OSError):
@@ -158,21 +160,21 @@ def _alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write what is to become `path`: beside it, and what was there before stays until all is written. A
-    device or a pipe has nothing beside it and is written to. Raises UserError for what the disk refuses."""
+    """Yield the path to write what becomes `path` at the end: beside it, so that the old file stays until the new one
+    is complete. A device or a pipe is written directly. Raises UserError for errors of the file system."""
     try:
-        beside = path.is_file() or not path.exists()
+        is_replaced = path.is_file() or not path.exists()
         target = path.resolve()  # a link stays a link
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    place = target.with_name(f".{target.name}.partial-{os.getpid()}") if beside else path
+    place = target.with_name(f".{target.name}.partial-{os.getpid()}") if is_replaced else path
     try:
         yield place
-        if beside:
+        if is_replaced:
             place.replace(target)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
-        if beside:
+        if is_replaced:
             with contextlib.suppress(OSError):
                 place.unlink()

@@ -1,8 +1,8 @@
-"""Where each neuron's bytes lie in bundles.bin: pure arithmetic, shared by the writer, the planner and the services.
+"""Positions of each neuron's bytes in bundles.bin: pure arithmetic, shared by the writer, the planner and the services.
 
 A cluster is `cluster_neurons` consecutive neurons of one (layer, expert). It has two parts, each padded to whole pages
-so that either is one aligned read: the trigger part (the rows that decide whether a neuron fires: Gate, or Up where
-there is no Gate) and the value part (the others).
+so that either is one aligned read: the trigger part (the rows that decide whether a neuron fires: Gate, or Up in a
+feed-forward without Gate) and the value part (the other rows).
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
 MAX_CLUSTER_NEURONS = 64
 MAX_WASTE = 0.25
-MAX_WHOLE_WASTE = 0.03  # of clusters that are nearly always wanted, with all their neighbours
+MAX_WHOLE_WASTE = 0.03  # for clusters that are nearly always needed, with all their neighbours
 MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
 
-Quantization = Literal["q3", "q4", "q8", "f16"]  # q3: of gates alone
+Quantization = Literal["q3", "q4", "q8", "f16"]  # q3: for gates only
 NeuronOrder = Literal["source", "frequency"]
 Part = Literal["trigger", "value"]
 
 
 def quant_bytes(quantization: Quantization, weights: int) -> int:
-    """Bytes of one row's quants (of its values, for f16)."""
+    """Return the bytes of one row's quants (of its values, for f16)."""
     return {"q3": weights // 8 * 3, "q4": weights // 2, "q8": weights, "f16": 2 * weights}[quantization]
 
 
 def scale_bytes(quantization: Quantization, weights: int) -> int:
-    """Bytes of one row's fp16 scales; 0 for f16."""
+    """Return the bytes of one row's fp16 scales; 0 for f16."""
     return 0 if quantization == "f16" else 2 * (weights // GROUP_WEIGHTS)
 
 
 def row_bytes(quantization: Quantization, weights: int) -> int:
-    """Bytes of one row: its quants and its scales."""
+    """Return the bytes of one row: its quants and its scales."""
     return quant_bytes(quantization, weights) + scale_bytes(quantization, weights)
 
 
 def pages(size_bytes: int) -> int:
-    """Whole pages that hold `size_bytes`."""
+    """Return the number of pages that `size_bytes` need."""
     return -(-size_bytes // PAGE_BYTES)
 
 
 @frozen(slots=True)
 class MatrixPlace:
-    """Where a matrix's rows lie in a cluster: the part of its quants and of its scales, and the offsets within them.
-    quantization: of its rows, where that is not the package's."""
+    """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
+    quantization: of its rows, if it is not the package's."""
 
     name: str
     part: Part
@@ -63,10 +63,11 @@ class MatrixPlace:
 
 @frozen(slots=True)
 class SlotPlaces:
-    """Where a cluster's bytes lie in its two memory slots: offsets of `matrices` are within a slot.
+    """Positions of a cluster's bytes in its two memory slots: offsets of `matrices` are within a slot.
 
-    moved_from, moved_bytes: of the trigger part in bundles.bin, what the value slot holds at its end: the scales of the
-    value part's matrices. With 0 bytes each slot holds the first bytes of its part, and nothing else.
+    moved_from, moved_bytes: the range of the trigger part in bundles.bin that lies at the end of the value slot: the
+        co-located scales of the value part's matrices. With 0 bytes each slot has the first bytes of its part, and
+        nothing else.
     """
 
     trigger_bytes: int
@@ -77,15 +78,15 @@ class SlotPlaces:
 
     @property
     def both_bytes(self) -> int:
-        """Of a cluster that is resident."""
+        """Memory of a resident cluster, in both slots."""
         return self.trigger_bytes + self.value_bytes
 
 
 @frozen(slots=True)
 class Layout:
-    """The layout of every cluster; `clusters` and `blocks` count per (layer, expert), offsets are within a part.
+    """The layout of every cluster. `clusters` and `blocks` count per (layer, expert), offsets are within a part.
 
-    matrices: of the feed-forward, the trigger first: gate, up, down, or up, down.
+    matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down.
     """
 
     cluster_neurons: int
@@ -108,43 +109,44 @@ class Layout:
         return self.block_neurons // self.cluster_neurons
 
     def cluster_index(self, layer: int, expert: int, experts: int, neuron: int) -> int:
-        """Index of the cluster that holds a neuron: its place in bundles.bin and among the residency entries."""
+        """Return the index of a neuron's cluster, in bundles.bin and among the residency entries."""
         return (layer * experts + expert) * self.clusters + neuron // self.cluster_neurons
 
     def offset_bytes(self, cluster: int, part: Part = "trigger") -> int:
-        """Where a cluster's part starts in bundles.bin."""
+        """Return the position of a cluster's part in bundles.bin."""
         return cluster * self.cluster_stride_bytes + self.part_offset(part)
 
     def part_offset(self, part: Part) -> int:
-        """Where a part starts within its cluster."""
+        """Return the position of a part within its cluster."""
         return self.trigger_part_bytes if part == "value" else 0
 
     def value_read_bytes(self, *, moved: bool) -> int:
-        """Bytes of a read that brings a value part; with the trigger part where the slot holds some of that."""
+        """Return the bytes of a read of a value part. moved: with the trigger part, which has the co-located scales."""
         return self.cluster_stride_bytes if moved else self.value_part_bytes
 
     def pieces(self, quantization: Quantization, width: int) -> Iterator[tuple[Part, str, int, int]]:
-        """(part, what, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes. quantization: the
+        """Yield (part, name, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes. quantization: the
         package's."""
         count = self.cluster_neurons
         for matrix in self.matrices:
-            own = matrix.quantization or quantization
-            yield matrix.part, f"{matrix.name}.quants", matrix.quants, count * quant_bytes(own, width)
-            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, count * scale_bytes(own, width)
+            of_matrix = matrix.quantization or quantization
+            yield matrix.part, f"{matrix.name}.quants", matrix.quants, count * quant_bytes(of_matrix, width)
+            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, count * scale_bytes(of_matrix, width)
 
     def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
-        """Bytes of a memory slot for this part: up to the end of its last piece, in whole cache lines. Offsets within
-        a slot are those within the part; the part's padding is not kept."""
+        """Return the size of a memory slot for this part: up to the end of its last piece, in whole cache lines.
+        Offsets within a slot are those within the part; the part's padding is not in memory."""
         return _in_lines(max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part))
 
     def slots(self, quantization: Quantization, width: int, *, moved: bool = False) -> SlotPlaces:
-        """The slots of this layout. moved: the scales of the value part's matrices, where they lie behind the trigger's
-        rows in bundles.bin, are in the value slot: a resident trigger takes no more than its own rows."""
+        """Return the slots of this layout. moved: co-located scales: the scales of the value part's matrices are in the
+        value slot, if they lie behind the trigger's rows in bundles.bin; then a resident trigger takes only its own
+        rows."""
         trigger, value = self.slot_bytes("trigger", quantization, width), self.slot_bytes("value", quantization, width)
-        own_end, start, end = self._trigger_part(quantization, width)
+        trigger_end, start, end = self._trigger_part(quantization, width)
         size = _in_lines(end - start)
-        lies_behind = own_end <= start and start + size <= self.trigger_part_bytes
-        if not moved or not size or not lies_behind or _in_lines(own_end) + size > trigger:
+        lies_behind = trigger_end <= start and start + size <= self.trigger_part_bytes
+        if not moved or not size or not lies_behind or _in_lines(trigger_end) + size > trigger:
             return SlotPlaces(trigger, value, self.matrices)
         matrices = tuple(
             place
@@ -152,27 +154,28 @@ class Layout:
             else replace(place, scales_part="value", scales=value + place.scales - start)
             for place in self.matrices
         )
-        return SlotPlaces(_in_lines(own_end), value + size, matrices, start, size)
+        return SlotPlaces(_in_lines(trigger_end), value + size, matrices, start, size)
 
     def _trigger_part(self, quantization: Quantization, width: int) -> tuple[int, int, int]:
-        """Of the trigger part: where its own rows end; from where and to where it has other matrices' scales."""
-        own_end, others = 0, []
+        """Return three positions in the trigger part: the end of the trigger's rows, and the begin and end of other
+        matrices' scales."""
+        trigger_end, scales = 0, []
         for part, what, offset, size in self.pieces(quantization, width):
             if part == "trigger" and what.startswith(f"{self.matrices[0].name}."):
-                own_end = max(own_end, offset + size)
+                trigger_end = max(trigger_end, offset + size)
             elif part == "trigger" and size:
-                others.append((offset, offset + size))
-        return own_end, min((a for a, _ in others), default=0), max((b for _, b in others), default=0)
+                scales.append((offset, offset + size))
+        return trigger_end, min((a for a, _ in scales), default=0), max((b for _, b in scales), default=0)
 
 
 def _in_lines(size_bytes: int) -> int:
-    """Whole cache lines that hold so many bytes, in bytes."""
+    """Round a size up to whole cache lines, in bytes."""
     return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 @frozen(slots=True)
 class _RowBytes:
-    """Of a neuron's rows: quants of its trigger, and of each of `values` others; the scales of either."""
+    """Bytes of a neuron's rows: quants of its trigger and of each of `values` other rows, and the scales of either."""
 
     trigger: int
     trigger_scales: int
@@ -186,20 +189,20 @@ class _RowBytes:
 
 
 def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
-    """(trigger pages, value pages, part of the values' scales) for clusters of `count` neurons."""
-    own, values, scales = row.trigger + row.trigger_scales, row.values * row.value, row.values * row.value_scales
-    with_triggers = pages(count * (own + scales)), pages(count * values)
-    with_values = pages(count * own), pages(count * (values + scales))
+    """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons."""
+    trigger, values, scales = row.trigger + row.trigger_scales, row.values * row.value, row.values * row.value_scales
+    with_triggers = pages(count * (trigger + scales)), pages(count * values)
+    with_values = pages(count * trigger), pages(count * (values + scales))
     if sum(with_triggers) < sum(with_values):
         return *with_triggers, "trigger"
     return *with_values, "value"
 
 
 def _choose_cluster_neurons(row: _RowBytes, max_waste: float) -> int:
-    """The smallest cluster that wastes little, filled up with the neurons that still fit its pages.
+    """Return the smallest cluster that wastes little, filled up with the neurons that still fit its pages.
 
-    Small clusters serve sparsity, whole pages serve flash. Of the counts up to MAX_CLUSTER_NEURONS the first whose
-    padding is at most max_waste is taken (or the one with the least padding); then as many as need no further page.
+    Small clusters serve sparsity, whole pages serve flash. The first count up to MAX_CLUSTER_NEURONS whose padding is
+    at most max_waste is chosen (or the one with the least padding); then as many neurons as need no further page.
     """
     page_counts = {n: sum(_pages(row, n)[:2]) for n in range(1, MAX_CLUSTER_NEURONS + 1)}
     waste = {n: 1 - n * row.all / (count * PAGE_BYTES) for n, count in page_counts.items()}
@@ -217,9 +220,9 @@ def compute_layout(
     gates: Quantization | None = None,
     read_whole: bool = False,
 ) -> Layout:
-    """The layout a new package gets. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
-    first; `width` suits the quantization. gates: their own quantization. read_whole: a token wants nearly all clusters
-    of a feed-forward, so that small ones save nothing and padding is read with them."""
+    """Return the layout of a new package. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
+    first; `width` suits the quantization. gates: their own quantization. read_whole: a token needs nearly all clusters
+    of a feed-forward, so that small clusters save nothing and padding is read with them."""
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
     gates = None if gates == quantization else gates
     of_trigger = gates or quantization
@@ -236,8 +239,8 @@ def compute_layout(
     block_neurons = max(MIN_BLOCK_NEURONS, -(-neurons // MAX_BLOCKS))
     block_neurons = -(-block_neurons // count) * count
     quants, scales = count * row.value, count * row.value_scales
-    own_end = count * (row.trigger + row.trigger_scales)
-    scales_start = own_end if scales_part == "trigger" else row.values * quants
+    trigger_end = count * (row.trigger + row.trigger_scales)
+    scales_start = trigger_end if scales_part == "trigger" else row.values * quants
     trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, gates)
     values = (
         MatrixPlace(name, "value", n * quants, scales_part, scales_start + n * scales)

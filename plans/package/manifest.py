@@ -1,7 +1,7 @@
-"""manifest.json: what a package holds and where. FORMAT.md states every field.
+"""The manifest, manifest.json: the content of a package. FORMAT.md specifies every field.
 
-The manifest names every other file with its size and hash, and carries the hash of itself as `id`. A plan is made for
-one id.
+The manifest names every other file with its size and hash, and has the hash of itself as `id`. A plan is made for one
+id.
 """
 
 from __future__ import annotations
@@ -46,25 +46,26 @@ Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
-GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # of gates alone, in packages of q4
+GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # for gates only, in packages of q4
 
 
 @frozen(slots=True)
 class Source:
-    """What the package was converted from."""
+    """The source of a package. weights: number of weights by encoding, the most frequent first; only of a quantized
+    source."""
 
     kind: str
     name: str
     architecture: str
-    weights: Mapping[str, int] = field(default_factory=dict)  # of a quantized source: by encoding, the most first
+    weights: Mapping[str, int] = field(default_factory=dict)
 
 
 @frozen(slots=True)
 class PredictorQuality:
-    """How well one layer's neurons were predicted on held-out text; each a share 0..1.
+    """Quality of the predictions of one layer's neurons on held-out text; each a share 0..1.
 
-    recall: of the active neurons, those predicted. precision: of the predicted, those active. predicted: of all
-    neurons, those predicted. Predicted per active is recall / precision.
+    recall: share of the active neurons that are predicted. precision: share of the predicted neurons that are active.
+        predicted: share of all neurons that are predicted. Predicted per active is recall / precision.
     """
 
     recall: float
@@ -74,13 +75,17 @@ class PredictorQuality:
 
 @frozen(slots=True)
 class Predictor:
-    """What predictor.safetensors computes; FORMAT.md states the arithmetic.
+    """The predictor whose tensors are in predictor.safetensors; FORMAT.md specifies its arithmetic.
 
-    rank: the greatest. reads: the normed input of the layer's attention, or of its feed-forward, or what the
-    feed-forward's norm gets. sides: whose signs are predicted; both must be positive. hidden: what happens to the
-    rank-vector before it is prepared as an activation. by_layer: empty where it was never measured. ranks: of each
-    feed-forward, layer * experts + expert, where they differ. The last four, all or none: what mode predicted costs,
-    measured on so many held-out tokens of a text.
+    rank: the largest rank
+    reads: input: the normed input of the layer's attention or of its feed-forward, or the input of the feed-forward's
+        norm
+    sides: matrices whose signs are predicted; both must be positive
+    hidden: activation of the rank vector
+    by_layer: empty if it was never measured
+    ranks: rank of each feed-forward, layer * experts + expert, if they differ
+    text, held_out_tokens, exact_perplexity, predicted_perplexity: all or none: the cost of mode predicted, measured on
+        held-out tokens of a text
     """
 
     rank: int
@@ -98,13 +103,13 @@ class Predictor:
 
     @property
     def loss_share(self) -> float | None:
-        """By how much perplexity grows in mode predicted; None where it was never measured."""
+        """Relative increase of perplexity in mode predicted; None if it was never measured."""
         if self.exact_perplexity is None or self.predicted_perplexity is None:
             return None
         return self.predicted_perplexity / self.exact_perplexity - 1
 
     def rank_of(self, ffn: int) -> int:
-        """The rank of one feed-forward's predictor."""
+        """Return the rank of one feed-forward's predictor."""
         return self.rank if self.ranks is None else self.ranks[ffn]
 
 
@@ -112,14 +117,14 @@ MAX_RANK = 1 << 16
 
 
 def package_rank(rank: int) -> int:
-    """The rank that factors of this rank have in a package: whole groups, filled up with zeros."""
+    """Return the rank that factors of this rank have in a package: whole groups, padded with zeros."""
     return -(-rank // GROUP_WEIGHTS) * GROUP_WEIGHTS
 
 
 @frozen(slots=True)
 class SilentLayer:
-    """threshold: a neuron of this layer is silent for a token where |silu(gate)| is less. share: how often neurons
-    were, on held-out text in mode thresholded."""
+    """The threshold of one layer. threshold: a neuron is silent for a token if |silu(gate)| is less. share: how often
+    neurons were silent, on held-out text in mode thresholded."""
 
     threshold: float
     share: float
@@ -127,10 +132,10 @@ class SilentLayer:
 
 @frozen(slots=True)
 class Silent:
-    """From where on the neurons of a SiLU model count in mode thresholded, and what leaving out the others costs.
+    """The thresholds of mode thresholded, below which neurons of a SiLU model are left out, and the measured loss.
 
-    share: of the neurons, those that were to be silent. text: its name. calibration_tokens of it set the thresholds;
-    perplexities are of the other held_out_tokens.
+    share: target share of silent neurons. text: name of the text. calibration_tokens of it set the thresholds;
+        perplexities are of the other held_out_tokens.
     """
 
     share: float
@@ -143,11 +148,11 @@ class Silent:
 
     @property
     def loss_share(self) -> float:
-        """By how much perplexity grows in mode thresholded."""
+        """Relative increase of perplexity in mode thresholded."""
         return self.thresholded_perplexity / self.exact_perplexity - 1
 
     def loss(self) -> str:
-        """For a person."""
+        """Describe the loss for a person."""
         return (
             f"perplexity {self.thresholded_perplexity:.4g} instead of {self.exact_perplexity:.4g} exact "
             f"({self.loss_share:+.2%}), on {self.held_out_tokens:,} held-out tokens of {self.text}"
@@ -156,8 +161,8 @@ class Silent:
 
 @frozen(slots=True)
 class Workload:
-    """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token
-    of a preset walks on through it, one id at a time."""
+    """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token of
+    a preset continues through it, one id at a time."""
 
     seed: int
     presets: Mapping[str, tuple[int, int]]
@@ -165,7 +170,7 @@ class Workload:
 
 @frozen(slots=True)
 class Chat:
-    """What the chat template calls `bos_token` and `eos_token`; "" where the model has none."""
+    """The texts that the chat template calls `bos_token` and `eos_token`; "" if the model has none."""
 
     begin: str
     end: str
@@ -173,7 +178,7 @@ class Chat:
 
 @frozen(slots=True)
 class FileEntry:
-    """Size and hash of one file; bundles.bin has no hash, its clusters have checksums."""
+    """Size and hash of one file. bundles.bin has no hash; its clusters have checksums."""
 
     bytes: int
     sha256: str | None
@@ -181,7 +186,7 @@ class FileEntry:
 
 @frozen
 class Manifest:
-    """A package's manifest; `id` is empty until `sealed` has computed it."""
+    """The manifest of a package. `id` is empty until `sealed` has computed it."""
 
     name: str
     source: Source
@@ -192,14 +197,14 @@ class Manifest:
     files: Mapping[str, FileEntry]
     quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
     fired_by_layer: tuple[float, ...] | None  # mean share of neurons that fire, when measured; `activity` in the file
-    trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, measured on the same text
+    trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, on the same text
     predictor: Predictor | None = None
-    silent: Silent | None = None  # of a SiLU model that was given thresholds
-    profiles: tuple[ActivityProfile, ...] = ()  # what activity.bin has of each mode that was measured
-    npu: NpuProfile | None = None  # what a neural processor's arithmetic loses, where that was measured
+    silent: Silent | None = None  # of a SiLU model with thresholds
+    profiles: tuple[ActivityProfile, ...] = ()  # one for each measured mode, in the order of activity.bin
+    npu: NpuProfile | None = None  # measured loss of a neural processor's arithmetic
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
-    embedding_quantization: Quantization | None = None  # of embedding and output, where it is not the package's
+    embedding_quantization: Quantization | None = None  # of embedding and output, if it is not the package's
     id: str = ""
 
     @cached_property
@@ -209,37 +214,36 @@ class Manifest:
 
     @property
     def trigger_quantization(self) -> Quantization:
-        """That of the rows which decide whether a neuron fires."""
+        """Quantization of the rows that decide whether a neuron fires."""
         return self.layout.matrices[0].quantization or self.quantization
 
     def quantization_of(self, name: str) -> Quantization:
-        """That of a fixed matrix, by its name."""
-        own = self.embedding_quantization if name in EMBEDDINGS else None
-        return own or self.quantization
+        """Return the quantization of a fixed matrix, by its name."""
+        return (self.embedding_quantization if name in EMBEDDINGS else None) or self.quantization
 
     @property
     def size_bytes(self) -> int:
-        """What the package's files take."""
+        """Size of all files of the package."""
         return sum(entry.bytes for entry in self.files.values())
 
     @property
     def precision(self) -> str:
-        """The quantization for a person, with that of gates where it is another."""
-        own = self.trigger_quantization
-        return self.quantization if own == self.quantization else f"{self.quantization} ({own} gates)"
+        """The quantization for a person, with that of gates if it differs."""
+        gates = self.trigger_quantization
+        return self.quantization if gates == self.quantization else f"{self.quantization} ({gates} gates)"
 
     @cached_property
     def trigger_slot_bytes(self) -> int:
-        """Bytes of a memory slot for a trigger part: what is used of it, in whole cache lines."""
+        """Size of a memory slot for a trigger part: the used bytes, in whole cache lines."""
         return self.layout.slot_bytes("trigger", self.quantization, self.model.width)
 
     @cached_property
     def value_slot_bytes(self) -> int:
-        """Bytes of a memory slot for a value part."""
+        """Size of a memory slot for a value part."""
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
 
     def slots(self, *, moved: bool = False) -> SlotPlaces:
-        """The memory slots of a run; moved: as in `Layout.slots`."""
+        """Return the memory slots of a run; moved: as in `Layout.slots`."""
         return self._moved_slots if moved else self._plain_slots
 
     @cached_property
@@ -251,26 +255,26 @@ class Manifest:
         return self.layout.slots(self.quantization, self.model.width, moved=True)
 
     def profile(self, mode: ProfileMode) -> ActivityProfile | None:
-        """What was measured of the neurons in this mode."""
+        """Return the activity profile of a mode; None if it was not measured."""
         return next((profile for profile in self.profiles if profile.mode == mode), None)
 
     def sealed(self) -> Manifest:
-        """The same manifest with its id."""
+        """Return the same manifest with its id."""
         return replace(self, id=identity(_without_id(self)))
 
     def to_bytes(self) -> bytes:
-        """manifest.json as it is written."""
+        """Return the content of manifest.json."""
         return json.dumps({**_without_id(self), "id": self.id}, indent=1, ensure_ascii=True).encode() + b"\n"
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """The id of a manifest: SHA-256 of its JSON without `id`, keys sorted, no spaces, ASCII."""
+    """Return the id of a manifest: SHA-256 of its JSON without `id`, keys sorted, no spaces, ASCII."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _layer_kind(kind: LayerKind) -> dict[str, Any]:
-    """Rotary, unless it says otherwise."""
+    """Return a layer kind as JSON. `rotary` is left out if it is true, as in packages without this field."""
     return {name: value for name, value in asdict(kind).items() if (name, value) != ("rotary", True)}
 
 
@@ -288,7 +292,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         }
         | {"layer_kinds": [_layer_kind(kind) for kind in manifest.model.layer_kinds]},
         "quantization": manifest.quantization,
-        **({"embedding_quantization": own} if (own := manifest.embedding_quantization) is not None else {}),
+        **({} if (embedding := manifest.embedding_quantization) is None else {"embedding_quantization": embedding}),
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {
             "cluster_neurons": layout.cluster_neurons,
@@ -342,7 +346,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """The same value with tuples as lists, as it comes back from a file."""
+    """Return the same value with tuples as lists, as JSON is read back."""
     if isinstance(value, dict):
         return {key: _as_json(inner) for key, inner in value.items()}
     return [_as_json(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
-"""The manifest's section `npu`: what a neural processor's arithmetic was measured to lose, and its integers' ranges.
+"""The manifest's section `npu`: the measured loss of a neural processor's arithmetic, and the ranges of its integers.
 
-Two ways to make activations 16-bit integers were compared: each token with a scale of its own, within ranges that no
-text decides (`token`), or all tokens within ranges that a calibration text had (`static`).
+Two ways to turn activations into 16-bit integers were compared: each token with a scale of its own, within ranges that
+do not depend on text (`token`), or all tokens within ranges measured on a calibration text (`static`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ AGAIN = "measure again: `neuronpipe profile PACKAGE --npu`"
 
 @frozen(slots=True)
 class MatrixRange:
-    """Of an attention matrix of this size: the greatest magnitudes of its inputs, and of their products with its rows
-    as signed bytes."""
+    """Ranges of an attention matrix of this size: the greatest magnitudes of its inputs, and of their products with its
+    rows as signed bytes."""
 
     rows: int
     columns: int
@@ -35,7 +35,7 @@ class MatrixRange:
 
 @frozen(slots=True)
 class NeuronRange:
-    """Of feed-forwards, likewise; hidden: of neurons' values before their factors. outputs: of their sums, of one
+    """Ranges of feed-forwards. hidden: of neurons' values before their factors. outputs: of their sums, over one
     product's neurons."""
 
     inputs: float
@@ -47,23 +47,23 @@ class NeuronRange:
 
 @frozen(slots=True)
 class Ranges:
-    """What calibration text had at most; the graphs have a margin beyond."""
+    """The greatest magnitudes on calibration text; the graphs add a margin."""
 
     matrices: tuple[MatrixRange, ...]
     neurons: NeuronRange
 
     def of_matrix(self, rows: int, columns: int) -> MatrixRange:
-        """Those of a size."""
-        return next(one for one in self.matrices if (one.rows, one.columns) == (rows, columns))
+        """Return the ranges of a matrix size."""
+        return next(matrix for matrix in self.matrices if (matrix.rows, matrix.columns) == (rows, columns))
 
 
 @frozen(slots=True)
 class Loss:
-    """What one way costs, on held-out text, products by ONNX Runtime on the CPU.
+    """The cost of one way on held-out text, with products by ONNX Runtime on the CPU.
 
-    agreement: share of positions whose likeliest token is the exact model's. recomputed_share: of tokens' products,
-    those that the engine has to compute again. error_by_layer: |products - exact ones| / |exact ones|, of the same
-    inputs.
+    agreement: share of positions whose likeliest token is the exact model's. recomputed_share: share of tokens'
+        products that the engine has to compute again. error_by_layer: |products - exact ones| / |exact ones|, for the
+        same inputs.
     """
 
     scaling: Scaling
@@ -75,7 +75,7 @@ class Loss:
 
 @frozen(slots=True)
 class NpuProfile:
-    """scaling: the way that was chosen. losses: of both. text: its name."""
+    """The measured loss of both ways, and the chosen one. scaling: the chosen way. text: name of the text."""
 
     scaling: Scaling
     text: str
@@ -87,27 +87,27 @@ class NpuProfile:
 
     @property
     def chosen(self) -> Loss:
-        """The loss of the way that was chosen."""
+        """The loss of the chosen way."""
         return next(loss for loss in self.losses if loss.scaling == self.scaling)
 
     @property
     def static_ranges(self) -> Ranges | None:
-        """The ranges that prompts are computed within; None: each token has a scale of its own."""
+        """The ranges within which prompts are computed; None: each token has a scale of its own."""
         return self.ranges if self.scaling == "static" else None
 
     @property
     def loss_share(self) -> float:
-        """By how much perplexity grows with prompts on a neural processor; less than 0: it falls."""
+        """Relative increase of perplexity with prompts on a neural processor; negative if it falls."""
         return self.chosen.perplexity / self.exact_perplexity - 1
 
 
 def matrix_sizes(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of the attention matrices, each size once."""
+    """Return rows and columns of the attention matrices, each size once."""
     return tuple(dict.fromkeys(((model.qkv_rows, model.width), (model.width, model.query_width))))
 
 
 def parse_npu(record: Record, model: ModelSpec) -> NpuProfile:
-    """The section, checked against the model. Raises UserError naming the file and the field."""
+    """Parse the section and check it against the model. Raises UserError naming the file and the field."""
     try:
         return _parsed(record, model)
     except UserError as error:
@@ -122,7 +122,7 @@ def _parsed(record: Record, model: ModelSpec) -> NpuProfile:
         calibration_tokens=record.integer("calibration_tokens", 1, MAX_TEXT_TOKENS),
         held_out_tokens=record.integer("held_out_tokens", 1, MAX_TEXT_TOKENS),
         exact_perplexity=record.number("exact_perplexity", 1.0, MAX_PERPLEXITY),
-        losses=tuple(_parse_loss(one, model) for one in record.records("losses")),
+        losses=tuple(_parse_loss(loss, model) for loss in record.records("losses")),
         ranges=_parse_ranges(record.record("ranges"), model),
     )
     record.finish()
@@ -141,35 +141,35 @@ def _parse_loss(record: Record, model: ModelSpec) -> Loss:
     )
     record.finish()
     errors = loss.error_by_layer
-    if len(errors) != model.layers or not all(isinstance(one, float) and 0 <= one <= MAX_ERROR for one in errors):
+    if len(errors) != model.layers or not all(isinstance(error, float) and 0 <= error <= MAX_ERROR for error in errors):
         record.fail("error_by_layer", f"expected {model.layers} numbers from 0 on, one for each layer of the model")
     return loss
 
 
 def _parse_ranges(record: Record, model: ModelSpec) -> Ranges:
-    matrices = tuple(_parse_matrix(one) for one in record.records("matrices"))
+    matrices = tuple(_parse_matrix(item) for item in record.records("matrices"))
     neurons = record.record("neurons")
     ranges = Ranges(matrices, NeuronRange(**{name: _range(neurons, name) for name in NeuronRange.__slots__}))
     neurons.finish()
     record.finish()
-    found = tuple((one.rows, one.columns) for one in matrices)
-    if found != matrix_sizes(model):
-        shown, wanted = (", ".join(f"{r} x {c}" for r, c in some) for some in (found, matrix_sizes(model)))
-        record.fail("matrices", f"{shown} do not fit the model, whose are {wanted}")
+    sizes = tuple((matrix.rows, matrix.columns) for matrix in matrices)
+    if sizes != matrix_sizes(model):
+        listed, expected = (", ".join(f"{r} x {c}" for r, c in some) for some in (sizes, matrix_sizes(model)))
+        record.fail("matrices", f"{listed} do not fit the model, whose are {expected}")
     if model.parallel and ranges.of_matrix(model.qkv_rows, model.width).inputs != ranges.neurons.inputs:
         record.fail("neurons", "attention and feed-forward read one vector, so `inputs` of both are one number")
     return ranges
 
 
 def _parse_matrix(record: Record) -> MatrixRange:
-    found = MatrixRange(
+    matrix = MatrixRange(
         rows=record.integer("rows", 1, 1 << 30),
         columns=record.integer("columns", 1, 1 << 30),
         inputs=_range(record, "inputs"),
         products=_range(record, "products"),
     )
     record.finish()
-    return found
+    return matrix
 
 
 def _range(record: Record, name: str) -> float:

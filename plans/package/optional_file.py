@@ -1,5 +1,5 @@
-"""Giving a package a file that it may have or lack: the file first, the manifest that names it last. Every state
-between is a package."""
+"""Adds an optional file to a package: the file is written first, the manifest that names it last. Every state between
+is a valid package."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def give_file(
     with_it: Callable[[FileEntry], Manifest],
     without: Manifest | None,
 ) -> Package:
-    """Write a file and the manifest of the package with it, replacing an older one of that name. write: makes the file,
-    and syncs it. with_it: the manifest, by the file's entry. without: the manifest of the package that lacks the file;
-    None where it lacks it now.
+    """Add a file to a package, and write the manifest that names it, replacing an older file of that name.
 
-    The manifest's id changes. All files are complete before the first of them gets its name: a disk that is full leaves
-    the package as it was. A process that is killed meanwhile leaves it as it was, or without the file.
-    Raises UserError for what the disk refuses.
+    write: writes the file and syncs it. with_it: returns the manifest, given the file's entry. without: the manifest of
+        the package without the file; None if the package has no such file now.
+
+    The manifest's id changes. All files are complete before the first of them gets its name, so that a full disk leaves
+    the package unchanged. A process that is killed meanwhile leaves it unchanged, or without the file. Raises UserError
+    for errors of the file system.
     """
     path = package.path
-    file, lacking, complete = (path / f".{one}.partial-{os.getpid()}" for one in (name, "lacking", MANIFEST))
+    file, lacking, complete = (path / f".{base}.partial-{os.getpid()}" for base in (name, "lacking", MANIFEST))
     try:
         write(file)
         _write(complete, with_it(FileEntry(file.stat().st_size, sha256_of(file))).sealed().to_bytes())
@@ -49,7 +50,7 @@ def give_file(
 
 
 def require_writable(package: Package) -> None:
-    """Raises UserError where nothing can be given to the package: before hours of measuring, not after."""
+    """Refuse a package that cannot be written, before hours of measuring instead of after them. Raises UserError."""
     if not os.access(package.path, os.W_OK):
         raise UserError(f"{package.path}: cannot be written, and what is measured is kept there; copy it first")
 
@@ -62,7 +63,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _rename(path: Path, name: Path) -> None:
-    """Rename, and have it on disk before the next one."""
+    """Rename a file, and wait until that is on disk."""
     path.rename(name)
     descriptor = os.open(name.parent, os.O_RDONLY)
     try:

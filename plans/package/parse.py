@@ -1,4 +1,4 @@
-"""Reading manifest.json strictly: a package that contradicts itself is refused by the name of the field."""
+"""Strict reading of manifest.json: a package that contradicts itself is refused, naming the field."""
 
 from __future__ import annotations
 
@@ -65,33 +65,30 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parse_thresholds import parse_silent
-from neuronpipe.plans.package.version_2 import as_version_3
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_PART_BYTES = 1 << 30
 MAX_SHOWN = 8
-MAX_CLUSTERS = 1 << 24  # an entry of a ring of requests names one in 24 bits
+MAX_CLUSTERS = 1 << 24  # a request has 24 bits for the index of a cluster
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Parse and check a manifest.json. Raises UserError naming the file and the field."""
+    """Read and check a manifest.json. Raises UserError naming the file and the field."""
     return parse_manifest(read_file(path, MAX_MANIFEST_BYTES), str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`, checked: types, ranges, that the layout fits the shape, and the id."""
+    """Return the manifest in `data` after checking types, ranges, that the layout fits the shape, and the id."""
     record = parse_json(data, where)
     expected_id = identity(record.without("id"))
-    if record.has("version") and record.value("version") == 2:
-        record = as_version_3(record)
     if record.value("format") != FORMAT:
         record.fail("format", f"is not {FORMAT!r}: this is no package")
     if record.value("version") != VERSION:
         record.fail(
             "version",
-            f"{quoted(record.value('version'))}, this release reads 2 and {VERSION}; convert the model again: "
+            f"{quoted(record.value('version'))}, this release reads {VERSION}; convert the model again: "
             "`neuronpipe convert SOURCE -o PACKAGE --overwrite`",
         )
     model = _parse_model(record.record("model"))
@@ -244,18 +241,18 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
 
 def _parse_matrix(record: Record, name: str, trigger: str, quantization: Quantization) -> MatrixPlace:
     part = "trigger" if name == trigger else "value"
-    own = None
+    of_rows = None
     if record.has("quantization"):
-        own = cast(Quantization, record.choice("quantization", *GATE_QUANTIZATIONS))
+        of_rows = cast(Quantization, record.choice("quantization", *GATE_QUANTIZATIONS))
         if name != "gate" or quantization != "q4":
-            record.fail("quantization", f"{own} is for gates of packages in q4")
+            record.fail("quantization", f"{of_rows} is for gates of packages in q4")
     matrix = MatrixPlace(
         name,
         cast(Part, record.choice("part", part)),
         record.integer("quants", 0, MAX_PART_BYTES),
         cast(Part, record.choice("scales_part", *dict.fromkeys((part, "trigger")))),
         record.integer("scales", 0, MAX_PART_BYTES),
-        own,
+        of_rows,
     )
     record.finish()
     return matrix
@@ -303,15 +300,15 @@ def _parse_chat(record: Record) -> Chat:
 
 
 def _parse_files(record: Record, optional: Mapping[str, bool]) -> dict[str, FileEntry]:
-    """optional: files that are there when the manifest says so elsewhere."""
+    """Read the entries of all files. optional: whether the rest of the manifest implies each optional file."""
     files = {}
-    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, there in optional.items() if there)):
+    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, is_used in optional.items() if is_used)):
         entry = record.record(name)
         sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
             entry.fail("sha256", "expected 64 hexadecimal digits")
-        most_bytes = MAX_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # it is read as a whole
-        files[name] = FileEntry(entry.integer("bytes", 0, most_bytes), sha256)
+        max_bytes = MAX_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # the tokenizer is read as a whole
+        files[name] = FileEntry(entry.integer("bytes", 0, max_bytes), sha256)
         entry.finish()
     record.finish()
     return files
@@ -333,7 +330,7 @@ def _parse_activity(record: Record, layers: int) -> tuple[tuple[float, ...], tup
 def _parse_workload(record: Record, vocabulary: int) -> Workload:
     presets, ranges = {}, record.record("presets")
     for name in ranges.names():
-        if not name.isprintable():  # it is shown, and a terminal obeys what is not
+        if not name.isprintable():  # it is printed, and control characters act on a terminal
             ranges.fail(name, "expected a printable name")
         place = ranges.record(name)
         first = place.integer("first_token", 0, vocabulary - 1)
@@ -367,7 +364,7 @@ def require_package(path: Path) -> None:
 
 
 def what_is_in(directory: Path) -> str:
-    """The first few names in a directory that is not what was expected, for an error."""
+    """Return the first few names in a directory, for an error about it."""
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
@@ -375,11 +372,11 @@ def what_is_in(directory: Path) -> str:
     if not names:
         return "it is empty"
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"it holds {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+    return f"it holds {', '.join(map(safe_name, names[:MAX_SHOWN]))}{more}"
 
 
 def _other_kind(path: Path) -> tuple[str | None, Path]:
-    """What a path is that can be made a package of, and what to convert then."""
+    """Return what kind of model source a path is, and the path to convert; None if it is none."""
     if (path / "config.json").is_file():
         return "a Hugging Face checkpoint", path
     if path.suffix == ".gguf" and path.is_file():

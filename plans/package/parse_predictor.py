@@ -1,4 +1,4 @@
-"""Reading the manifest's section `predictor`: what predictor.safetensors computes and how well it was measured."""
+"""Reads the manifest's section `predictor`: the form of predictor.safetensors, and its measured quality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuronpipe.protocol.errors import quoted
 
 
 def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
-    """The predictor, checked against the model. Raises UserError naming the file and the field."""
+    """Parse the predictor and check it against the model. Raises UserError naming the file and the field."""
     if model.activation == "silu":
         record.fail("sides", "silu neurons always fire; there is nothing to predict")
     measured = record.has("exact_perplexity")
@@ -55,10 +55,10 @@ def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
 
 
 def _parse_sides(record: Record, model: ModelSpec) -> tuple[Side, ...]:
-    sides, both = record.items("sides"), model.activation == "drelu"
+    sides, is_drelu = record.items("sides"), model.activation == "drelu"
     if sides not in ([model.trigger], ["gate", "up"]):
-        record.fail("sides", f"expected {model.trigger}{', or gate and up' if both else ''}")
-    if len(sides) > 1 and not both:
+        record.fail("sides", f"expected {model.trigger}{', or gate and up' if is_drelu else ''}")
+    if len(sides) > 1 and not is_drelu:
         record.fail("sides", f"the sign of up decides nothing with {model.activation}")
     return tuple(sides)
 

@@ -1,4 +1,4 @@
-"""Reading the manifest's section `silent`: the thresholds of mode thresholded and what they were measured to cost."""
+"""Reads the manifest's section `silent`: the thresholds of mode thresholded and their measured cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neuronpipe.plans.strict_json import Record
 
 
 def parse_silent(record: Record, model: ModelSpec) -> Silent:
-    """The thresholds, checked against the model. Raises UserError naming the file and the field."""
+    """Parse the thresholds and check them against the model. Raises UserError naming the file and the field."""
     if model.activation != "silu":
         record.fail("by_layer", f"only silu has thresholds; neurons of {model.activation} are silent by themselves")
     silent = Silent(

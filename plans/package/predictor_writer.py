@@ -1,4 +1,4 @@
-"""Giving a package a predictor."""
+"""Adds a predictor to a package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 @frozen
 class SideFactor:
-    """One side's encoded rows [neurons, rank] and its bias float32 [neurons]."""
+    """Factor of one side: encoded rows [neurons, rank] and its bias float32 [neurons]."""
 
     rows: Rows
     bias: NDArray[np.float32]
@@ -28,8 +28,8 @@ class SideFactor:
 
 @frozen
 class LayerFactors:
-    """The predictor of one feed-forward, a layer's or an expert's: encoded input rows [rank, width], and what each
-    predicted side multiplies them with."""
+    """The predictor of one feed-forward, a layer's or an expert's: encoded input rows [rank, width], and the factors of
+    each predicted side."""
 
     input: Rows
     sides: Mapping[Side, SideFactor]
@@ -37,7 +37,7 @@ class LayerFactors:
 
 @frozen
 class FiringShares:
-    """Mean shares of neurons that fire, and whose trigger fires, on the text that the predictor was judged on."""
+    """Mean shares of neurons that fire, and of those whose trigger fires, on the text of the predictor's evaluation."""
 
     fired_by_layer: tuple[float, ...]
     trigger_fired_by_layer: tuple[float, ...]
@@ -46,8 +46,7 @@ class FiringShares:
 def write_predictor(
     package: Package, predictor: Predictor, layers: Sequence[LayerFactors], shares: FiringShares
 ) -> Package:
-    """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor; see
-    `give_file`."""
+    """Write predictor.safetensors and the manifest that names it, replacing an older predictor; see `give_file`."""
     manifest = package.manifest
     return give_file(
         package,

@@ -1,4 +1,4 @@
-"""Opening a package: the manifest and every size are checked at once, contents when they are needed."""
+"""Opens packages: the manifest and every file size are checked at once, contents when they are needed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from neuronpipe.plans.package.parse import read_manifest, require_package
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.uncached_read import forget, passing
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 
 @frozen
 class Package:
-    """A package on disk. Nothing large is read before it is asked for."""
+    """A package on disk. Large files are read only on demand."""
 
     path: Path
     manifest: Manifest
@@ -47,47 +47,47 @@ class Package:
                 raise UserError(f"{file}: is a link, which may lead outside the package; copy the file itself there")
             if not file.is_file():
                 raise UserError(f"{file}: missing; convert the model again")
-            if (found := file.stat().st_size) != entry.bytes:
-                raise UserError(f"{file}: {found} bytes, but the manifest says {entry.bytes}: truncated or replaced")
+            if (length := file.stat().st_size) != entry.bytes:
+                raise UserError(f"{file}: {length} bytes, but the manifest says {entry.bytes}: truncated or replaced")
         return cls(path, manifest)
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer's own file."""
+        """Path of tokenizer.json, the tokenizer."""
         return self.path / TOKENIZER
 
     @property
     def fixed_path(self) -> Path:
-        """Attention, norms, embeddings, output and the rope table."""
+        """Path of attention, norms, embeddings, output and the rope table."""
         return self.path / FIXED
 
     @property
     def bundles_path(self) -> Path:
-        """The neurons."""
+        """Path of bundles.bin, the neurons."""
         return self.path / BUNDLES
 
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
-        """Where each fixed tensor lies; exactly the tensors that the manifest's shape calls for."""
+        """Position of each fixed tensor in its file; exactly the tensors that the manifest's shape requires."""
         manifest = self.manifest
         expected = fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)
         return _checked_tensors(self.fixed_path, expected)
 
     @property
     def predictor_path(self) -> Path:
-        """The predictor's factors; there is no such file when the manifest has no predictor."""
+        """Path of the predictor's factors; the file does not exist if the manifest has no predictor."""
         return self.path / PREDICTOR
 
     @cached_property
     def predictor(self) -> dict[str, TensorEntry] | None:
-        """Where each tensor of the predictor lies in its file; None when the package has no predictor."""
+        """Position of each tensor of the predictor in its file; None if the package has no predictor."""
         if self.manifest.predictor is None:
             return None
         return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.model, self.manifest.predictor))
 
     def verify_fixed(self, *, loaded: Collection[str] = ()) -> None:
-        """Compare the tokenizer, the fixed tensors, the table of checksums and the predictor, when there is one, with
-        the manifest's hashes; without the files that are `loaded`, and so compared, by `load`."""
+        """Compare tokenizer, fixed tensors, table of checksums and predictor with the manifest's hashes, except the
+        `loaded` files, which `load` has compared."""
         for name, entry in self.manifest.files.items():
             if entry.sha256 is not None and name not in loaded and sha256_of(self.path / name) != entry.sha256:
                 raise self._damaged(name)
@@ -95,7 +95,7 @@ class Package:
     def load(self, name: str, into: memoryview) -> None:
         """Read a whole file into memory of its size, and compare it with the manifest's hash. Raises UserError.
 
-        A thread hashes what is there while the next piece is read: each takes about as long as the other.
+        A thread hashes one piece while the next is read: each takes about the same time.
         """
         file, digest, at = self.path / name, hashlib.sha256(), 0
         try:
@@ -114,18 +114,19 @@ class Package:
         return UserError(f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again")
 
     def checksums(self) -> bytes:
-        """checksums.bin: little-endian uint32 [clusters, 2], crc32c of each cluster's trigger part and value part."""
+        """Return checksums.bin: little-endian uint32 [clusters, 2], crc32c of each cluster's trigger part and value
+        part."""
         return self._verified(CHECKSUMS)
 
     def tokenizer(self) -> str:
-        """The text of tokenizer.json."""
+        """Return the text of tokenizer.json."""
         try:
             return self._verified(TOKENIZER).decode()
         except UnicodeDecodeError:
             raise UserError(f"{self.tokenizer_path}: not UTF-8 text; convert the model again") from None
 
     def chat_template(self) -> str:
-        """The text of chat_template.jinja, in a package whose manifest has `chat`."""
+        """Return the text of chat_template.jinja, in a package whose manifest has `chat`."""
         try:
             return self._verified(CHAT_TEMPLATE).decode()
         except UnicodeDecodeError:
@@ -133,45 +134,47 @@ class Package:
 
     @cached_property
     def activity(self) -> Activity:
-        """How often each neuron is wanted, in a package whose manifest has `profiles`."""
+        """Frequencies with which neurons are needed, in a package whose manifest has `profiles`."""
         return self.read_activity()
 
     def read_activity(self) -> Activity:
-        """The same, for whoever does not want it to stay in memory with the package."""
+        """Return the same without keeping it in memory with the package."""
         return Activity(self.manifest.model, self.manifest.profiles, self._verified(ACTIVITY))
 
     def _verified(self, name: str) -> bytes:
-        """A whole file, compared with the manifest each time: a restarted process reads it long after the package was
-        opened. Raises UserError."""
+        """Return a whole file after comparing it with the manifest, each time: a restarted process reads it long after
+        the package was opened. Raises UserError."""
         file, entry = self.path / name, self.manifest.files[name]
         try:
             with file.open("rb") as opened:
-                found, data = os.fstat(opened.fileno()).st_size, opened.read(entry.bytes)
+                size_bytes, data = os.fstat(opened.fileno()).st_size, opened.read(entry.bytes)
                 forget(opened.fileno())
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
-        if not found == len(data) == entry.bytes:
-            raise UserError(f"{file}: {found} bytes, but the manifest says {entry.bytes}: truncated or replaced")
+        if not size_bytes == len(data) == entry.bytes:
+            raise UserError(f"{file}: {size_bytes} bytes, but the manifest says {entry.bytes}: truncated or replaced")
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise self._damaged(name)
         return data
 
 
 def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
-    """Where the tensors of a safetensors file lie: exactly the expected ones, each aligned to its elements."""
+    """Return the positions of the tensors of a safetensors file: exactly the expected ones, each aligned to its
+    elements."""
     entries = read_header(path)
     for name in sorted(expected.keys() | entries.keys()):
-        found = (entries[name].dtype, entries[name].shape) if name in entries else None
-        if found != expected.get(name):
+        actual = (entries[name].dtype, entries[name].shape) if name in entries else None
+        if actual != expected.get(name):
             raise UserError(
-                f"{path}: {named(name)}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}"
+                f"{path}: {safe_name(name)}: found {_described(actual)}, the manifest needs "
+                f"{_described(expected.get(name))}"
             )
     _require_alignment(path, entries)
     return entries
 
 
 def _require_alignment(path: Path, entries: dict[str, TensorEntry]) -> None:
-    """The engine reads the tensors where they lie, as arrays of their element type."""
+    """Refuse tensors that are not aligned: the engine reads them in place, as arrays of their element type."""
     data_start = min(entry.start for entry in entries.values())
     if data_start % DATA_ALIGNMENT_BYTES:
         raise UserError(
@@ -185,12 +188,12 @@ def _require_alignment(path: Path, entries: dict[str, TensorEntry]) -> None:
             )
 
 
-def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if tensor is None else f"{tensor[0]} {quoted(list(tensor[1]))}"
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     try:
         for piece in passing(path):

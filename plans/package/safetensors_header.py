@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which may be damaged or hostile: where each tensor lies, checked before use.
+"""The header of a safetensors file, which may be damaged or hostile: positions of its tensors, checked before use.
 
 A safetensors file is 8 bytes of little-endian header length, a JSON header, and the tensors' bytes without gaps.
 """
@@ -13,11 +13,11 @@ from typing import BinaryIO
 
 from neuronpipe.plans.strict_json import Record, open_file, parse_json
 from neuronpipe.plans.uncached_read import forget
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 MAX_HEADER_BYTES = 64 << 20
-MAX_TENSORS = 1 << 17  # of one file; the largest mixtures have as many in all their files
+MAX_TENSORS = 1 << 17  # of one file; the largest mixtures have this many in all their files together
 MAX_TENSOR_BYTES = 1 << 60
 MAX_DIMENSIONS = 8
 DATA_ALIGNMENT_BYTES = 64
@@ -41,7 +41,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """All tensors of a file by name. Raises UserError when the header contradicts itself or the file's size."""
+    """Return all tensors of a file by name. Raises UserError if the header contradicts itself or the file's size."""
     with open_file(path) as file:
         entries = parse_header(file, path)
         forget(file.fileno())
@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
-    """The same from a file that is open; `path` is what errors call it."""
+    """Return all tensors of an open file by name. `path` is its name in errors."""
     try:
         size_bytes = file.seek(0, 2)
         file.seek(0)
@@ -72,7 +72,7 @@ def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
 
 
 def _plain_entry(values: object, data_start: int) -> TensorEntry | None:
-    """The entry that `_entry` reads, in a fifth of the time; None where something about it may be wrong."""
+    """Return the same entry as `_entry` in a fifth of the time; None if anything about it may be wrong."""
     if not (isinstance(values, dict) and values.keys() == _FIELDS):
         return None
     dtype, shape, offsets = values["dtype"], values["shape"], values["data_offsets"]
@@ -106,12 +106,12 @@ def _entry(record: Record, data_start: int) -> TensorEntry:
 
 
 def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_bytes: int, path: Path) -> None:
-    """The tensors must lie back to back and end with the file."""
+    """Refuse tensors that do not lie back to back or do not end with the file."""
     end = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
             raise UserError(
-                f"{path}: {named(name)}: data_offsets overlap another tensor or leave a gap: damaged header"
+                f"{path}: {safe_name(name)}: data_offsets overlap another tensor or leave a gap: damaged header"
             )
         end = entry.stop
     if end != size_bytes:
@@ -119,7 +119,8 @@ def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_by
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Header and entries of a file of `tensors` (name -> dtype, shape) in that order, data aligned to 64 bytes."""
+    """Return header and entries of a file of `tensors` (name -> dtype, shape) in that order, data aligned to 64
+    bytes."""
     described, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         stop = offset + math.prod(shape) * DTYPE_BYTES[dtype]
@@ -137,6 +138,6 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
 
 
 def file_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
-    """The length of a file of these tensors."""
+    """Return the length of a file of these tensors."""
     _, entries = build_header(tensors)
     return max(entry.stop for entry in entries.values())

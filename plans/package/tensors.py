@@ -12,7 +12,7 @@ QUANT_DTYPES = {"q4": "U8", "q8": "I8", "f16": "F16"}
 
 
 def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
-    """(name, rows, columns) of every quantized matrix, in the order of the file."""
+    """Yield (name, rows, columns) of every quantized matrix, in the order of the file."""
     yield "embedding", model.vocabulary, model.width
     if not model.tied_embeddings:
         yield "output", model.vocabulary, model.width
@@ -22,8 +22,8 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
 
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """(name, length) of every float32 vector, in the order of the file. `position_embedding` is a table, row by row:
-    one position's vector of `width` behind the other; so is a layer's `router`, one expert's behind the other."""
+    """Yield (name, length) of every float32 vector, in the order of the file. `position_embedding` is a table with one
+    row of `width` per position, and a layer's `router` one with a row per expert."""
     if model.positions == "rotary":
         yield "rope.inverse_frequency", model.head_width // 2
     else:
@@ -32,7 +32,7 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     for layer in range(model.layers):
         yield from _norm(f"layers.{layer}.attention_norm", model)
         yield from _norm(f"layers.{layer}.ffn_norm", model)
-        for name, length, there in (
+        for name, length, is_present in (
             ("qkv.bias", model.qkv_rows, model.qkv_bias),
             ("query_norm", model.head_width, model.head_norm),
             ("key_norm", model.head_width, model.head_norm),
@@ -40,7 +40,7 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
             ("up.bias", model.neurons, model.ffn_bias),
             ("down.bias", model.width, model.ffn_bias),
         ):
-            if there:
+            if is_present:
                 yield f"layers.{layer}.{name}", length
         if model.experts > 1:
             yield f"layers.{layer}.router", model.experts * model.width
@@ -55,31 +55,31 @@ def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
 def fixed_tensors(
     model: ModelSpec, quantization: Quantization, embedding: Quantization | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned.
-    embedding: the quantization of embedding and output, where it is another."""
+    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned.
+    embedding: the quantization of embedding and output, if it differs."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(model))
     for name, rows, columns in fixed_matrices(model):
-        own = embedding or quantization if name in EMBEDDINGS else quantization
-        item_bytes = 2 if own == "f16" else 1
-        tensors[f"{name}.quants"] = (QUANT_DTYPES[own], (rows, quant_bytes(own, columns) // item_bytes))
-        if own != "f16":
-            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(own, columns) // 2))
+        of_matrix = embedding or quantization if name in EMBEDDINGS else quantization
+        item_bytes = 2 if of_matrix == "f16" else 1
+        tensors[f"{name}.quants"] = (QUANT_DTYPES[of_matrix], (rows, quant_bytes(of_matrix, columns) // item_bytes))
+        if of_matrix != "f16":
+            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(of_matrix, columns) // 2))
     return tensors
 
 
 def predictor_name(model: ModelSpec, layer: int, expert: int) -> str:
-    """What the tensors of one predictor begin with: each expert has its own."""
+    """Return the prefix of the names of one predictor's tensors; each expert has its own predictor."""
     return f"layers.{layer}.predictor" if model.experts == 1 else f"layers.{layer}.experts.{expert}.predictor"
 
 
 def predictor_names(model: ModelSpec) -> Iterator[str]:
-    """Those of all predictors, in the order of their feed-forwards."""
+    """Yield the prefixes of all predictors, in the order of their feed-forwards."""
     return (predictor_name(model, layer, expert) for layer in range(model.layers) for expert in range(model.experts))
 
 
 def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple[str, int, int]]:
-    """(name, rows, columns) of the quantized matrices of all predictors, in the order of the file."""
+    """Yield (name, rows, columns) of the quantized matrices of all predictors, in the order of the file."""
     for ffn, name in enumerate(predictor_names(model)):
         yield f"{name}.input", predictor.rank_of(ffn), model.width
         for side in predictor.sides:
@@ -87,11 +87,12 @@ def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple
 
 
 def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
+    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is
+    aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         f"{name}.{side}.bias": ("F32", (model.neurons,)) for name in predictor_names(model) for side in predictor.sides
     }
-    # Two-byte elements before those of one byte: an odd number of odd rows must not push scales off their alignment.
+    # Elements of two bytes come before elements of one byte, so that odd sizes do not misalign scales.
     narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, rows, columns in predictor_matrices(model, predictor):
         quants = quant_bytes(predictor.quantization, columns)

@@ -1,4 +1,4 @@
-"""The bytes that computing reads of a package: by every step, of a neuron, of a position."""
+"""Bytes that computing reads from a package's tensors: per step, per neuron, per position."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from neuronpipe.plans.package.reader import Package
 
 
 def neuron_row_bytes(manifest: Manifest) -> int:
-    """A neuron's up or down, and its gate where that has no quantization of its own: quants and scales."""
+    """Return the bytes of a neuron's up or down row, quants and scales; also of its gate row if gates have no
+    quantization of their own."""
     return row_bytes(manifest.quantization, manifest.model.width)
 
 
 def trigger_row_bytes(manifest: Manifest) -> int:
-    """The row that decides whether a neuron fires: its gate, or its up where it has none."""
+    """Return the bytes of the row that decides whether a neuron fires: its gate, or its up without a gate."""
     return row_bytes(manifest.trigger_quantization, manifest.model.width)
 
 
 def step_bytes(package: Package, *, predicts: bool) -> int:
-    """The fixed tensors that a step reads from end to end, however many tokens it has; of a mixture's predictors those
-    of the experts that one token chooses."""
+    """Return the bytes of the fixed tensors that a step reads entirely, however many tokens it has; in a mixture with
+    the predictors of the experts that one token chooses."""
     sizes = {name: entry.stop - entry.start for name, entry in package.fixed.items()}
     total = sum(sizes.values())
     looked_up = ["position_embedding"]  # a step reads one row for each token
@@ -34,5 +35,5 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
 
 
 def position_bytes(model: ModelSpec) -> int:
-    """Keys and values of one position, of all layers and heads, as fp16."""
+    """Return the bytes of keys and values of one position, in all layers and heads, as fp16."""
     return model.layers * model.key_heads * 2 * model.head_width * 2

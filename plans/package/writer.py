@@ -1,4 +1,4 @@
-"""Writing a package in pieces of any size: fixed tensors row by row, neurons cluster by cluster, the manifest last."""
+"""Writes a package in pieces of any size: fixed tensors row by row, neurons cluster by cluster, the manifest last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.atomic_output import KeptDirectory, PartialDirectory
+from neuronpipe.plans.package.atomic_output import PartialDirectory, ResumableDirectory
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -32,7 +32,7 @@ from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-CHECKSUM_BYTES = 8  # of a cluster: of its trigger part and of its value part
+CHECKSUM_BYTES = 8  # per cluster: one sum for the trigger part, one for the value part
 
 
 class Rows(NamedTuple):
@@ -43,8 +43,8 @@ class Rows(NamedTuple):
 
 
 def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]:
-    """Clusters as they lie in bundles.bin: uint8 [clusters, stride], of the rows of each of the layout's matrices. The
-    last one is filled up with zero neurons."""
+    """Return clusters in the form of bundles.bin, uint8 [clusters, stride], from the rows of each of the layout's
+    matrices. The last cluster is padded with zero neurons."""
     count = layout.cluster_neurons
     clusters = -(-len(matrices[0].quants) // count)
     packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
@@ -60,7 +60,8 @@ def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]
 
 
 def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint32]:
-    """crc32c of trigger part and value part, uint32 [clusters, 2], of contiguous bytes uint8 [clusters, stride]."""
+    """Return crc32c of trigger part and value part, uint32 [clusters, 2], of contiguous bytes uint8 [clusters,
+    stride]."""
     start = ffi.from_buffer("uint8_t[]", clusters)
     checksums = np.empty((len(clusters), 2), dtype="<u4")
     for cluster in range(len(clusters)):
@@ -71,22 +72,22 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
 
 
 def package_bytes(manifest: Manifest) -> int:
-    """What a package takes on disk, but for its tokenizer and its manifest."""
+    """Return the size of a package on disk, without its tokenizer and its manifest."""
     return sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
         manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
     )
 
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """The package's safetensors files: what lies in each."""
+    """Return the tensors of each of the package's safetensors files."""
     files = {FIXED: fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)}
     if manifest.predictor is not None:
         files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
     return files
 
 
-def bytes_there(folder: Path) -> int:
-    """What the files of a folder take on disk now; files with holes take less than their length."""
+def disk_usage_bytes(folder: Path) -> int:
+    """Return the present disk usage of the files in a folder; files with holes take less than their length."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
@@ -103,15 +104,15 @@ class _TensorFile:
         self._file = file
         file.write(self._header)
 
-    def go_on(self, names: Collection[str]) -> None:
-        """These matrices and vectors are written; whatever else may be there is not."""
+    def resume_after(self, names: Collection[str]) -> None:
+        """Continue after these matrices and vectors, which are written completely; treat all others as not written."""
         for name, entry in self._entries.items():
             written = name.removesuffix(".quants").removesuffix(".scales") in names
             self._position[name] = entry.stop if written else entry.start
         self._file.truncate(self.bytes)
 
     def append(self, name: str, data: NDArray[np.generic]) -> None:
-        """The next bytes of a tensor."""
+        """Write the next bytes of a tensor."""
         start = self._position[name]
         self._position[name] = start + data.nbytes
         if self._position[name] > self._entries[name].stop:
@@ -120,25 +121,26 @@ class _TensorFile:
         self._file.write(np.ascontiguousarray(data).data)
 
     def matrix(self, name: str, rows: Rows) -> None:
-        """The next rows of a matrix."""
+        """Write the next rows of a matrix."""
         self.append(f"{name}.quants", rows.quants)
         if rows.scales.size:
             self.append(f"{name}.scales", rows.scales)
 
     def missing(self) -> list[str]:
-        """Tensors that are not complete."""
+        """Return the tensors that are not complete."""
         return [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
 
 
 class PackageWriter:
-    """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
+    """A context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
 
-    Write every fixed tensor and, where the manifest has a predictor, its tensors, rows in order; and every cluster, in
-    order; then `complete` and `publish`. Whatever the file system refuses becomes a UserError, and nothing stays behind
-    unless `publish` returned, or the process was killed.
+    Write every fixed tensor and, if the manifest has a predictor, its tensors, rows in order; and every cluster, in
+    order; then call `complete` and `publish`. Errors of the file system become UserErrors. Nothing is left unless
+    `publish` returned or the process was killed.
 
-    With a `place`, what is written stays there until it is published. `sync` what others are to rely on after a kill,
-    and tell the next writer with `go_on` how far that was; goes_on: whether the next one can, of what a folder holds.
+    With a `place`, what is written stays there until it is published. Call `sync` for what the next writer relies on
+    after a kill, and tell that writer with `resume_after` how far this was. can_resume: returns True if the work in a
+    folder can be continued.
     """
 
     def __init__(
@@ -148,13 +150,13 @@ class PackageWriter:
         *,
         overwrite: bool,
         place: Path | None = None,
-        goes_on: Callable[[Path], bool] = lambda folder: False,
+        can_resume: Callable[[Path], bool] = lambda folder: False,
     ) -> None:
         self._target, self._manifest = target, manifest
         self._directory = (
-            PartialDirectory(target, overwrite=overwrite, goes_on=goes_on)
+            PartialDirectory(target, overwrite=overwrite, can_resume=can_resume)
             if place is None
-            else KeptDirectory(target, place, overwrite=overwrite)
+            else ResumableDirectory(target, place, overwrite=overwrite)
         )
         self._tensors = {name: _TensorFile(tensors) for name, tensors in _tensor_files(manifest).items()}
         self._clusters = 0
@@ -180,23 +182,25 @@ class PackageWriter:
 
     @property
     def path(self) -> Path:
-        """Where it is written."""
+        """The folder that is being written."""
         return self._directory.path
 
     def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            left = "; what is done of it is kept" if isinstance(self._directory, KeptDirectory) else " and was removed"
-            raise UserError(f"{self._target}: the package could not be written{left}: {error.strerror}") from None
+            is_kept = isinstance(self._directory, ResumableDirectory)
+            suffix = "; what is done of it is kept" if is_kept else " and was removed"
+            raise UserError(f"{self._target}: the package could not be written{suffix}: {error.strerror}") from None
 
     def _require_space(self, path: Path) -> None:
-        needed = package_bytes(self._manifest) - bytes_there(path)
+        needed = package_bytes(self._manifest) - disk_usage_bytes(path)
         if (free := shutil.disk_usage(path).free) < needed:
             raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
 
-    def go_on(self, names: Collection[str], clusters: int) -> None:
-        """These matrices and vectors are written, and so many clusters; whatever else may be there is not."""
+    def resume_after(self, names: Collection[str], clusters: int) -> None:
+        """Continue after these matrices and vectors and this number of clusters, which are written; discard everything
+        else."""
         for tensors in self._tensors.values():
-            tensors.go_on(names)
+            tensors.resume_after(names)
         self._clusters = clusters
         for file, cluster_bytes in (
             (self._files[BUNDLES], self._manifest.layout.cluster_stride_bytes),
@@ -208,29 +212,30 @@ class PackageWriter:
             file.seek(0, os.SEEK_END)
 
     def sync(self) -> None:
-        """What is written is on disk when this returns."""
+        """Wait until everything written so far is on disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def matrix(self, name: str, rows: Rows) -> None:
-        """The next rows of a matrix of fixed.safetensors."""
+        """Write the next rows of a matrix of fixed.safetensors."""
         self._tensors[FIXED].matrix(name, rows)
 
     def vector(self, name: str, values: NDArray[np.float32]) -> None:
-        """A whole float32 vector of fixed.safetensors."""
+        """Write a whole float32 vector of fixed.safetensors."""
         self._tensors[FIXED].append(name, values.astype("<f4", copy=False))
 
     def predictor_matrix(self, name: str, rows: Rows) -> None:
-        """The next rows of a matrix of predictor.safetensors."""
+        """Write the next rows of a matrix of predictor.safetensors."""
         self._tensors[PREDICTOR].matrix(name, rows)
 
     def predictor_vector(self, name: str, values: NDArray[np.float32]) -> None:
-        """A whole float32 vector of predictor.safetensors."""
+        """Write a whole float32 vector of predictor.safetensors."""
         self._tensors[PREDICTOR].append(name, values.astype("<f4", copy=False))
 
     def neurons(self, *matrices: Rows) -> None:
-        """The next neurons of a layer: whole clusters, or the layer's last ones. matrices: in the layout's order."""
+        """Write the next neurons of a layer: whole clusters, or the layer's last ones. matrices: in the layout's
+        order."""
         packed = pack_clusters(self._manifest.layout, matrices)
         self._files[BUNDLES].write(packed.data)
         self._files[CHECKSUMS].write(cluster_checksums(packed, self._manifest.layout).data)
@@ -243,8 +248,8 @@ class PackageWriter:
         chat_template: str | None = None,
         **measured: tuple[float, ...],
     ) -> Package:
-        """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it.
-        measured: what fires, by the manifest's names, where it is known by now only."""
+        """Write the remaining files, the manifest last. The package has no name yet: a predictor may still be added.
+        measured: firing shares that are known only now, by the manifest's names."""
         missing = [name for tensors in self._tensors.values() for name in tensors.missing()]
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
@@ -264,6 +269,6 @@ class PackageWriter:
         return Package.open(path)
 
     def publish(self) -> Package:
-        """Let the package appear under its name."""
+        """Publish the package under its name."""
         self._directory.publish()
         return Package.open(self._target)

@@ -10,7 +10,7 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan
 from neuronpipe.plans.plan.offloaded_blocks import show_offloaded_blocks, show_offloaded_matrices
 from neuronpipe.plans.plan.pinned_clusters import Pins
-from neuronpipe.protocol.errors import named
+from neuronpipe.protocol.errors import safe_name
 
 BAR_CHARACTERS = 40
 MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first characters suffice
@@ -71,7 +71,7 @@ def explain(plan: Plan) -> str:
         by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
         if process.role == ACCELERATOR:
             blocks = show_offloaded_blocks(compute.held_blocks)
-            by += f": {named(compute.device_name)}, {blocks} blocks of every feed-forward"
+            by += f": {safe_name(compute.device_name)}, {blocks} blocks of every feed-forward"
             by += show_offloaded_matrices(compute.held_matrices)
         lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
     flash = plan.flash

@@ -16,7 +16,7 @@ from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_he
 from neuronpipe.plans.package.manifest import Manifest, package_rank
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
 from neuronpipe.plans.strict_json import open_file
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
@@ -73,7 +73,7 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
     for name, entry in _header(path).items():
         if match := pattern.fullmatch(name):
             if entry.dtype not in ENCODINGS or len(entry.shape) != 2:
-                raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(ENCODINGS)}")
+                raise UserError(f"{path}: {safe_name(name)}: expected a matrix of {', '.join(ENCODINGS)}")
             expert = int(match[2]) if model.experts > 1 else 0
             if expert < model.experts:
                 entries[int(match[1]) * model.experts + expert, int(match[3])] = entry

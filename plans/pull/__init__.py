@@ -1,1 +1,1 @@
-"""From the name of a model on a hub to a package of that name."""
+"""Makes packages from models at a hub, and from model files on this disk."""

@@ -1,5 +1,5 @@
-"""Files of a repository on their way here: each begun where it was interrupted, checked against the hub's checksum, and
-gone when a conversion needs it no longer. While one is converted the next one comes."""
+"""Downloads the files of a repository: each continues where it was interrupted, is checked against the hub's checksum,
+and is deleted when a conversion no longer needs it. While one file is converted, the next one is downloaded."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from neuronpipe.plans.package.atomic_output import make_folder
 from neuronpipe.plans.pull.http_answers import AGAIN
 from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.repository import RemoteFile, Snapshot
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError, safe_name
 from numpy.typing import NDArray
 
-HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; each later one is twice as large, up to
+HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; each further request is twice as large, up to
 MAX_HEADER_BLOCK_BYTES = 16 << 20  # so that a mirror without ranges sends little more than twice what is read
-MAX_HEADER_BYTES = 128 << 20  # one that claims to be larger is damaged, or made to be read for ever
+MAX_HEADER_BYTES = 128 << 20  # a header that claims to be larger is damaged or hostile
 READ_BUFFER_BYTES = 64 << 10
 READ_BYTES = 4 << 20
-MAX_PATIENCE_S = 1.0  # with a download that is to stop and waits for the network
+MAX_PATIENCE_S = 1.0  # for a download that is to stop and waits for the network
 
 Count = Callable[[int], None]
-"""Called with so many more bytes that are here; fewer than none where they have to come again."""
+"""Called with the number of bytes received since the last call; negative if they have to be downloaded again."""
 
 
 class _Stopped(Exception):
-    """The download is not wanted any more."""
+    """Raised in a download that is no longer needed."""
 
 
-class Arrivals:
-    """The files of one snapshot that come to a folder. Context manager: ends what is still coming, and keeps it."""
+class Downloads:
+    """The files of one snapshot that are downloaded to a folder. Context manager: stops downloads, and keeps what has
+    come."""
 
     def __init__(self, hub: Hub, snapshot: Snapshot, folder: Path, count: Count = lambda more: None) -> None:
         self._hub, self._snapshot, self._folder, self._count = hub, snapshot, folder, count
-        self._order: list[ArrivingFile] = []
-        self._fetches: dict[ArrivingFile, _Fetch] = {}
+        self._order: list[DownloadedFile] = []
+        self._fetches: dict[DownloadedFile, _Fetch] = {}
         self.stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -56,29 +57,29 @@ class Arrivals:
         for fetch in self._fetches.values():
             fetch.thread.join(MAX_PATIENCE_S)
 
-    def open_file(self, path: Path) -> ArrivingFile:
-        """A file of weights by the path that it is to have, as conversion opens it. Raises UserError when the
-        repository does not have it."""
-        return ArrivingFile(path, self._snapshot.file(path.relative_to(self._folder).as_posix()), self)
+    def open_file(self, path: Path) -> DownloadedFile:
+        """Return a file of weights by its future path, for a conversion. Raises UserError if the repository does not
+        have it."""
+        return DownloadedFile(path, self._snapshot.file(path.relative_to(self._folder).as_posix()), self)
 
-    def expect(self, order: Sequence[ArrivingFile]) -> None:
-        """While one of these files is converted, the next one comes."""
+    def expect(self, order: Sequence[DownloadedFile]) -> None:
+        """Set the order in which these files are needed: while one is converted, the next is downloaded."""
         self._order = list(order)
 
-    def need(self, file: ArrivingFile) -> None:
-        """Return when a file is here; then begin with the next one. Raises UserError."""
+    def need(self, file: DownloadedFile) -> None:
+        """Return when a file is complete, and start to download the next one. Raises UserError."""
         self._fetch(file).wait()
         if file in self._order:
             for following in self._order[self._order.index(file) + 1 :][:1]:
                 self._fetch(following)
 
-    def _fetch(self, file: ArrivingFile) -> _Fetch:
+    def _fetch(self, file: DownloadedFile) -> _Fetch:
         if file not in self._fetches:
-            self._fetches[file] = _Fetch(lambda: self.bring(file.entry))
+            self._fetches[file] = _Fetch(lambda: self.download_file(file.entry))
         return self._fetches[file]
 
-    def bring(self, entry: RemoteFile) -> Path:
-        """Have one file here, whole and checked. Raises UserError."""
+    def download_file(self, entry: RemoteFile) -> Path:
+        """Download one file completely and check it. Raises UserError."""
         self.require_checksum(entry)
         path = self.path(entry)
         if path.exists():
@@ -87,103 +88,103 @@ class Arrivals:
         make_folder(part.parent)
         resumed = part.exists()
         try:
-            if not self._came(entry, part) and not (resumed and self._came(entry, part)):
+            if not self._complete(entry, part) and not (resumed and self._complete(entry, part)):
                 raise UserError(
-                    f"{self._snapshot.repository}: {named(entry.name)}: came with another checksum than the hub gives: "
-                    f"damaged on the way, or on a mirror; {AGAIN}"
+                    f"{self._snapshot.repository}: {safe_name(entry.name)}: came with another checksum than the hub "
+                    f"gives: damaged on the way, or on a mirror; {AGAIN}"
                 )
             part.rename(path)
         except OSError as error:
             raise UserError(f"{part}: cannot be written: {error.strerror}; {AGAIN}") from None
         return path
 
-    def _came(self, entry: RemoteFile, part: Path) -> bool:
-        """Download what is missing of a file; whether it is right then. What is wrong is removed."""
+    def _complete(self, entry: RemoteFile, part: Path) -> bool:
+        """Download the missing bytes of a file. Return True if its checksum is right; otherwise remove it."""
         with part.open("a+b") as file:
             if file.tell() > entry.bytes:
                 file.truncate(0)
-            coming = _Coming(file, entry, self._count, self.stopped)
-            self._hub.download(self._snapshot, entry, cast(BinaryIO, coming))
+            target = _DownloadTarget(file, entry, self._count, self.stopped)
+            self._hub.download(self._snapshot, entry, cast(BinaryIO, target))
             file.flush()
             os.fsync(file.fileno())
-            if coming.is_right():
+            if target.is_right():
                 return True
             self._count(-file.tell())
         part.unlink()
         return False
 
     def require_checksum(self, entry: RemoteFile) -> None:
-        """Refuse what could not be checked when it has come."""
+        """Refuse a file that could not be checked after its download."""
         if not (entry.sha256 or entry.blob):
             raise UserError(
-                f"{self._snapshot.repository}: {named(entry.name)}: {self._hub.endpoint} gives no checksum of it, "
+                f"{self._snapshot.repository}: {safe_name(entry.name)}: {self._hub.endpoint} gives no checksum of it, "
                 "so it cannot be checked; use another mirror"
             )
 
     def read(self, entry: RemoteFile, start: int, count: int) -> bytes:
-        """A few bytes of a file that is not here."""
+        """Return a few bytes of a file at the hub."""
         return self._hub.read(self._snapshot, entry, start, count)
 
     def path(self, entry: RemoteFile) -> Path:
-        """Where a file is when it has come."""
+        """Return the path of a complete file."""
         return self._folder / entry.name
 
     def part(self, entry: RemoteFile) -> Path:
-        """Where it is while it comes."""
+        """Return the path of an incomplete file."""
         path = self.path(entry)
         return path.with_name(f"{path.name}.part")
 
-    def here_bytes(self, entry: RemoteFile) -> int:
-        """How much of a file is here."""
+    def local_bytes(self, entry: RemoteFile) -> int:
+        """Return how many bytes of a file are on this disk."""
         if self.path(entry).exists():
             return entry.bytes
         part = self.part(entry)
         return min(part.stat().st_size, entry.bytes) if part.exists() else 0
 
 
-class ArrivingFile(SourceFile):
-    """A file of weights that is at the hub until it is fetched: then here, until it is released."""
+class DownloadedFile(SourceFile):
+    """A file of weights that is at the hub until it is fetched, and then on this disk until it is released."""
 
-    def __init__(self, path: Path, entry: RemoteFile, arrivals: Arrivals) -> None:
+    def __init__(self, path: Path, entry: RemoteFile, downloads: Downloads) -> None:
         super().__init__(path)
-        self.entry, self._arrivals = entry, arrivals
-        self._here = path.exists()
+        self.entry, self._downloads = entry, downloads
+        self._is_local = path.exists()
 
     @property
     def version(self) -> str:
         return f"{self.entry.name} {self.entry.sha256 or self.entry.blob}"
 
     def beginning(self) -> BinaryIO:
-        if self._here:
+        if self._is_local:
             return super().beginning()
-        return io.BufferedReader(_AtTheHub(self.entry, self._arrivals), READ_BUFFER_BYTES)
+        return io.BufferedReader(_RemoteHeader(self.entry, self._downloads), READ_BUFFER_BYTES)
 
     def fetch(self) -> None:
-        if not self._here:
-            self._arrivals.need(self)
-            self._here = True
+        if not self._is_local:
+            self._downloads.need(self)
+            self._is_local = True
 
     def release(self) -> None:
         self.close()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        self._here = False
+        self._is_local = False
 
     def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
-        if self._here:
+        if self._is_local:
             super().read_into(offset, target)
             return
-        data = self._arrivals.read(self.entry, offset, target.nbytes)
+        data = self._downloads.read(self.entry, offset, target.nbytes)
         if len(data) < target.nbytes:
             raise UserError(f"{self.path}: ends at byte {offset + len(data)}, where a tensor should lie: truncated")
         target.data.cast("B")[:] = data
 
 
-class _AtTheHub(io.RawIOBase):
-    """A file at the hub, to read its header from: a block of it is here, and what follows is asked for."""
+class _RemoteHeader(io.RawIOBase):
+    """A file at the hub, for reading its header: blocks of growing size are read on demand."""
 
-    def __init__(self, entry: RemoteFile, arrivals: Arrivals) -> None:
-        self._entry, self._arrivals, self._at = entry, arrivals, 0
+    def __init__(self, entry: RemoteFile, downloads: Downloads) -> None:
+        self._entry, self._downloads, self._at = entry, downloads, 0
         self._block, self._block_start, self._next_bytes = b"", 0, HEADER_BLOCK_BYTES
 
     def readable(self) -> bool:
@@ -203,9 +204,9 @@ class _AtTheHub(io.RawIOBase):
         if not self._block_start <= self._at < self._block_start + len(self._block):
             if self._at >= MAX_HEADER_BYTES:
                 raise UserError(
-                    f"{named(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
+                    f"{safe_name(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged"
                 )
-            self._block, self._block_start = self._arrivals.read(self._entry, self._at, self._next_bytes), self._at
+            self._block, self._block_start = self._downloads.read(self._entry, self._at, self._next_bytes), self._at
             self._next_bytes = min(2 * self._next_bytes, MAX_HEADER_BLOCK_BYTES)
         from_block = self._at - self._block_start
         data = self._block[from_block : from_block + len(target)]
@@ -214,12 +215,12 @@ class _AtTheHub(io.RawIOBase):
         return len(data)
 
 
-class _Coming:
-    """A file that a download is written to, as far as that needs one: everything is counted and hashed as it comes."""
+class _DownloadTarget:
+    """The target of a download, with the methods that a download needs: bytes are counted and hashed as they come."""
 
     def __init__(self, file: BinaryIO, entry: RemoteFile, count: Count, stopped: threading.Event) -> None:
         self._file, self._entry, self._count, self._stopped = file, entry, count, stopped
-        # Git's own checksum is of a small header before the content.
+        # Git's own checksum covers a small header before the content.
         blob = hashlib.sha1(b"blob %d\0" % entry.bytes, usedforsecurity=False)
         self._hash: Any = blob if entry.sha256 is None else hashlib.sha256()
         file.seek(0)
@@ -227,7 +228,7 @@ class _Coming:
             self._hash.update(data)
 
     def is_right(self) -> bool:
-        """Whether what came is what the hub has."""
+        """Return True if the content has the hub's checksum."""
         return bool(self._hash.hexdigest() == (self._entry.sha256 or self._entry.blob))
 
     def write(self, data: bytes) -> int:
@@ -242,7 +243,7 @@ class _Coming:
 
 
 class _Fetch:
-    """One download in a thread of its own, which nothing waits for that does not need it."""
+    """One download in a thread of its own, which blocks only callers that need it."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -257,7 +258,7 @@ class _Fetch:
             self._error = error
 
     def wait(self) -> None:
-        """Return when it is done. Raises what it raised."""
+        """Wait until it is done, and raise what it raised."""
         self.thread.join()
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
-"""Answers of a hub over HTTP, each with a bound: of bytes, of time, of redirects, of what it may ask to wait.
+"""Answers of a hub over HTTP, with limits on bytes, time, redirects, and the waiting that a hub may ask for.
 
-The session is huggingface_hub's, which knows proxies and certificates. Nothing here decompresses: an answer comes as
-it was sent, or is refused.
+The session is huggingface_hub's, which handles proxies and certificates. Nothing here decompresses: an answer is used
+as it was sent, or refused.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 ENDPOINT = "https://huggingface.co"
 AGAIN = "the same command goes on from here"
 ANSWER_S = 30.0  # for a connection, and for the next bytes of an answer
 MAX_HEAD_S = 60.0  # for everything before the first byte of the content
-MIN_BYTES_PER_S = 1024  # over WINDOW_S of waiting; what sends less counts as broken off
+MIN_BYTES_PER_S = 1024  # over WINDOW_S of waiting; a slower connection counts as broken off
 WINDOW_S = 30.0
 MAX_REDIRECTS = 5
-MAX_WAIT_S = 120.0  # that a hub may ask for, one time after the other, before a command gives up
-FIRST_WAIT_S = 1.0  # where a busy hub does not say how long; it doubles
+MAX_WAIT_S = 120.0  # total waiting that a hub may ask for before a command gives up
+FIRST_WAIT_S = 1.0  # if a busy hub does not say how long to wait; doubled each time
 REDIRECTS = (301, 302, 303, 307, 308)
-_RESET_S = re.compile(r"\bt=(\d{1,9})\b")  # of the RateLimit header: seconds until the limit is lifted
+_RESET_S = re.compile(r"\bt=(\d{1,9})\b")  # in the RateLimit header: seconds until the limit is lifted
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(?:\d{1,18}|\*)", re.ASCII)
 
 Tell = Callable[[str], None]
-"""Called with a line for the person who waits."""
+"""Called with a line for a person who waits."""
 
 
-class BrokenOff(UserError):
-    """A connection that failed, or that is too slow to go on with: another one may do better."""
+class ConnectionBroken(UserError):
+    """A connection that failed or is too slow. Another connection may work."""
 
 
 class Refused(UserError):
-    """An answer with a status that is an error. code: what the hub says of it in X-Error-Code."""
+    """An answer with an error status. code: the hub's X-Error-Code."""
 
     def __init__(self, message: str, status: int, code: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class Refused(UserError):
 
 
 class Answer:
-    """The content of one answer, from its byte `start` of the file on."""
+    """The content of one answer, from byte `start` of the file on."""
 
     def __init__(self, answer: Any, what: str, endpoint: str, network: tuple[type[Exception], ...]) -> None:
         self._answer, self._what, self._endpoint, self._network = answer, what, endpoint, network
@@ -67,13 +67,13 @@ class Answer:
 
     @property
     def length_bytes(self) -> int | None:
-        """How long the content is to be; None where the answer does not say so."""
+        """Length of the content; None if the answer does not state it."""
         length = self._answer.headers.get("content-length", "")
         return int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
 
     def pieces(self, max_bytes: int) -> Iterator[bytes]:
-        """The content as it comes. Raises UserError before a piece that goes beyond `max_bytes` is given out, and
-        BrokenOff where the connection ends early, stalls, or is slower than MIN_BYTES_PER_S."""
+        """Yield the content as it arrives. Raises UserError before a piece that exceeds `max_bytes`, and
+        ConnectionBroken if the connection ends early, stalls, or is slower than MIN_BYTES_PER_S."""
         waited_s, window_bytes, all_bytes = 0.0, 0, 0
         content = iter(self._answer.iter_raw())
         while True:
@@ -81,7 +81,7 @@ class Answer:
             try:
                 piece = next(content, None)
             except self._network as error:
-                raise broken_off(self._what, self._endpoint, error) from None
+                raise connection_broken(self._what, self._endpoint, error) from None
             if piece is None:
                 return
             waited_s += time.monotonic() - began_s
@@ -91,7 +91,7 @@ class Answer:
                 raise UserError(f"{self._what}: {self._endpoint} sends more than the {max_bytes} bytes it may have")
             if waited_s >= WINDOW_S:
                 if window_bytes < MIN_BYTES_PER_S * waited_s:
-                    raise BrokenOff(
+                    raise ConnectionBroken(
                         f"{self._what}: {self._endpoint} sent {window_bytes} bytes in {waited_s:.0f} s: too slow to go "
                         f"on; {AGAIN}"
                     )
@@ -99,14 +99,14 @@ class Answer:
             yield piece
 
 
-def broken_off(what: str, endpoint: str, error: Exception) -> BrokenOff:
-    """The error for a connection that failed."""
-    reason = named(str(error) or type(error).__name__)
-    return BrokenOff(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
+def connection_broken(what: str, endpoint: str, error: Exception) -> ConnectionBroken:
+    """Return the error for a connection that failed."""
+    reason = safe_name(str(error) or type(error).__name__)
+    return ConnectionBroken(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
 
 
 class Web:
-    """The way to one hub. HF_TOKEN goes to the hub itself and to nobody that it redirects to."""
+    """The connection to one hub. HF_TOKEN is sent to the hub itself, and not to hosts that it redirects to."""
 
     def __init__(self, endpoint: str, tell: Tell) -> None:
         """Raises UserError where huggingface_hub is not installed, or the address or the token cannot be used."""
@@ -115,7 +115,7 @@ class Web:
             raise UserError(f"HF_ENDPOINT: {quoted(endpoint)} is no address; expected one such as {ENDPOINT}")
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         try:
-            from huggingface_hub import errors, utils  # 0.3 s, and not on every phone: only for this
+            from huggingface_hub import errors, utils  # takes 0.3 s to import, and not every phone has it
         except ImportError:
             raise UserError(
                 "pull needs huggingface_hub; "
@@ -124,24 +124,24 @@ class Web:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         self._utils: Any = utils
         self._offline: type[Exception] = errors.OfflineModeIsEnabled
-        # The library has changed its HTTP package before: take what its own errors come from.
+        # The library has changed its HTTP package before: use the package that its own errors come from.
         http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
         package = importlib.import_module(http_error.__module__.partition(".")[0])
         self._network = (http_error, package.InvalidURL, package.StreamError)
         self._headers: dict[str, str] = self._utils.build_hf_headers(
             library_name="neuronpipe", library_version=version("neuronpipe")
-        ) | {"Accept-Encoding": "identity"}  # of a compressed file, a part would not be one of the file
+        ) | {"Accept-Encoding": "identity"}  # a range of a compressed file is not a range of the file
         token = self._headers.get("authorization", "")
         if not (token.isascii() and token.isprintable()):
             raise UserError("HF_TOKEN: holds characters that no token has")
 
     @contextlib.contextmanager
     def answer(self, address: str, what: str, start: int | None = None, stop: int | None = None) -> Iterator[Answer]:
-        """The answer to a request for an address; of a file, from byte `start` on, up to `stop` where that is given.
+        """Request an address and yield the answer. For a file: from byte `start` on, up to `stop` if that is given.
 
-        A hub may send the file from its beginning all the same: `Answer.start` says what came. `what`: the beginning
-        of errors. Raises Refused for a status that is an error, BrokenOff for a connection that fails, UserError for
-        what no hub does.
+        A hub may send the file from its beginning all the same: `Answer.start` tells. `what`: the beginning of errors.
+        Raises Refused for an error status, ConnectionBroken for a connection that fails, UserError for a violation of
+        the protocol.
         """
         headers = dict(self._headers)
         if start is not None:
@@ -151,8 +151,8 @@ class Web:
             encoding = answer.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
                 raise UserError(
-                    f"{what}: {self.endpoint} sends it compressed ({named(encoding)}), though it was asked for as it "
-                    "is; use another mirror"
+                    f"{what}: {self.endpoint} sends it compressed ({safe_name(encoding)}), though it was asked for as "
+                    "it is; use another mirror"
                 )
             yield Answer(answer, what, self.endpoint, self._network)
         finally:
@@ -160,7 +160,7 @@ class Web:
                 answer.close()
 
     def _willing(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """The answer, after as much waiting as the hub asks for."""
+        """Return the answer, after as much waiting as the hub asks for."""
         waited_s, next_wait_s = 0.0, FIRST_WAIT_S
         while True:
             answer = self._redirected(address, headers, what)
@@ -184,7 +184,7 @@ class Web:
             waited_s, next_wait_s = waited_s + wait_s, 2 * next_wait_s
 
     def _redirected(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """The first answer that is no redirect."""
+        """Return the first answer that is no redirect."""
         home = _origin(address)
         for _ in range(MAX_REDIRECTS + 1):
             answer = self._head(address, headers, what)
@@ -201,8 +201,8 @@ class Web:
         raise UserError(f"{what}: {self.endpoint} redirects more than {MAX_REDIRECTS} times")
 
     def _head(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """Status and headers of an answer, whose content is still to come, within MAX_HEAD_S. A time limit of the
-        session holds for one read only, so a thread waits, and is left behind when the time is over."""
+        """Return status and headers of an answer, whose content follows, within MAX_HEAD_S. The session's timeout
+        applies to single reads only, so a thread waits, which is abandoned when the time is over."""
         answers: list[Any] = []
         errors: list[Exception] = []
         late = threading.Event()
@@ -224,17 +224,17 @@ class Web:
         if answers:
             return answers[0]
         if not errors:
-            raise BrokenOff(f"{what}: {self.endpoint} did not answer within {MAX_HEAD_S:.0f} s; {AGAIN}")
+            raise ConnectionBroken(f"{what}: {self.endpoint} did not answer within {MAX_HEAD_S:.0f} s; {AGAIN}")
         error = errors[0]
         if isinstance(error, self._offline):
             raise UserError("HF_HUB_OFFLINE is set, so nothing is asked of a hub; unset it to pull")
         if isinstance(error, (*self._network, OSError, ValueError)):
-            raise broken_off(what, self.endpoint, error)
+            raise connection_broken(what, self.endpoint, error)
         raise error
 
 
 def _origin(address: str) -> tuple[str, str, int | None] | None:
-    """Scheme, host and port of an address; None where it has no host, or cannot be read."""
+    """Return scheme, host and port of an address; None if it has no host or cannot be parsed."""
     try:
         parts = urlsplit(address)
         return (parts.scheme, parts.hostname, parts.port) if parts.hostname else None
@@ -243,8 +243,8 @@ def _origin(address: str) -> tuple[str, str, int | None] | None:
 
 
 def _redirect_target(address: str, location: str) -> str | None:
-    """Where a redirect leads; None where it is not followed: to nowhere, to another scheme than HTTP, or from an
-    encrypted connection to one that is not."""
+    """Return the target of a redirect; None if it is not followed: an empty one, one to another scheme than HTTP, or
+    one from an encrypted connection to an unencrypted one."""
     try:
         target = urljoin(address, location)
     except ValueError:
@@ -255,7 +255,7 @@ def _redirect_target(address: str, location: str) -> str | None:
 
 
 def _retry_after_s(headers: Any) -> float | None:
-    """How long the hub asks to wait, in seconds; None where it does not say."""
+    """Return how long the hub asks to wait, in seconds; None if it does not say."""
     text = headers.get("retry-after", "").strip()
     if re.fullmatch(r"[0-9]{1,12}", text):
         return float(text)

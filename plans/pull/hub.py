@@ -1,7 +1,7 @@
-"""A hub of models: what a repository holds, and the bytes of its files.
+"""A hub of models: the contents of a repository, and the bytes of its files.
 
-Files are read over HTTP, also where the hub offers xet: only so does a download go on where it was interrupted, and
-only so does any mirror serve. Lengths are checked here, and content in `downloads.py`.
+Files are read over HTTP even if the hub offers xet: only then can an interrupted download continue, and only then does
+any mirror work. Lengths are checked here, contents in `downloads.py`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ import time
 from typing import BinaryIO
 from urllib.parse import quote
 
-from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, BrokenOff, Refused, Tell, Web
+from neuronpipe.plans.pull.http_answers import AGAIN, ENDPOINT, ConnectionBroken, Refused, Tell, Web
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, read_snapshot
 from neuronpipe.plans.strict_json import parse_json
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
-MAX_SNAPSHOT_BYTES = 8 << 20  # of what a hub says of a repository: 300 bytes a file
-MAX_TRIES = 6  # of connections that break off, one after the other, before so much has come:
+MAX_SNAPSHOT_BYTES = 8 << 20  # of a hub's description of a repository: 300 bytes a file
+MAX_TRIES = 6  # consecutive connections that break off before they brought PROGRESS_BYTES
 PROGRESS_BYTES = 1 << 20
 PAUSE_S = 1.0
 
 
 class Hub:
-    """The hub that HF_ENDPOINT names, huggingface.co otherwise; HF_TOKEN is sent to it if there is one."""
+    """The hub that HF_ENDPOINT names, huggingface.co otherwise. HF_TOKEN is sent to it if there is one."""
 
     def __init__(self, tell: Tell = lambda line: None) -> None:
-        """tell: hears why the hub lets a person wait. Raises UserError where huggingface_hub is not installed."""
+        """Open a hub. tell: called with the reason when the hub makes a person wait. Raises UserError if
+        huggingface_hub is not installed."""
         self.endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         self._web = Web(self.endpoint, tell)
 
     def snapshot(self, reference: Reference, commit: str | None = None) -> Snapshot:
-        """What the repository holds, at its revision's present commit or at a given one. Raises UserError."""
+        """Return the contents of the repository, at its revision's present commit or at a given one. Raises
+        UserError."""
         repository, revision = reference.repository, commit or reference.revision
         address = f"{self.endpoint}/api/models/{repository}"
         if revision is not None:
@@ -44,7 +46,7 @@ class Hub:
         return read_snapshot(repository, parse_json(data, f"{repository}: {self.endpoint} answered what no hub does"))
 
     def read(self, snapshot: Snapshot, file: RemoteFile, start: int, count: int) -> bytes:
-        """A few bytes of a file; fewer at its end. Raises UserError."""
+        """Return a few bytes of a file; fewer at its end. Raises UserError."""
         if (stop := min(start + count, file.bytes)) <= start:
             return b""
         what, data = self._what(snapshot, file), bytearray()
@@ -63,15 +65,15 @@ class Hub:
         return bytes(data[: stop - start])
 
     def download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO) -> None:
-        """Write the rest of a file to `target`, which stands behind the bytes that have come. Goes on by itself when
-        the connection breaks off, until nothing comes any more. Raises UserError, and what writing raises."""
+        """Write the rest of a file to `target`, which is positioned after the bytes already received. Reconnects when
+        the connection breaks off, until several attempts bring nothing. Raises UserError, and errors of writing."""
         tries, counted_from = 0, target.tell()
         while (start := target.tell()) < file.bytes:
             try:
                 self._download(snapshot, file, target, start)
             except Refused as refusal:
                 raise self._explained(refusal, snapshot.repository, snapshot.commit, file) from None
-            except BrokenOff:
+            except ConnectionBroken:
                 if target.tell() - counted_from >= PROGRESS_BYTES:
                     tries, counted_from = 0, target.tell()
                 tries += 1
@@ -80,8 +82,8 @@ class Hub:
                 time.sleep(PAUSE_S)
 
     def _download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO, start: int) -> None:
-        """Write what one answer holds of a file, and nothing beyond the length that the hub gave. Raises BrokenOff
-        where that is too little."""
+        """Write the content of one answer, up to the length that the hub stated. Raises ConnectionBroken if that is too
+        little."""
         what, address = self._what(snapshot, file), self._address(snapshot, file)
         with self._web.answer(address, what, start or None) as answer:
             skip = self._skipped(what, answer.start, start)
@@ -95,20 +97,19 @@ class Hub:
                 target.write(piece[skip:])
                 skip = max(skip - len(piece), 0)
         if target.tell() < file.bytes:
-            raise BrokenOff(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
+            raise ConnectionBroken(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
 
-    def _skipped(self, what: str, first: int, wanted: int) -> int:
-        """How many bytes of an answer come before those that were wanted: a mirror that knows no ranges sends the file
-        from its beginning."""
-        if first not in (0, wanted):
+    def _skipped(self, what: str, first: int, required: int) -> int:
+        """Return how many bytes of an answer to skip: a mirror without ranges sends the file from its beginning."""
+        if first not in (0, required):
             raise UserError(f"{what}: {self.endpoint} sends another part of it than was asked for; use another mirror")
-        return wanted - first
+        return required - first
 
     def _explained(
         self, refusal: Refused, repository: str, revision: str | None, file: RemoteFile | None = None
     ) -> UserError:
-        """The refusal in words that say what to do about it."""
-        what = repository if file is None else f"{repository}: {named(file.name)}"
+        """Return the refusal in words that say what to do about it."""
+        what = repository if file is None else f"{repository}: {safe_name(file.name)}"
         if refusal.code == "GatedRepo":
             return UserError(f"{what}: asks you to accept its terms at {self.endpoint}/{repository}; then set HF_TOKEN")
         if refusal.code == "RevisionNotFound":
@@ -120,7 +121,7 @@ class Hub:
         return refusal
 
     def _what(self, snapshot: Snapshot, file: RemoteFile) -> str:
-        return f"{snapshot.repository}: {named(file.name)}"
+        return f"{snapshot.repository}: {safe_name(file.name)}"
 
     def _address(self, snapshot: Snapshot, file: RemoteFile) -> str:
         return f"{self.endpoint}/{snapshot.repository}/resolve/{snapshot.commit}/{quote(file.name)}"

@@ -1,10 +1,11 @@
-"""The packages that are called by their names: where they lie, which there are, and what interrupted pulls left.
+"""The packages that are called by name: their place, their names, and the remains of interrupted pulls.
 
     DATA/packages/NAME/  a package
-    DATA/pulls/NAME/     what a pull works in; it stays when the pull is interrupted. So does a conversion
-    (source_models.py)
+    DATA/pulls/NAME/     the working folder of a pull, or of a conversion (source_models.py); it stays after an
+                         interruption
 
-DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is whole.
+DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is
+complete.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from neuronpipe.plans.package.atomic_output import make_folder, whole_file
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.strict_json import read_json
-from neuronpipe.protocol.errors import NotRunning, UserError, named, quoted
+from neuronpipe.protocol.errors import NotRunning, UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -31,11 +32,11 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 MAX_SHOWN = 12
 FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What to pull first: small, and it answers; 270 MB, under the Apache licence. The page names it too."""
+"""A small model to try first: a chat model of 270 MB, under the Apache licence. The page names it too."""
 
 EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
 _HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)
-LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter from when it has begun
+LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter exists from its begin to its end
 
 
 class Busy(UserError):
@@ -43,7 +44,7 @@ class Busy(UserError):
 
 
 def data_folder() -> Path:
-    """Where packages lie. A relative XDG_DATA_HOME counts as none, as its specification says. Raises UserError where
+    """Return the folder DATA. A relative XDG_DATA_HOME is ignored, as its specification requires. Raises UserError if
     this user has no home."""
     if folder := os.environ.get(VARIABLE):
         return Path(folder).absolute()
@@ -51,50 +52,50 @@ def data_folder() -> Path:
         return Path(base) / "neuronpipe"
     try:
         return Path.home() / ".local" / "share" / "neuronpipe"
-    except RuntimeError:  # no HOME, and nobody knows this user
+    except RuntimeError:  # no HOME, and the user is not in the user database
         raise UserError(f"this user has no home folder to keep packages in; set {VARIABLE} to a folder") from None
 
 
 def packages_folder() -> Path:
-    """The folder of the packages that have a name."""
+    """Return the folder of the packages that have a name."""
     return data_folder() / "packages"
 
 
 def pulls_folder() -> Path:
-    """The folder of the pulls that are under way or were interrupted."""
+    """Return the folder of the pulls that are under way or were interrupted."""
     return data_folder() / "pulls"
 
 
 def package_names() -> list[str]:
-    """The names of all packages there are."""
+    """Return the names of all packages."""
     return _names(packages_folder(), MANIFEST)
 
 
 def pull_names() -> list[str]:
-    """The names of all pulls that have begun and are not done."""
+    """Return the names of all pulls that have begun and are not done."""
     return _names(pulls_folder(), STATE)
 
 
 def _names(folder: Path, holds: str) -> list[str]:
-    found = os.listdir(folder) if folder.is_dir() else []
-    return sorted(name for name in found if NAME.fullmatch(name) and (folder / name / holds).is_file())
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(name for name in names if NAME.fullmatch(name) and (folder / name / holds).is_file())
 
 
 def checked_name(text: str) -> str:
-    """A name that a package can have: a file name that looks the same everywhere. Raises UserError."""
+    """Return a name that is valid for a package: a file name that is the same on every system. Raises UserError."""
     if not NAME.fullmatch(text):
         raise UserError(f"{quoted(text)} is no name for a package: letters, digits, - _ and . only, 96 at most")
     return text
 
 
 def name_like(text: str) -> str:
-    """A name that a package can have, as near to a text as possible."""
+    """Return a valid package name similar to a text."""
     return text if NAME.fullmatch(text) else re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:96].lstrip(".-") or "model"
 
 
 def package_path(text: str) -> Path:
-    """Where the package is that a person means: a path that exists, or else the package of that name. Where there is
-    neither it is the text itself; see `refuse_unknown`."""
+    """Return the package that a text denotes: an existing path, or else the package of that name. If there is neither,
+    return the text itself; see `refuse_unknown`."""
     if os.path.exists(text) or not NAME.fullmatch(text):
         return Path(text)
     names = package_names()
@@ -103,22 +104,24 @@ def package_path(text: str) -> Path:
 
 
 def refuse_unknown(path: Path) -> None:
-    """Refuse what is neither a path nor the name of a package, and say what there is."""
+    """Refuse a path that neither exists nor is the name of a package, and list the packages."""
     if os.path.exists(path):
         return
     text = str(path)
     on_hub = None if text.startswith("/") else _HUB.fullmatch(text)
     if text.endswith(".gguf") and (on_hub is None or ":" not in on_hub["reference"]):
-        raise UserError(f"{named(text)}: no such file{_ggufs_beside(path)}")
+        raise UserError(f"{safe_name(text)}: no such file{_ggufs_beside(path)}")
     if on_hub is not None:
         raise UserError(
-            f"{named(text)}: no such package directory; from a hub it comes with "
-            f"`neuronpipe pull {named(on_hub['reference'])}`"
+            f"{safe_name(text)}: no such package directory; from a hub it comes with "
+            f"`neuronpipe pull {safe_name(on_hub['reference'])}`"
         )
     name = text.partition(":")[0]  # other programs write NAME:TAG
     if not NAME.fullmatch(name):
         return
-    raise UserError(f"{named(text)}: no such package directory, and no package has that name; {_what_there_is(name)}")
+    raise UserError(
+        f"{safe_name(text)}: no such package directory, and no package has that name; {_what_there_is(name)}"
+    )
 
 
 def _ggufs_beside(path: Path) -> str:
@@ -135,7 +138,7 @@ def _what_there_is(text: str) -> str:
     names = package_names()
     if not names:
         return f"make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`{EXAMPLE}"
-    import difflib  # only a mistake pays for it
+    import difflib  # imported only after a mistake
 
     by_folded = {name.casefold(): name for name in names}
     there_are = f"{_there_are(names)}{': `neuronpipe list`' if len(names) > MAX_SHOWN else ''}"
@@ -145,13 +148,13 @@ def _what_there_is(text: str) -> str:
 
 
 def _there_are(names: list[str]) -> str:
-    """`there are a, b and 3 more`."""
+    """Return `there are a, b and 3 more`."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
+    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(safe_name, names[:MAX_SHOWN]))}{more}"
 
 
 def refuse_used(name: str) -> None:
-    """Refuse to take away the package that a live run uses."""
+    """Refuse to remove or replace the package that a live run uses."""
     used = (packages_folder() / name).resolve()
     try:
         live = RunDirectory.live()
@@ -163,9 +166,9 @@ def refuse_used(name: str) -> None:
 
 
 def remove_package(name: str) -> None:
-    """Remove a package at once, then its bytes: half of one is nowhere to be found. Raises UserError."""
+    """Remove a package: first its name, then its bytes, so that no incomplete package is visible. Raises UserError."""
     package = packages_folder() / name
-    leaving = package.with_name(f".{name}.partial-{os.getpid()}")  # what is killed here goes with the next pull
+    leaving = package.with_name(f".{name}.partial-{os.getpid()}")  # after a kill the next pull removes it
     try:
         package.rename(leaving)
         shutil.rmtree(leaving)
@@ -174,7 +177,7 @@ def remove_package(name: str) -> None:
 
 
 def remove_pull(name: str) -> None:
-    """Remove what an interrupted pull left. Raises UserError when it is under way."""
+    """Remove what an interrupted pull left. Raises UserError if it is under way."""
     with working_folder(name) as folder:
         try:
             shutil.rmtree(folder)
@@ -184,7 +187,7 @@ def remove_pull(name: str) -> None:
 
 @contextlib.contextmanager
 def working_folder(name: str) -> Iterator[Path]:
-    """The folder in which the pull of a package works; nobody else does meanwhile. Raises UserError."""
+    """Yield the working folder of a package's pull, locked for this process. Raises UserError."""
     folder = pulls_folder() / name
     try:
         make_folder(folder)
@@ -197,10 +200,10 @@ def working_folder(name: str) -> Iterator[Path]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.path.samestat(os.fstat(lock), os.stat(folder / LOCK))
-        except (BlockingIOError, FileNotFoundError):  # the other one may just have ended, and removed it
-            there = False
-        if not there:
+            is_locked = os.path.samestat(os.fstat(lock), os.stat(folder / LOCK))
+        except (BlockingIOError, FileNotFoundError):  # the other process may just have ended and removed it
+            is_locked = False
+        if not is_locked:
             raise Busy(f"{name}: is being made by another command; wait for it, or end it")
         yield folder
     finally:
@@ -209,7 +212,7 @@ def working_folder(name: str) -> Iterator[Path]:
 
 @frozen(slots=True)
 class Unfinished:
-    """A pull that has begun and is not done: of what, at which commit, and the words of the command that goes on."""
+    """A pull that has begun and is not done: its model, its commit, and the words of the command that continues it."""
 
     reference: str
     commit: str
@@ -217,13 +220,13 @@ class Unfinished:
 
 
 def begin(folder: Path, pull: Unfinished) -> None:
-    """A pull begins to work in its folder: from now on it is unfinished until it is done."""
+    """Record that a pull works in its folder. It is unfinished from now on, until the file is removed."""
     with whole_file(folder / STATE) as place:
         place.write_text(json.dumps(dataclasses.asdict(pull)))
 
 
 def unfinished_pull(name: str) -> Unfinished | None:
-    """What is known of a pull of this name; None: there is none, or nothing can be made of it."""
+    """Return the unfinished pull of this name; None if there is none or its file is damaged."""
     try:
         state = read_json(pulls_folder() / name / STATE)
         command = tuple(str(word) for word in state.items("command"))
@@ -233,7 +236,7 @@ def unfinished_pull(name: str) -> Unfinished | None:
 
 
 def is_under_way(name: str) -> bool:
-    """Whether some command works on this pull now."""
+    """Return True if a command works on this pull now."""
     try:
         with (pulls_folder() / name / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,5 +1,5 @@
-"""What is asked of a hub (a repository, a revision, a file in it), what is there, and which of its files a package
-needs. Only data is ever taken: configuration, tokenizer, chat template and weights, none of which is run."""
+"""A repository at a hub: the reference that a person gives, its files at one commit, and those that a package needs.
+Only data is downloaded: configuration, tokenizer, chat template and weights, none of which is executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuronpipe.plans.convert.sentencepiece_model import ADDED
 from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.pull.package_library import EXAMPLE, name_like
 from neuronpipe.plans.strict_json import Record
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -35,7 +35,8 @@ _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
 
 @frozen(slots=True)
 class Reference:
-    """`ORG/NAME[:FILE.gguf][@REVISION]`, as a person gives it. revision None: the repository's main branch."""
+    """A reference `ORG/NAME[:FILE.gguf][@REVISION]`, as a person gives it. revision None: the repository's main
+    branch."""
 
     repository: str
     file: str | None = None
@@ -43,7 +44,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Raises UserError saying what is expected."""
+        """Parse a reference. Raises UserError saying what is expected."""
         match = _REFERENCE.fullmatch(text)
         if match is None and text.endswith(".gguf") and ":" not in text:
             raise UserError(
@@ -59,7 +60,7 @@ class Reference:
                 f"`neuronpipe pull {match['repository']}` says which there are, if there are several"
             )
         if file is not None and (part := part_of(file)) is not None:
-            file = part.names[0]  # every part names the model
+            file = part.names[0]  # any part may be given for the model
         return cls(match["repository"], file, match["revision"])
 
     def __str__(self) -> str:
@@ -68,15 +69,15 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """What the package is called unless the person says otherwise: the repository's name, or the GGUF file's."""
+        """Default name of the package: the repository's name, or the GGUF file's."""
         stem = self.repository.partition("/")[2] if self.file is None else model_stem(self.file)
         return name_like(stem)
 
 
 @frozen(slots=True)
 class RemoteFile:
-    """A file of a repository. sha256: of its content, where the hub keeps it apart from git; blob: git's own checksum
-    of what git keeps."""
+    """A file of a repository. sha256: of its content, if the hub stores it outside git; blob: git's own checksum of a
+    file in git."""
 
     name: str
     bytes: int
@@ -86,7 +87,7 @@ class RemoteFile:
 
 @frozen
 class Snapshot:
-    """A repository at one commit: what is asked for later is of the same commit, whatever is pushed meanwhile."""
+    """A repository at one commit. Later requests use the same commit, whatever is pushed meanwhile."""
 
     repository: str
     commit: str
@@ -96,14 +97,14 @@ class Snapshot:
         return f"{self.repository}@{self.commit[:12]}"
 
     def file(self, name: str) -> RemoteFile:
-        """Raises UserError when the repository does not have it."""
+        """Return a file. Raises UserError if the repository does not have it."""
         if name not in self.files:
-            raise UserError(f"{self.repository}: {named(name)}: the repository has no such file")
+            raise UserError(f"{self.repository}: {safe_name(name)}: the repository has no such file")
         return self.files[name]
 
     def small_files(self, *, tokenizer: bool) -> list[RemoteFile]:
-        """What a package needs besides weights. tokenizer: also its tokenizer. Raises UserError where there are no
-        safetensors weights, or where something is missing or larger than such a file can be."""
+        """Return the files that a package needs besides weights. tokenizer: its tokenizer too. Raises UserError if
+        there are no safetensors weights, or if a file is missing or too large."""
         if WEIGHTS not in self.files and INDEX not in self.files:
             self._refuse_without_weights()
         names = list(SMALL_FILES)
@@ -116,28 +117,28 @@ class Snapshot:
         self.file("config.json")
         if WEIGHTS not in self.files:
             names.append(INDEX)
-        found = [self.files[name] for name in names if name in self.files]
-        for file in found:
+        files = [self.files[name] for name in names if name in self.files]
+        for file in files:
             if file.bytes > MAX_SMALL_BYTES:
                 raise UserError(f"{self.repository}: {file.name}: {file.bytes} bytes are no such file")
-        return found
+        return files
 
     def gguf(self, name: str) -> RemoteFile:
-        """The GGUF file of this name, or the first part of the model that it names: by one of its parts, or by what
-        they are called without their numbers. Raises UserError that names those there are."""
+        """Return the GGUF file of this name, or the first part of a model, given by one of its parts or by their common
+        name without numbers. Raises UserError that lists the GGUF files."""
         part = part_of(name) or gguf_models(self.files).get(name)
         first = name if part is None or (part_of(name) is None and name in self.files) else part.names[0]
         if first not in self.files:
-            raise UserError(f"{self.repository}: {named(name)}: the repository has no such file; {self._ggufs()}")
+            raise UserError(f"{self.repository}: {safe_name(name)}: the repository has no such file; {self._ggufs()}")
         return self.files[first]
 
     def _ggufs(self) -> str:
         models = gguf_models(self.files)
         if not models:
             return "it has no GGUF files"
-        shown = [named(name) + (f" in {part.count} parts" if part else "") for name, part in models.items()]
-        more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
-        return f"it has {', '.join(shown[:MAX_SHOWN])}{more}"
+        labels = [safe_name(name) + (f" in {part.count} parts" if part else "") for name, part in models.items()]
+        more = f" and {len(labels) - MAX_SHOWN} more" if len(labels) > MAX_SHOWN else ""
+        return f"it has {', '.join(labels[:MAX_SHOWN])}{more}"
 
     def _refuse_without_weights(self) -> None:
         if models := gguf_models(self.files):
@@ -153,14 +154,14 @@ class Snapshot:
 
 
 def is_file_of_repository(name: str) -> bool:
-    """Whether a name is a path below a repository, and looks on a terminal as it is."""
+    """Return True if a name is a relative path inside a repository and printable."""
     return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
 def read_snapshot(repository: str, info: Record) -> Snapshot:
-    """The snapshot that a hub's answer about a repository describes. Raises UserError naming the field that is wrong.
+    """Return the snapshot that a hub's answer describes. Raises UserError naming the wrong field.
 
-    Files with a name that no path can have are left out: nothing that a package needs has such a name.
+    Files whose names are no valid paths are left out: no file that a package needs has such a name.
     """
     commit = _matching(info, "sha", _COMMIT)
     siblings = info.records("siblings")

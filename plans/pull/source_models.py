@@ -1,12 +1,12 @@
-"""Models in files on this disk as packages that are called by their names: each is converted once, and found again for
-as long as its files stay as they are.
+"""Packages of model files on this disk, called by name: each model is converted once, and its package is found again
+while its files do not change.
 
-    DATA/packages/NAME/source.json  what the package was made of: the path of the model, a fingerprint of its files, and
-                                    the command, where `convert` made it
-    DATA/pulls/NAME/                what a conversion works in; a kill leaves it, and the next one goes on with it
+    DATA/packages/NAME/source.json  the origin of the package: the path of the model, a fingerprint of its files, and
+                                    the command if `convert` made it
+    DATA/pulls/NAME/                the working folder of a conversion; a kill leaves it, and the next one continues
 
-The fingerprint is of names, sizes and times of change, so looking a model up reads none of its weights. The path
-belongs to it: models of one family have the same sizes, and archives give all files the same time.
+The fingerprint covers names, sizes and modification times, so that looking up a model reads none of its weights. The
+path is part of the origin, because models of one family have the same sizes, and archives give all files the same time.
 """
 
 from __future__ import annotations
@@ -53,21 +53,22 @@ if TYPE_CHECKING:
 
 RECORD = "source.json"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model")
-HUB_CACHE = "models--"  # in huggingface_hub's cache models lie in models--ORG--NAME/snapshots/COMMIT
+HUB_CACHE = "models--"  # huggingface_hub's cache stores models in models--ORG--NAME/snapshots/COMMIT
 WAIT_S = 0.2
 
 
 @frozen(slots=True)
 class Origin:
-    """A model on this disk as it is now: path, absolute and without links; and the fingerprint of its files."""
+    """A model on this disk in its present state: its path, absolute and without links, and the fingerprint of its
+    files."""
 
     path: str
     fingerprint: str
 
     @classmethod
     def of(cls, source: Path) -> Origin:
-        """The model that a path names. Of a GGUF model in parts every part names it. Raises UserError for what cannot
-        be read."""
+        """Return the origin for a path. Any part of a GGUF model in parts denotes the model. Raises UserError for a
+        path that cannot be read."""
         try:
             first = gguf_file(source)
             files = gguf_files(first)
@@ -88,9 +89,9 @@ class Origin:
 
 
 @frozen(kw_only=True)
-class Asked:
-    """How a package is to be made, where somebody said so. name: None, the one that it has by itself. command: the
-    words that ask for the same from anywhere; none where it is to be as `make` makes it."""
+class PackageRequest:
+    """A package to make, as the user specified it. name: None, the default name. command: the words of the command that
+    makes the same from any folder; empty if the package is as `make` makes it."""
 
     name: str | None = None
     quantization: Quantization | None = None
@@ -103,7 +104,8 @@ class Asked:
 
 @frozen(kw_only=True)
 class Work:
-    """What making a package takes. disk_bytes: still to be written. replaces: the package of the files as they were."""
+    """The requirements of making a package. disk_bytes: still to be written. replaces: there is a package of an earlier
+    state of the files."""
 
     name: str
     folder: Path
@@ -114,23 +116,23 @@ class Work:
 
     @property
     def missing_bytes(self) -> int:
-        """How much more has to be free."""
+        """Number of bytes that have to be freed first."""
         return max(self.disk_bytes - self.free_bytes, 0)
 
 
 def is_source(path: Path) -> bool:
-    """Whether a path is a model that a package can be made of, or what people take for one: any file, and a folder with
+    """Return True if a path is a model that can be converted, or could be mistaken for one: any file, and a folder with
     a model's configuration or weights that is no package."""
     if not path.is_dir():
         return path.is_file()
-    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):  # also a package that has lost one of them
+    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):  # also an incomplete package
         return False
     with os.scandir(path) as entries:
         return any(e.name == "config.json" or e.name.endswith((".safetensors", ".gguf")) for e in entries)
 
 
 def origin_of(package: Path) -> Origin | None:
-    """What a package was made of, where that was a model on this disk."""
+    """Return the origin of a package; None if it was not made from a model on this disk."""
     try:
         record = read_json(package / RECORD)
         return Origin(record.text("path"), record.text("fingerprint"))
@@ -138,11 +140,11 @@ def origin_of(package: Path) -> Origin | None:
         return None
 
 
-def made_of(source: Path) -> Path | None:
-    """The package that was made of a model, if it was and the model has not changed since."""
+def existing_package(source: Path) -> Path | None:
+    """Return the package that was made from a model, if there is one and the model has not changed since."""
     origin, unfinished = Origin.of(source), pull_names()
-    there = [packages_folder() / name for name in package_names() if name not in unfinished]
-    return next((package for package in there if origin_of(package) == origin), None)
+    packages = [packages_folder() / name for name in package_names() if name not in unfinished]
+    return next((package for package in packages if origin_of(package) == origin), None)
 
 
 def make(
@@ -154,46 +156,46 @@ def make(
     progress: Progress,
     report: Report,
 ) -> Package:
-    """Make the package of a model on this disk, called like its file or folder, or open the one that another command
-    has made meanwhile.
+    """Make the package of a model on this disk, named like its file or folder, or open the one that another command
+    made meanwhile.
 
-    agree: called before anything large is written; raises UserError to refuse. waiting: called again and again while
-    another command works on the package of this name. Raises UserError for whatever is wrong with model or disk. Then,
-    and when it is interrupted, nothing is left; after a kill the next one goes on.
+    agree: called before anything large is written; raises UserError to refuse. waiting: called repeatedly while another
+        command works on the package of this name. Raises UserError for errors of model or disk. Then, and after an
+        interruption, nothing is left; after a kill the next command continues.
     """
     while True:
-        if (there := made_of(source)) is not None:
-            return Package.open(there)
+        if (existing := existing_package(source)) is not None:
+            return Package.open(existing)
         name = _name_for(source)
-        _refuse_asked(source, name)
+        _refuse_requested(source, name)
         try:
             with working_folder(name) as folder, _emptied(folder):
-                if name == _name_for(source) and made_of(source) is None:  # or another command was faster
-                    return _make(source, name, folder, Asked(options=options), agree, progress, report)
+                if name == _name_for(source) and existing_package(source) is None:  # else another command was faster
+                    return _make(source, name, folder, PackageRequest(options=options), agree, progress, report)
         except Busy:
             waiting(name)
             time.sleep(WAIT_S)
 
 
-def make_as_asked(
+def make_as_requested(
     source: Path,
-    asked: Asked,
+    request: PackageRequest,
     *,
     agree: Callable[[Work], None],
     waiting: Callable[[str], None],
     progress: Progress,
     report: Report,
 ) -> Package:
-    """As `make`, but in the way that was asked for; raises UserError where there is a package of that name, unless it
-    is to be replaced."""
+    """Make a package like `make`, but as requested. Raises UserError if there is a package of that name, unless it is
+    to be replaced."""
     while True:
-        name = asked.name or _name_for(source)
-        _refuse_taken(source, name, overwrite=asked.overwrite)
+        name = request.name or _name_for(source)
+        _refuse_taken(source, name, overwrite=request.overwrite)
         try:
             with working_folder(name) as folder:
-                _refuse_taken(source, name, overwrite=asked.overwrite)  # by a command that was faster
+                _refuse_taken(source, name, overwrite=request.overwrite)  # another command may have been faster
                 with _emptied(folder):
-                    return _make(source, name, folder, asked, agree, progress, report)
+                    return _make(source, name, folder, request, agree, progress, report)
         except Busy:
             waiting(name)
             time.sleep(WAIT_S)
@@ -201,7 +203,7 @@ def make_as_asked(
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """Whatever happens to the work in a folder, nothing of it is left."""
+    """Remove a working folder at the end, whatever happens."""
     try:
         yield
     finally:
@@ -209,7 +211,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 
 def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
-    """Raises UserError for a name that a package has, or is about to have."""
+    """Refuse a name that a package has, or is about to have. Raises UserError."""
     unfinished = unfinished_pull(name)
     if unfinished is not None and unfinished.reference != one_line(Origin.of(source).path):
         raise UserError(
@@ -220,9 +222,8 @@ def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
         raise UserError(f"{name}: is there already; take another --name, `neuronpipe rm {name}`, or pass --overwrite")
 
 
-def _refuse_asked(source: Path, name: str) -> None:
-    """Raises UserError where the package of a model that has changed was made in a way that somebody asked for: another
-    one would take its name without a word."""
+def _refuse_requested(source: Path, name: str) -> None:
+    """Refuse to replace silently a package that the user requested, after its model has changed. Raises UserError."""
     try:
         command = [str(word) for word in read_json(packages_folder() / name / RECORD).items("command")]
     except UserError:
@@ -232,24 +233,24 @@ def _refuse_asked(source: Path, name: str) -> None:
 
 
 def _name_for(source: Path) -> str:
-    """The name of the package that was, or is being, made of the same path; or else the first one that is free."""
-    path, taken = Origin.of(source).path, {*package_names(), *pull_names()}
-    for name in sorted(taken):
-        if _made_from(name) == one_line(path):
+    """Return the name of the package that was, or is being, made from the same path; or else the first free name."""
+    path, used = Origin.of(source).path, {*package_names(), *pull_names()}
+    for name in sorted(used):
+        if _source_path_of(name) == one_line(path):
             return name
     folder = Path(os.path.abspath(source))
     hub = next((part for part in folder.parts if part.startswith(HUB_CACHE)), None) if source.is_dir() else None
     stem = model_stem(folder.name) if source.is_file() else folder.name if hub is None else hub.split("--")[-1]
     first = name_like(stem)
     number, name = 1, first
-    while name in taken:
+    while name in used:
         number += 1
         name = f"{first[:90]}-{number}"
     return name
 
 
-def _made_from(name: str) -> str | None:
-    """The path that the package of this name was, or is being, made of, as one line."""
+def _source_path_of(name: str) -> str | None:
+    """Return the path from which the package of this name was, or is being, made, as one line."""
     if (unfinished := unfinished_pull(name)) is not None:
         return unfinished.reference
     origin = origin_of(packages_folder() / name)
@@ -260,20 +261,24 @@ def _make(
     source: Path,
     name: str,
     folder: Path,
-    asked: Asked,
+    request: PackageRequest,
     agree: Callable[[Work], None],
     progress: Progress,
     report: Report | None,
 ) -> Package:
-    """Under the lock of the name."""
-    from neuronpipe.plans.convert.checkpoint import Options  # numpy: only for this
+    """Make a package while the lock of its name is held."""
+    from neuronpipe.plans.convert.checkpoint import Options  # imports numpy, which other functions do not need
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
-    from neuronpipe.plans.package.writer import bytes_there
+    from neuronpipe.plans.package.writer import disk_usage_bytes
 
     origin, target = Origin.of(source), packages_folder() / name
-    with open_checkpoint(source, asked.options or Options()) as checkpoint:
+    with open_checkpoint(source, request.options or Options()) as checkpoint:
         conversion = Conversion(
-            checkpoint, quantization=asked.quantization, gates=asked.gates, frequencies=asked.frequencies, name=name
+            checkpoint,
+            quantization=request.quantization,
+            gates=request.gates,
+            frequencies=request.frequencies,
+            name=name,
         )
         if target.exists():
             refuse_used(name)
@@ -282,17 +287,17 @@ def _make(
                 name=name,
                 folder=packages_folder(),
                 choice=conversion.choice,
-                disk_bytes=max(conversion.package_bytes - bytes_there(folder), 0),
+                disk_bytes=max(conversion.package_bytes - disk_usage_bytes(folder), 0),
                 free_bytes=shutil.disk_usage(folder).free,
                 replaces=target.exists(),
             )
         )
-        command = asked.command or ("inspect", os.path.abspath(source))
-        if asked.command and target.exists():
+        command = request.command or ("inspect", os.path.abspath(source))
+        if request.command and target.exists():
             command = (*command, "--overwrite")
         begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, command))
         package = conversion.write(target, overwrite=True, progress=progress, report=report, place=folder)
-    record = asdict(origin) | ({"command": asked.command} if asked.command else {})
-    with whole_file(target / RECORD) as place:  # until it is there, what lies in the folder says that this goes on
+    record = asdict(origin) | ({"command": request.command} if request.command else {})
+    with whole_file(target / RECORD) as place:  # until it exists, the working folder marks the package as unfinished
         place.write_text(json.dumps(record), encoding="utf-8")
     return package

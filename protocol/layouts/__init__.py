@@ -1,4 +1,4 @@
-"""The layout of every segment: a function of its lengths, with the segment's name."""
+"""Layouts of all segments. Each is a function of its lengths that has the segment's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["KINDS", "board", "examples", "exchange", "fixed", "kv", "prefill_sta
 
 
 def examples() -> tuple[Layout, ...]:
-    """Every layout with small lengths, for the specification and for tests."""
+    """Return every layout with small lengths, for the specification and for tests."""
     return (
         fixed(file_bytes=100, predictor_bytes=50),
         slots(trigger_slots=3, trigger_slot_bytes=2816, value_slots=2, value_slot_bytes=8192),
@@ -38,4 +38,4 @@ def examples() -> tuple[Layout, ...]:
 
 
 KINDS = {layout.name: layout.kind for layout in examples()}
-"""How segments are told apart in their headers, by name."""
+"""The kind of each segment in its header, by name."""

@@ -1,14 +1,14 @@
-"""Segments of a step: keys and values, and what the decode workers compute together."""
+"""Segments of a step: keys and values, and the buffers that the decode workers share."""
 
 from __future__ import annotations
 
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
-HELD_SUMS = "; of an accelerator's blocks only the sums of nodes of the tree, each in the row of its first block"
+NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in the row of its first block"
 
 
 def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head_width: int) -> Layout:
-    """Keys and values, as fp16: of each layer, sequence and key head first all keys, then all values."""
+    """Keys and values, as fp16: for each layer, sequence and key head first all keys, then all values."""
     fields = Fields(
         "kv",
         4,
@@ -29,7 +29,7 @@ def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head
         2,
         "context_tokens",
         "head_width",
-        by="decode, accelerator, prefill: positions of the step they compute; prefill: those before, for a copy_from",
+        by="decode, accelerator, prefill: the positions of their step; prefill: earlier ones, for a copy_from",
         to="decode, prefill",
         ordering="within a step the barrier, between steps StepDone and Prefilled",
     )
@@ -52,11 +52,12 @@ def exchange(
     workers: int,
     lane_words: int,
 ) -> Layout:
-    """What the decode workers compute together. tokens: most in one decode step; pairs: of a token and one of its
-    experts; groups: experts that are computed at once, at most; query_width: query_heads * head_width; neurons: of an
-    expert's blocks, padding included; rank: of the predictor in use, else 0; claims: counters of the work that
-    participants take piece by piece; logit_rows: most tokens of one step, of either kind, whose logits are wanted;
-    workers: decode workers, each of which has a lane of lane_words."""
+    """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
+    a token and one of its experts; groups: maximal number of experts that are computed at once; query_width:
+    query_heads * head_width; neurons: neurons of one expert's blocks, padding included; rank: rank of the predictor in
+    use, else 0; claims: counters of the work that participants claim piece by piece; logit_rows: maximal number of
+    tokens in a step of either kind whose logits are needed; workers: decode workers, each of which has a step channel
+    of lane_words."""
     fields = Fields(
         "exchange",
         5,
@@ -83,7 +84,7 @@ def exchange(
         LINE_WORDS,
         by="supervisor, coordinator",
         to="decode, prefill",
-        ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
+        ordering="word 0, acquire-release; after a change the sleepers of barriers and arrivals are woken",
     )
     _add_stages(fields, "pairs", "decode")
     fields.add(
@@ -93,16 +94,16 @@ def exchange(
         "vocabulary",
         by="decode: own columns; prefill: all",
         to="coordinator; the client of a Score",
-        ordering="StepDone, Prefilled and Scored come after the rows are written; a client gives them back by Next",
+        ordering="StepDone, Prefilled and Scored are sent after the rows are written; a client releases them by Next",
     )
     fields.add(
         "lanes",
         "u32",
         "workers",
         "lane_words",
-        by="coordinator: steps; decode: own answers; both: own state",
+        by="coordinator: steps; decode: its answers; both: state",
         to="decode, coordinator",
-        ordering="section 6; words 0 state, 1 sleepers, 2 given, 3 answered, sequentially consistent",
+        ordering="section 6.2",
     )
     fields.add(
         "finished",
@@ -110,7 +111,7 @@ def exchange(
         LINE_WORDS,
         by="decode, coordinator",
         to="coordinator",
-        ordering="words 0 steps, 1 sleepers on it, sequentially consistent",
+        ordering="section 6.2; word 0 counts steps, word 1 its sleepers; sequentially consistent",
     )
     return fields.layout()
 
@@ -128,8 +129,8 @@ def prefill_stage(
     experts_per_token: int,
     groups: int,
 ) -> Layout:
-    """The same stages in the memory of a process whose threads do their steps alone: no segment. partial_tokens: most
-    tokens whose block sums are held at once; the other lengths as in `exchange`."""
+    """The same buffers in the memory of a process whose threads compute its steps alone; not a segment. partial_tokens:
+    maximal number of tokens whose block sums are in memory at once; other lengths as in `exchange`."""
     fields = Fields(
         "prefill_stage",
         8,
@@ -152,7 +153,7 @@ def prefill_stage(
 
 
 def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
-    """The buffers of a step's stages, which the participants compute together. who: their role."""
+    """Add the buffers of a step's stages, which the participants share. who: the role of the participants."""
     zeroed_by = "coordinator" if who == "decode" else "prefill"
     fields.add(
         "barriers",
@@ -161,7 +162,7 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         LINE_WORDS,
         by=who,
         to=who,
-        ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
+        ordering="section 6.1; words 0 arrived, 1 phase, 2 waiters; reset by the coordinator before each attempt",
     )
     for name, dimensions in (
         ("residual", ("tokens", "width")),
@@ -171,14 +172,14 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         ("partials", (partial_pairs, "blocks", "width")),
         ("ranks", ("pairs", "rank")),
     ):
-        held = name == "partials" and who == "decode"
+        has_nodes = name == "partials" and who == "decode"
         fields.add(
             name,
             "f32",
             *dimensions,
             by=f"{who}: own ranges",
             to=who,
-            ordering="the barrier between the stages of a layer" + (HELD_SUMS if held else ""),
+            ordering="the barrier between the stages of a layer" + (NODE_SUMS if has_nodes else ""),
         )
     fields.add(
         "predicted",
@@ -186,9 +187,9 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         "groups",
         "neurons",
         "mask_bytes",
-        by=f"{who}: the blocks that each took",
+        by=f"{who}: the blocks that each claimed",
         to=who,
-        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t of the expert's",
+        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 belongs to the expert's token t",
     )
     fields.add(
         "claims",
@@ -196,5 +197,5 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         "claims",
         by=f"{zeroed_by} zeroes them before a step; {who}",
         to=who,
-        ordering="relaxed fetch-and-add: barriers lie between a piece of work, what it reads and who reads it",
+        ordering="section 6.1; relaxed fetch-and-add, since barriers order the work itself",
     )

@@ -1,18 +1,18 @@
-"""Segments of the model: the fixed tensors, the slots of neurons, and which cluster lies where."""
+"""Segments of the model: the fixed tensors, the slots of neurons, and the residency entries of clusters."""
 
 from __future__ import annotations
 
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
+"""Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""
 PIN_STATE = 2
-"""The word of the line of slots in the residency segment that says whether what the plan pins stays pinned."""
-"""Entries of a participant's ring of requests: what a whole layer of a 7B model misses. A power of two."""
+"""Word of the residency segment's `slots` line that says whether what the plan pins stays pinned."""
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
-    """The fixed tensors: the package's fixed.safetensors, byte for byte, and its predictor.safetensors where it
-    is used (else of no bytes); sealed once they are loaded."""
+    """The fixed tensors: the package's fixed.safetensors byte for byte, then its predictor.safetensors if that is used.
+    The segment is sealed once they are loaded."""
     fields = Fields("fixed", 1, {"file_bytes": file_bytes, "predictor_bytes": predictor_bytes})
     ordering = "written and sealed before `loaded` is set"
     fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering=ordering)
@@ -21,8 +21,8 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
 
 
 def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, value_slot_bytes: int) -> Layout:
-    """Neuron slots: what is resident of bundles.bin, of each part the bytes that are used, in whole cache lines. Scales
-    that the plan moves lie in value slots."""
+    """Neuron slots: the resident parts of bundles.bin, of each part the bytes that are used, in whole cache lines.
+    Co-located scales lie in value slots."""
     fields = Fields(
         "slots",
         2,
@@ -41,15 +41,15 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
             f"{part}_slot_bytes",
             by="loader",
             to="decode, prefill",
-            ordering="the residency entry becomes present (release) after the bytes are there",
+            ordering="the residency entry becomes present (release) after the bytes are written",
         )
     return fields.layout()
 
 
 def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
-    """Which clusters are resident, and which are requested. clusters: layers * experts * clusters, for each part;
-    participants: workers with a read window and a request ring, decode workers first, then prefill workers;
-    ring_entries: of a ring, a power of two."""
+    """The residency entries of clusters, and the requests for them. clusters: layers * experts * clusters, for each
+    part; participants: workers with a read window and a request ring, decode workers first, then prefill workers;
+    ring_entries: length of a ring, a power of two."""
     fields = Fields("residency", 3, {"clusters": clusters, "participants": participants, "ring_entries": ring_entries})
     fields.add(
         "arrivals",
@@ -57,7 +57,8 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="loader",
         to="decode, prefill",
-        ordering="word 0 grows after entries became present or failed (acquire-release), then its sleepers are woken",
+        ordering="word 0 is incremented after entries became present or failed (acquire-release), then its sleepers "
+        "are woken",
     )
     fields.add(
         "in_flight",
@@ -65,7 +66,7 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="loader",
         to="decode, prefill",
-        ordering="word 0 is the number of reads that flash has to do, about (release); workers guess while it is 0",
+        ordering="word 0 is about the number of outstanding reads (release); workers send guesses while it is 0",
     )
     fields.add(
         "loaded",
@@ -89,15 +90,16 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="cache",
         to="coordinator, monitor",
-        ordering="words 0 and 1: slots for trigger and value parts there are now; word 2: 1 while the plan's pins are "
-        "let go as a trial, 2 once for good, 3 if they hold after it; single words, no order among them",
+        ordering="words 0 and 1: present number of trigger and value slots; word 2: 1 while the plan's pins are "
+        "released as a trial, 2 once they are released for good, 3 if they stay after it; single words, no order among "
+        "them",
     )
     for part in ("trigger", "value"):
         fields.add(
             f"{part}_entries",
             "u32",
             "clusters",
-            by="loader, cache; decode and prefill the reference bit",
+            by="loader, cache; decode and prefill: bit 26",
             to="decode, prefill, loader, cache",
             ordering="atomic; the table of states says who may change what",
         )
@@ -105,9 +107,9 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         "windows",
         "u64",
         "participants",
-        by="each participant its own read window, of both parts",
+        by="each participant its own read window, for both parts",
         to="cache",
-        ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
+        ordering="sequentially consistent, with a full fence after the store, before entries are looked up",
     )
     fields.add(
         "request_tails",
@@ -116,7 +118,8 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="each participant its own",
         to="loader",
-        ordering="word 0 counts entries ever put; sequentially consistent, between the entries and a look at `asleep`",
+        ordering="word 0 counts requests written so far; sequentially consistent, stored after the requests and before "
+        "`asleep` is read",
     )
     fields.add(
         "request_heads",
@@ -125,7 +128,7 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="loader",
         to="each participant its own",
-        ordering="word 0 counts entries ever taken; release, after they were read",
+        ordering="word 0 counts requests taken so far; release, stored after they were read",
     )
     fields.add(
         "requests",
@@ -134,14 +137,14 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         "ring_entries",
         by="each participant its own, from its tail on",
         to="loader",
-        ordering="the tail is advanced after the entries are there, the head after they were read",
+        ordering="the tail is advanced after the requests are written, the head after they were read",
     )
     fields.add(
         "asleep",
         "u32",
         LINE_WORDS,
-        by="loader 1 before it sleeps, 0 after; a participant 0 when it rings",
+        by="loader: 1 before it sleeps, 0 after; a participant: 0 when it rings the doorbell",
         to="decode, prefill",
-        ordering="word 0, sequentially consistent; the loader looks at every tail between setting it and sleeping",
+        ordering="word 0, sequentially consistent; the loader reads every tail between setting it and sleeping",
     )
     return fields.layout()

@@ -1,4 +1,4 @@
-"""What the cache receives, from the loader and from the coordinator."""
+"""Messages that the cache receives, from the loader and from the coordinator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from neuronpipe.protocol.codec import Message, message
 
 @message
 class ResetDone(Message):
-    """No read is in flight and no entry is loading; every slot that no present entry names belongs to the cache.
+    """From the loader: no read is in flight and no entry is in the state loading. Every slot that no present entry
+    names belongs to the cache.
 
     generation: as in `Reset`
     """
@@ -17,18 +18,19 @@ class ResetDone(Message):
 
 @message
 class SlotCounts(Message):
-    """How many granted slots are left. Sent when a quarter of them is used, when clusters begin to wait for slots, when
-    a figure has changed as another message is handled, and at the latest with the next beat. A loader without a
-    generation sends it with generation 0, every 50 ms. The first one of the present generation means the same as
-    `ResetDone`, in case that was lost.
+    """From the loader: how many of the granted slots are left. The loader sends it when a quarter of them is used, when
+    clusters begin to wait for slots, when a figure has changed as another message is handled, and at the latest with
+    the next beat. A loader without a generation sends it with generation 0, every 50 ms. The first one of the present
+    generation means the same as `ResetDone`, in case that message was lost.
 
     generation: that of the last `Reset`; 0 before the first
     trigger_free: free slots of part 0
     value_free: free slots of part 1
-    trigger_waiting: clusters of part 0 that wait for a slot or to be read
-    value_waiting: the same of part 1
-    trigger_granted: slots of part 0 received since the `Reset`, from which the cache computes what is on its way
-    value_granted: the same of part 1
+    trigger_waiting: clusters whose part 0 waits for a slot or to be read
+    value_waiting: the same for part 1
+    trigger_granted: slots of part 0 received since the `Reset`; the cache subtracts this from what it granted to know
+        what is under way
+    value_granted: the same for part 1
     """
 
     generation: int
@@ -42,7 +44,7 @@ class SlotCounts(Message):
 
 @message
 class Trimmed(Message):
-    """From the loader: the memory is given back.
+    """From the loader: the memory is returned to the system.
 
     generation: as in `Trim`
     """
@@ -52,12 +54,12 @@ class Trimmed(Message):
 
 @message
 class Reserve(Message):
-    """From the coordinator: keys and values and a prompt's stage need so much of the memory that is lent to slots. Take
-    slots back until that is free, then answer `Reserved`. It replaces what was reserved before, which may have been
-    more. A cache that starts finds the last one on the board.
+    """From the coordinator: keys, values and the stage of a prompt need this much of the memory that slots have
+    borrowed. The cache takes slots back until that much is free, and then answers `Reserved`. The message replaces the
+    last reservation, which may have been larger. A cache that starts reads the last one from the board.
 
-    number: grows with every one, to tell answers apart
-    reserved_bytes: of what the plan sets aside for KV cache and prefill
+    number: grows with every `Reserve`, so that answers can be matched
+    reserved_bytes: how much of the memory that the plan sets aside for KV cache and prefill
     """
 
     number: int

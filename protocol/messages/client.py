@@ -1,4 +1,4 @@
-"""What clients receive from the coordinator."""
+"""Messages that clients receive from the coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Accepted(Message):
     """The request is queued.
 
     request: as in the request
-    prompt_tokens: length of its text in tokens
+    prompt_tokens: length of its prompt in tokens
     """
 
     request: str
@@ -31,14 +31,14 @@ class Accepted(Message):
 
 @message
 class Refused(Message):
-    """The request is not served, or no longer.
+    """The request is not served, or no longer served.
 
     request: as in the request
     code: "bad_request": it will never be served; "too_long": it exceeds the context; "busy", "starting", "draining":
         try again later; "cancelled": the client ended it; "failed": an error inside the run; "ended_a_process": the
         same request was under way when processes died, at the same place, and is not run again
     message: one line for a person
-    retry_after_s: with "busy": estimated time until there is room; 0: unknown
+    retry_after_s: with "busy": estimated time until there is room, in seconds; 0: unknown
     """
 
     request: str
@@ -49,7 +49,7 @@ class Refused(Message):
 
 @message
 class Likely(Message):
-    """One of the most likely tokens, in `Token`.
+    """One of the most likely tokens, in `Token` and `Rated`.
 
     token: its id
     piece: its own bytes, which need not be whole characters
@@ -63,16 +63,17 @@ class Likely(Message):
 
 @message
 class Token(Message):
-    """One more token.
+    """One more token of the completion.
 
     request: as in `Generate`
-    index: number of the token in the answer, from 0
+    index: number of the token in the completion, from 0
     token: its id
-    text: what it adds to the text; empty while a character is incomplete, or while it may belong to a stop text
-    ms: time since the token before, or since `Generate` for the first
-    logprob: natural logarithm of its probability by the model, before temperature and penalties. This field and the
-        next two are set only if `Generate.logprobs` is
-    piece: its own bytes, as in `Likely`; those of an end token are its name
+    text: what the token adds to the text; empty while a character is incomplete, or while it may belong to a stop
+        string
+    ms: time since the token before; since `Generate` for the first
+    logprob: natural logarithm of its probability in the model's distribution, before temperature and penalties. This
+        field and the next two are set only if `Generate.logprobs` is set
+    piece: its own bytes, as in `Likely`; for an end token, the bytes of its name
     top: the most likely tokens, most likely first; among equals the lower id first
     """
 
@@ -88,24 +89,25 @@ class Token(Message):
 
 @message
 class Finished(Message):
-    """The answer is complete.
+    """The completion is complete.
 
     request: as in `Generate`
-    reason: max_tokens reached, a stop text, an end token, cancelled by the client, or the context is full
-    text: the whole answer
+    reason: "length": `max_tokens` was reached; "stop": a stop string was generated; "end": an end token was sampled, or
+        nothing can follow by the grammar; "cancelled": the client ended it; "context": the context is full
+    text: the whole completion
     tokens: number of generated tokens
     prompt_tokens: length of the prompt in tokens
-    ttft_ms: from `Generate` to the first token
-    tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is only one
-    tbt_ms: time between tokens: p50, p90, p99
-    memory: bytes by what they are used for; "peak" and "limit" are of the whole run
-    flash: figures of this request: bytes and reads of the loader during it, share of clusters missed, ...
-    prefill: sums over its prefill steps: steps, tokens, ms from sending to the last answer, read_bytes and reads of the
-        loader during them, answers of participants, and the counters of these
-    decode: the same of its decode steps; a step of several sequences counts in full for each
+    ttft_ms: time from `Generate` to the first token
+    tokens_per_s: generated tokens after the first, over the time since the first; 0 if there is only one
+    tbt_ms: time between tokens, as "p50", "p90" and "p99"
+    memory: bytes by what they are used for; "peak" and "limit" are those of the whole run
+    flash: figures of this request: bytes and reads of the loader during it, share of clusters missed, and others
+    prefill: sums over its prefill steps: "steps", "tokens", "ms" from sending to the last answer, "read_bytes" and
+        "reads" of the loader during them, "answers" of participants, and the counters of these
+    decode: the same for its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact", "predicted" or "thresholded"
-    cached_tokens: how many of the prompt's tokens were not computed, because another text has the same prefix
+    cached_tokens: how many tokens of the prompt were not computed, because another sequence has the same prefix
     """
 
     request: str
@@ -127,7 +129,7 @@ class Finished(Message):
 
 @message
 class Rated(Message):
-    """One token of a text that is scored, in `Scored`.
+    """One token of a scored text, in `Scored`.
 
     token: its id
     piece: its own bytes, as in `Token`
@@ -149,10 +151,10 @@ class Scored(Message):
     position: position of its first token in the text
     row: row of the exchange segment with the logits after the first token, valid until `Next`
     rows: length of the piece in tokens
-    nll: negative natural logarithm of the probability of each token that follows; one less than rows at the end of
-        the text
-    rated: with `Score.logprobs`, the same tokens in the same order; before them, in the first piece, the text's first
-        token
+    nll: negative natural logarithm of the probability of each token that follows a token of the piece; at the end of
+        the text this has one item less than `rows`
+    rated: with `Score.logprobs`, the same tokens in the same order; the first piece has the first token of the text
+        before them
     """
 
     request: str
@@ -168,9 +170,9 @@ class ScoreFinished(Message):
     """The whole text is scored.
 
     request: as in `Score`
-    tokens: number of tokens that were scored: all but the first
-    nll_mean: mean over these; the perplexity is its exponential
-    seconds: from `Score` to here
+    tokens: number of tokens that were scored, which is all but the first
+    nll_mean: mean negative logarithm of their probabilities; the perplexity is its exponential
+    seconds: time since `Score`
     """
 
     request: str
@@ -184,10 +186,10 @@ class Tokenized(Message):
     """A text and its tokens.
 
     request: as in `Tokenize`
-    tokens: their ids
-    pieces: the bytes of each, as in `Token`
-    text: what the tokens stand for; what the tokenizer left out of a given text is not in it, nor are
-        special ones, unless `Tokenize.special` asked for them
+    tokens: ids of the tokens
+    pieces: the bytes of each token, as in `Token`
+    text: the text that the tokens stand for. It lacks what the tokenizer dropped from a given text, and special tokens
+        unless `Tokenize.special` is set
     """
 
     request: str
@@ -202,16 +204,17 @@ class ProcessStatus(Message):
 
     role: as in `Hello`
     index: as in `Hello`
-    pid: process id; 0 when there is none at the moment
-    state: as the coordinator sees it
-    core: the processor it is pinned to
+    pid: process id; 0 while there is none
+    state: the state in the coordinator's view
+    core: the processor to which it is pinned
     step: as in `Beat`
-    outstanding: how many requests it has not answered
-    restarts: how often it was lost and restarted; replacing it by `swap` does not count
+    outstanding: how many pieces of work it has not answered
+    restarts: how often it was lost and restarted; a replacement by `swap` does not count
     numerics: as in `Hello`
-    backend: who computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it computes nothing
-    work: what of decode steps it computes now, in words, where processes compute different things
-    note: what the run waits for in vain that this process has not done, in words; empty: nothing
+    backend: the backend that computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it
+        computes nothing
+    work: its part of the present decode steps, in words, if processes compute different parts
+    note: what the run waits for in vain from this process, in words; empty: nothing
     """
 
     role: str
@@ -230,13 +233,13 @@ class ProcessStatus(Message):
 
 @message
 class WarmUp(Message):
-    """Progress of warm-up, in `Status` and `Snapshot`: of what the cache asked the loader to load when one of the two
-    started last.
+    """Progress of warm-up, in `Status` and `Snapshot`: what became of the clusters that the cache asked the loader to
+    load since one of the two was last started.
 
-    loaded_bytes: loaded so far, also by requests
-    total_bytes: all of it
-    bytes_per_s: how fast, on average since it began; 0 where it is not known
-    left_s: how long the rest takes at that speed; nil where it is not known
+    loaded_bytes: bytes loaded so far, by requests or by warm-up
+    total_bytes: bytes of all these clusters
+    bytes_per_s: mean speed since it began; 0 if unknown
+    left_s: how long the rest takes at that speed; nil if unknown
     """
 
     loaded_bytes: int
@@ -246,7 +249,8 @@ class WarmUp(Message):
 
     @classmethod
     def on_board(cls, flash: Sequence[int]) -> WarmUp | None:
-        """As the loader says in the board's `flash`; None before it was asked."""
+        """Return the progress that the loader writes to the board's `flash` line; None before the cache asked for a
+        warm-up."""
         total, left, took_ns = (
             int(flash[BOARD_FLASH.index(name)]) for name in ("warm_up_bytes", "warm_up_left_bytes", "warm_up_ns")
         )
@@ -259,35 +263,37 @@ class WarmUp(Message):
 
     @property
     def done(self) -> bool:
-        """Whether all of it is there."""
+        """True if all clusters of the warm-up are loaded."""
         return self.loaded_bytes >= self.total_bytes
 
 
 @message
 class Status(Message):
-    """The run as the coordinator sees it.
+    """The run in the coordinator's view.
 
     run: id of the run
-    ready: whether requests are served
+    ready: true if requests are served
     plan: id of the plan
     mode: "exact", "predicted" or "thresholded"
-    processes: one for each process of the plan, in the order of the board's lines and the trace's rings
-    memory_bytes: processes and segments together
-    memory_peak_bytes: the most it was
-    memory_limit_bytes: what the plan allows
-    sequences_active: sequences that hold a KV slot
-    max_sequences: KV slots there are
-    sequences_waiting: requests that wait for one
-    steps: steps done
-    tokens: tokens generated
-    uptime_s: since the coordinator started
-    flash_bytes: read since the loader started
-    throttle_share: share of the time that the run pauses, by `Throttle`
+    processes: one item for each process of the plan, in the order of the board's lines and the trace's rings
+    memory_bytes: memory of processes and segments together
+    memory_peak_bytes: its maximum so far
+    memory_limit_bytes: the plan's limit
+    sequences_active: sequences that have a KV slot
+    max_sequences: number of KV slots
+    sequences_waiting: requests that wait for a KV slot
+    steps: number of steps done
+    tokens: number of tokens generated
+    uptime_s: time since the coordinator started
+    flash_bytes: bytes read since the loader started
+    throttle_share: share of the time that the run pauses, set by `Throttle`
     cached_tokens: prompt tokens that were not computed, as in `Finished`
-    warm_up: absent until the cache has asked for something, and with a loader that does not report it
-    miss_rate: of what the last decode steps wanted, the share that was not in memory; 0 before there were enough
-    planned_miss_rate: what the plan expects of it
-    pins: "held" while what the plan pins stays; "tried" and "let_go" where more was missed than it expects
+    warm_up: nil until the cache has asked for a warm-up, and with a loader that does not report it
+    miss_rate: share of the cluster parts needed by the last decode steps that was not in memory; 0 before there were
+        enough steps
+    planned_miss_rate: the miss rate that the plan expects
+    pins: "held": what the plan pins stays pinned; "tried": pins are released as a trial, because more was missed than
+        the plan expects; "let_go": they are released for good
     """
 
     run: str
@@ -313,5 +319,6 @@ class Status(Message):
     pins: Pins = "held"
 
     def notes(self) -> str:
-        """What keeps the run waiting, for a person: `cache.0 has not sent Hello for 6 s`; empty while all is well."""
-        return "; ".join(f"{one.role}.{one.index} {one.note}" for one in self.processes if one.note)
+        """Return what keeps the run waiting, for a person, such as `cache.0 has not sent Hello for 6 s`; empty while
+        all is well."""
+        return "; ".join(f"{process.role}.{process.index} {process.note}" for process in self.processes if process.note)

@@ -1,4 +1,5 @@
-"""What monitors receive: events, published by the coordinator to all subscribers. `Beat` is passed on as well."""
+"""Messages that monitors receive: events, which the coordinator publishes to all subscribers. It publishes the `Beat`
+messages of services as well."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ class Life(Message):
 
     role: as in `Hello`
     index: as in `Hello`
-    state: as the coordinator sees it
-    detail: the reason, one line; empty when all is as expected
+    state: the state in the coordinator's view
+    detail: the reason, in one line; empty when all is as expected
     """
 
     role: str
@@ -24,25 +25,26 @@ class Life(Message):
 
 @message
 class StepEvent(Message):
-    """Steps of one kind, decode or prefill, were done, and their tokens were sent to clients. The event is sent once
-    25 ms have passed since the first of these steps was sent, so a step that takes much longer has its own. If events
-    of both kinds are due, prefill comes first. Figures are sums over the steps; counts and waiting times are from the
-    participants' counters.
+    """Steps of one kind, decode or prefill, were done, and their tokens were sent to clients. The event is sent once 25
+    ms have passed since the first of these steps was sent, so a step that takes much longer has its own event. If
+    events of both kinds are due, prefill comes first. Figures are sums over the steps. Counts and waiting times come
+    from the counters of the participants.
 
     step: number of the last one
-    batch: tokens computed: sequences of a decode step, tokens of a prefill
-    prefill: whether they were prefills
-    ms: from sending a step to the last answer
+    batch: tokens computed: the sequences of decode steps, the tokens of prefill steps
+    prefill: true if they were prefill steps
+    ms: time from sending a step to the last answer
     misses: cluster parts that were not in memory
-    read_bytes: read from flash during the steps
+    read_bytes: bytes read from flash during the steps
     tokens: tokens that were sent to clients
-    tbt_ms: for each step the longest time between a token and the one before it in its text; 0 if all were the first
+    tbt_ms: for each step, the longest time between a token and the token before it in its sequence; 0 if all tokens
+        were the first
     reads: reads of the loader during the steps
     looked_up: cluster parts that were needed, misses included
-    rows: rows of gates, ups and downs together that were read from slots
+    rows: rows of gate, up and down together that were read from slots
     positions: positions whose keys and values were read, counted for each layer and head
-    flash_ms: part of `ms` spent waiting for flash, mean over the participants
-    barrier_ms: part of `ms` spent waiting for other participants, likewise
+    flash_ms: the part of `ms` spent waiting for flash, as a mean over the participants
+    barrier_ms: the part of `ms` spent waiting for other participants, as a mean over them
     steps: number of steps
     gaps_ms: the times of which `tbt_ms` is the sum, without the zeros
     """

@@ -1,4 +1,4 @@
-"""The life of a process: between every service and the coordinator."""
+"""Messages about the life of a process, between every service and the coordinator."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "interna
 
 @message
 class Hello(Message):
-    """The first message of a service. Until `Welcome` arrives nothing else is sent.
+    """The first message of a service. The service sends nothing else until `Welcome` arrives.
 
     role: "prefill", "decode", "accelerator", "loader", "cache", or a name of its own
     index: number among the processes of this role, from 0
     pid: process id
     incarnation: how many processes the supervisor had started before for this role and index
-    protocol: version of the wire it speaks, "major.minor"
-    slots: how many pieces of work it takes before it has answered the first; 0 if it takes none
-    core: the processor it is pinned to
-    numerics: the name of its arithmetic, for who computes steps: two processes with the same name compute the same bits
-        of the same step. "cpu:" and the instruction set for our native engine. An accelerator's is that of the decode
-        workers, or ends with "+" and that one: then a step in which it takes part has its name. Empty for who computes
-        none
+    protocol: version of the protocol that the service speaks, "major.minor"
+    slots: how many pieces of work it accepts before it has answered the first; 0 if it accepts none
+    core: the processor to which it is pinned
+    numerics: the name of its arithmetic, if it computes steps; otherwise empty. Two processes with the same name
+        compute the same bits of the same step. Our native engine uses "cpu:" and the instruction set. An accelerator
+        uses the name of the decode workers, or a name that ends with "+" and theirs; in the second case, a step in
+        which it takes part has the accelerator's name
     """
 
     role: str
@@ -40,12 +40,12 @@ class Hello(Message):
 
 @message
 class Welcome(Message):
-    """The service belongs to the run: the answer to `Hello`. A restarted coordinator also sends it when it gets a
-    `Beat` from a service that it does not know yet.
+    """The answer to `Hello`: the service belongs to the run. A restarted coordinator also sends it when a `Beat`
+    arrives from a service that it does not know yet.
 
     run: id of the run
     coordinator_pid: process id of the coordinator
-    protocol: version of the wire the coordinator speaks
+    protocol: version of the protocol that the coordinator speaks
     """
 
     run: str
@@ -55,7 +55,8 @@ class Welcome(Message):
 
 @message
 class Reject(Message):
-    """The peer is refused: it speaks another major version, or the plan has no such role and index.
+    """The peer is refused: it speaks another major version, the plan has no such role and index, or its `Hello` lacks
+    something that its role needs.
 
     reason: one line for a person
     """
@@ -65,7 +66,7 @@ class Reject(Message):
 
 @message
 class Ready(Message):
-    """The service has loaded what it needs and takes work: the answer to every `Welcome`.
+    """The answer to every `Welcome`: the service has loaded what it needs and accepts work.
 
     role: as in `Hello`
     index: as in `Hello`
@@ -77,24 +78,24 @@ class Ready(Message):
 
 @message
 class AskBeat(Message):
-    """Send a `Beat`. The coordinator sends it every 250 ms while requests are under way or a monitor is attached, and
-    not while the last one is unanswered; a run without either sleeps. A service that was not welcomed yet ignores it.
-    """
+    """Send a `Beat`. The coordinator sends this every 250 ms while requests are under way or a monitor is attached, but
+    not to a service that has not answered the last one. A run without requests and monitors sleeps. A service that has
+    received no `Welcome` yet ignores it."""
 
 
 @message
 class Beat(Message):
-    """A sign of life: the answer to `AskBeat`. A service may send it at other times as well, as those did that speak
-    2.4 or less, every 250 ms. A process without work that does not answer for 5 s is silent, and so is one that a
-    signal has stopped. A process with work whose `step` stays the same for too long is stuck.
+    """A heartbeat: the answer to `AskBeat`. A service may also send it unasked. A process without work that does not
+    answer for 5 s counts as silent, and so does a process that a signal has stopped. A process with work whose `step`
+    stays the same for too long counts as stuck.
 
     role: as in `Hello`
     index: as in `Hello`
-    state: the process's own view
-    step: the step under way, or the last one done; any number that grows with the work where there are no steps
+    state: the state of the process in its own view
+    step: the step under way, or the last one done; in a process without steps, any number that grows with its work
     busy_ms: how long the work under way has taken so far; 0 when idle
-    counters: figures of this role, for monitors; a loader's: reads in_flight, trigger_waiting and value_waiting
-        cluster parts, trigger_free and value_free slots
+    counters: figures of this role, for monitors. Those of a loader: `in_flight` (reads), `trigger_waiting` and
+        `value_waiting` (cluster parts), `trigger_free` and `value_free` (slots)
     """
 
     role: str
@@ -107,12 +108,12 @@ class Beat(Message):
 
 @message
 class Drain(Message):
-    """Finish the work under way, take no new work, answer `Drained` and exit with status 0."""
+    """Finish the work under way, accept no new work, answer `Drained` and exit with status 0."""
 
 
 @message
 class Drained(Message):
-    """No work is left; the process exits.
+    """No work is left, and the process exits.
 
     role: as in `Hello`
     index: as in `Hello`
@@ -126,8 +127,9 @@ class Drained(Message):
 class Failed(Message):
     """The last message of a process that cannot go on.
 
-    code: kind of failure; "damaged": data with a wrong checksum; "mismatch": a plan, package or segment that does not
-        belong to this run
+    code: kind of failure. "damaged": data with a wrong checksum; "io": a read or write failed; "memory": memory could
+        not be allocated; "mismatch": a plan, package or segment does not belong to this run; "timeout": something did
+        not happen in time; "internal": anything else
     message: one line for a person
     detail: the traceback, or another explanation
     """

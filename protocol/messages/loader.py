@@ -1,4 +1,4 @@
-"""What the loader receives from the cache: free slots, and what to load ahead."""
+"""Messages that the loader receives from the cache: free slots, and clusters to load ahead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def _whole_words(name: str, packed: bytes) -> None:
 
 @message
 class Reset(Message):
-    """The cache's first message, and sent again whenever cache or loader was restarted: forget all slots, prefetches
-    and warm-ups, keep the demands, finish the reads in flight, leave no entry loading, then answer `ResetDone`.
+    """The first message of a cache. It is sent again whenever cache or loader was restarted. The loader forgets all
+    slots, prefetches and warm-ups, keeps the demands, finishes the reads in flight, leaves no entry in the state
+    loading, and answers `ResetDone`.
 
-    generation: grows with every reset. A reset whose generation has not grown is dropped, and from now on so are
-        messages of other generations
+    generation: number of the reset, which grows each time. The loader drops a `Reset` whose generation has not grown,
+        and after a `Reset` all messages of other generations
     """
 
     generation: int
@@ -28,9 +29,9 @@ class Reset(Message):
 
 @message
 class Grant(Message):
-    """From the cache: these slots are free; they belong to the loader until it has put a cluster into them. Without
-    slots: the loader waits for some and none can be freed now. Until it gets some, it reads the parts of a cluster one
-    by one, where it would else wait until both have a slot.
+    """From the cache: these slots are free. They belong to the loader until it has put a cluster into them. A `Grant`
+    without slots means that the loader waits for slots and none can be freed now. Until the loader gets some, it reads
+    the parts of a cluster one by one instead of waiting until both have a slot.
 
     generation: that of the last `Reset`
     part: 0 trigger, 1 value
@@ -47,12 +48,12 @@ class Grant(Message):
 
 @message
 class Trim(Message):
-    """From the cache: no present entry names a slot from these on, and none is granted. Give the memory of their whole
-    pages back to the system, then answer `Trimmed`.
+    """From the cache: no present entry names a slot from these numbers on, and none of these slots is granted. The
+    loader returns the memory of their whole pages to the system, and answers `Trimmed`.
 
     generation: that of the last `Reset`
-    trigger_slots: slots of part 0 that keep their memory, from 0 on
-    value_slots: the same of part 1
+    trigger_slots: how many slots of part 0 keep their memory, counted from slot 0
+    value_slots: how many slots of part 1 keep their memory
     """
 
     generation: int
@@ -62,12 +63,12 @@ class Trim(Message):
 
 @message
 class Warm(Message):
-    """From the cache: load these clusters when there is nothing more urgent to read.
+    """From the cache: load these clusters when nothing more urgent is to be read.
 
     generation: that of the last `Reset`
-    parts: 1 trigger, 2 value, 3 both, in one read
+    parts: 1 trigger, 2 value, 3 both in one read
     clusters: cluster indices, little-endian uint32
-    pinned: whether they are never to be evicted
+    pinned: true if the entries of these clusters are pinned (bit 27) when they become present
     """
 
     generation: int

@@ -1,5 +1,6 @@
-"""What the coordinator receives from workers: the outcome of a `Step` or a `Prefill`. Each is answered by exactly one
-of the first four, which gives the credit back. And the answers about memory."""
+"""Messages that the coordinator receives from workers: the outcome of a `Step` or a `Prefill`, and answers about
+memory. Exactly one of `StepDone`, `Prefilled`, `StepAbandoned` and `StepFailed` answers each piece of work and returns
+its credit."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from neuronpipe.protocol.messages.lifecycle import FailureCode
 
 @message
 class StepDone(Message):
-    """This worker's share of the step is done. When all participants have sent this the logits are complete.
+    """This worker's share of the step is done. When all participants have sent this, the logits are complete.
 
     step: as in `Step`
     epoch: as in `Step`
-    index: which decode worker
-    counters: figures of this step: clusters looked up and missed, times waited, ...
+    index: index of the worker in its role
+    counters: figures of this step: clusters looked up and missed, times waited, and others
     """
 
     step: int
@@ -25,11 +26,11 @@ class StepDone(Message):
 
 @message
 class Rating(Message):
-    """What the model makes of one token that is given, in `Prefilled`.
+    """The score of one target token, in `Prefilled`.
 
     logprob: natural logarithm of its probability
     likely: ids of the most likely tokens in its place, most likely first; among equals the lower id first
-    logprobs: the natural logarithms of their probabilities
+    logprobs: natural logarithms of the probabilities of `likely`
     """
 
     logprob: float
@@ -39,13 +40,13 @@ class Rating(Message):
 
 @message
 class Prefilled(Message):
-    """The keys and values of all tokens are written, and the requested logits too.
+    """The keys and values of all tokens are written, and so are the requested logits.
 
     step: as in `Prefill`
     epoch: as in `Prefill`
-    index: which prefill worker
+    index: index of the prefill worker
     counters: figures of this step, as in `StepDone`
-    ratings: of the targets of the `Prefill`, in their order
+    ratings: the scores of the targets of the `Prefill`, in their order
     """
 
     step: int
@@ -57,12 +58,13 @@ class Prefilled(Message):
 
 @message
 class StepAbandoned(Message):
-    """The worker left the step: the epoch word changed, or the loader did not take its demand. What it wrote does not
-    count. If the epoch is still the present one the coordinator advances it, so that the others leave too.
+    """The worker left the step, because the epoch word changed or because the loader did not take its demand. What it
+    wrote does not count. If the epoch is still the present one, the coordinator advances it, so that the other
+    participants leave the step too.
 
     step: as in the request
     epoch: as in the request
-    index: which worker of its role
+    index: index of the worker in its role
     """
 
     step: int
@@ -76,7 +78,7 @@ class StepFailed(Message):
 
     step: as in the request
     epoch: as in the request
-    index: which worker of its role
+    index: index of the worker in its role
     code: kind of failure, as in `Failed`
     message: one line for a person
     """
@@ -90,7 +92,7 @@ class StepFailed(Message):
 
 @message
 class Reserved(Message):
-    """From the cache: what was to be reserved is free.
+    """From the cache: the memory of a `Reserve` is free.
 
     number: as in `Reserve`
     """
@@ -100,4 +102,4 @@ class Reserved(Message):
 
 @message
 class Released(Message):
-    """From the prefill worker: the memory is given back."""
+    """From the prefill worker: the memory of a `Release` is returned to the system."""

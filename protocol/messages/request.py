@@ -1,4 +1,5 @@
-"""What the coordinator receives from clients. A client names each request; the name is unique within the client."""
+"""Messages that the coordinator receives from clients. A client names each request; the name is unique within the
+client."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ MAX_STOP_TOKENS = 64
 
 @message
 class Bias(Message):
-    """What is added to the logit of one token, in `Generate`.
+    """A number to add to the logit of one token, in `Generate`.
 
     token: its id
-    bias: -100 bans it
+    bias: the number; -100 bans the token
     """
 
     token: int
@@ -28,11 +29,11 @@ class Bias(Message):
 
 @message
 class Function(Message):
-    """A function that an answer may call, in `Calls`.
+    """A function that a completion may call, in `Calls`.
 
     name: its name
-    arguments: JSON schema of its arguments, an object
-    strict: whether a schema is refused that says what a grammar cannot; if not, such parts of it are passed over
+    arguments: JSON schema of its arguments, which are an object
+    strict: true: refuse a schema with parts that a grammar cannot express; false: ignore such parts
     """
 
     name: str
@@ -42,20 +43,21 @@ class Function(Message):
 
 @message
 class Calls(Message):
-    """How an answer calls functions, in `Generate`: `before`, a name, `between`, the arguments; for each further call
-    `next`, a name, `between`, the arguments; at last `after`, and nothing more. In these texts a NUL stands for any
-    letter or digit of ASCII, and the name of a special token for that token, which is text of the answer then.
+    """The format of function calls in a completion, in `Generate`. Calls consist of `before`, a name, `between` and the
+    arguments; for each further call `next`, a name, `between` and the arguments; then `after`, and nothing follows. In
+    these strings a NUL stands for any ASCII letter or digit, and the name of a special token stands for that token,
+    which is then text of the completion.
 
     functions: those that may be called
-    before: what stands before the name of the first function
-    between: what stands between a name and the arguments, which are a JSON object with a space after each comma and
-        colon
-    next: what stands between the arguments and the next name
-    after: what stands after the last arguments
-    marker: how `before` begins: the first time that this occurs, text ends and calls begin. Empty: calls are the whole
-        answer, and text begins in another way than they
-    text: whether there may be text in place of calls, and before them where there is a marker
-    most: most calls
+    before: the string before the name of the first function
+    between: the string between a name and the arguments. The arguments are a JSON object with a space after each comma
+        and colon
+    next: the string between the arguments and the next name
+    after: the string after the last arguments
+    marker: the beginning of `before`: where it first occurs, text ends and calls begin. Empty: the calls are the whole
+        completion, and text cannot begin like them
+    text: true if there may be text instead of calls, and before them if there is a marker
+    most: maximal number of calls
     """
 
     functions: tuple[Function, ...]
@@ -78,36 +80,38 @@ class Calls(Message):
 
 @message
 class Generate(Message):
-    """Continue a text. Answered by `Accepted`, then a `Token` for each token, then `Finished`; or by `Refused`.
+    """Continue a prompt. The answer is `Accepted`, then a `Token` for each token, then `Finished`; or `Refused`.
 
-    request: the client's name for it
-    prompt: the text; exactly one of prompt and tokens is given
-    tokens: the text as token ids, used as they are: no begin token is added
-    frame: whether the tokenizer adds its begin and end tokens to the prompt; chat templates write them themselves
-    max_tokens: most tokens to generate
+    request: the client's name for the request
+    prompt: the prompt as text; a `Generate` has exactly one of `prompt` and `tokens`
+    tokens: the prompt as token ids, used as they are: no begin token is added
+    frame: true if the tokenizer adds its begin and end tokens to the prompt; chat templates write them themselves
+    max_tokens: maximal number of tokens to generate
     temperature: divides the logits; 0: always the most likely token
     top_k: sample from this many most likely tokens; 0: from all
     top_p: sample from the smallest set of tokens whose probability reaches this; 1: from all
     min_p: sample from tokens at least this fraction as likely as the most likely one, at this temperature; 0: from all
-    repetition_penalty: for tokens of the prompt or the answer, positive logits are divided by it, others multiplied;
-        1: off
-    frequency_penalty: subtracted from a token's logit for each time that it occurs in the answer
-    presence_penalty: subtracted from a token's logit if it occurs in the answer
+    repetition_penalty: for tokens of the prompt or the completion, positive logits are divided by it, others
+        multiplied; 1: off
+    frequency_penalty: subtracted from a token's logit for each time that it occurs in the completion
+    presence_penalty: subtracted from a token's logit if it occurs in the completion
     logit_bias: added to the logits of these tokens, after the penalties
     ignore_end: never sample an end token
-    grammar: the form of the answer: "json" for any JSON object, or a JSON schema. Only tokens that can continue it are
-        sampled, end tokens only where it may end; where nothing can follow, the answer ends with reason "end"
-    grammar_syntax: how the grammar is written: "json": as above; "regex": a regular expression; "lark": a Lark grammar;
-        "gbnf": one as llama.cpp has it
-    logprobs: how many of the most likely tokens to report with each token, with logarithms of probabilities;
-        0: the token itself only; nil: none
-    seed: of the random numbers; the same request with the same seed yields the same text
-    stop: texts that end the generation; they are not part of the answer
-    share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
-        either way
-    owner: for whom the client asks. Where requests wait, clients and their owners have equal shares of the KV slots
-    calls: functions that the answer may call; what it says instead of that follows the grammar, if there is one
-    stop_tokens: tokens that end it as an end token does, 64 at most; `ignore_end` does not ban them
+    grammar: the grammar of the completion: "json" for any JSON object, or a JSON schema. Only tokens that can continue
+        it are sampled, and end tokens only where it may end. Where nothing can follow, the completion ends with reason
+        "end"
+    grammar_syntax: the syntax of `grammar`: "json": as above; "regex": a regular expression; "lark": a Lark grammar;
+        "gbnf": GBNF as in llama.cpp
+    logprobs: how many of the most likely tokens to report with each token, with logarithms of probabilities; 0: the
+        token itself only; nil: none
+    seed: seed of the random numbers; the same request with the same seed yields the same text
+    stop: strings that end the generation; they are not part of the completion
+    share_prefix: true if keys and values may be copied from other sequences with the same prefix; the tokens are the
+        same either way
+    owner: the user for whom the client asks. When requests wait, clients and their owners have equal shares of the KV
+        slots
+    calls: functions that the completion may call; text outside calls follows the grammar, if there is one
+    stop_tokens: tokens that end the completion like an end token, at most 64; `ignore_end` does not ban them
     """
 
     request: str
@@ -117,7 +121,7 @@ class Generate(Message):
     max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 128
     temperature: Annotated[float, SAMPLING, Range(0, 100)] = 0.0
     top_k: Annotated[int, SAMPLING, Range(0, (1 << 31) - 1)] = 0
-    top_p: Annotated[float, SAMPLING, Range(0, 1, above=True)] = 1.0
+    top_p: Annotated[float, SAMPLING, Range(0, 1, exclusive=True)] = 1.0
     min_p: Annotated[float, SAMPLING, Range(0, 1)] = 0.0
     repetition_penalty: Annotated[float, PENALTY, Range(0.01, 100)] = 1.0
     frequency_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
@@ -158,15 +162,16 @@ class Cancel(Message):
 
 @message
 class Score(Message):
-    """Score a given text: how unlikely the model finds each token after those before it. Answered by `Scored` for one
-    piece after the other, each after `Next`, then `ScoreFinished`; or by `Refused`.
+    """Score a given text: how unlikely the model finds each token after the tokens before it. The answer is one
+    `Scored` for each piece, each after `Next`, then `ScoreFinished`; or `Refused`.
 
-    request: the client's name for it
-    tokens: the text as token ids; exactly one of tokens and text is given
+    request: the client's name for the request
+    tokens: the text as token ids; a `Score` has exactly one of `tokens` and `text`
     text: the text
-    path: the decode workers compute it, token by token, or a prefill worker, a chunk at a time
-    logits: whether the client reads the logits of each piece from the exchange segment
-    frame: whether the tokenizer adds its begin and end tokens to the text
+    path: "decode": the decode workers compute it, token by token; "prefill": a prefill worker computes it, a chunk at a
+        time
+    logits: true if the client reads the logits of each piece from the exchange segment
+    frame: true if the tokenizer adds its begin and end tokens to the text
     logprobs: how many of the most likely tokens to report for each token of the text, in `Scored.rated`; nil: not even
         the token itself
     owner: as in `Generate`
@@ -188,8 +193,8 @@ class Score(Message):
 
 @message
 class Next(Message):
-    """The client has read the logits of the last `Scored`; the rows may be overwritten. Needed only when `logits` was
-    set.
+    """The client has read the logits of the last `Scored`, and the rows may be overwritten. Needed only if
+    `Score.logits` is set.
 
     request: as in `Score`
     """
@@ -199,13 +204,13 @@ class Next(Message):
 
 @message
 class Tokenize(Message):
-    """Turn a text into tokens, or tokens into a text. Answered by `Tokenized`; or by `Refused`.
+    """Turn a text into tokens, or tokens into a text. The answer is `Tokenized` or `Refused`.
 
-    request: the client's name for it
-    text: the text; exactly one of text and tokens is given
-    tokens: the ids
-    frame: whether the tokenizer adds its begin and end tokens to the text
-    special: whether the text of tokens has the names of special tokens; without, they are left out
+    request: the client's name for the request
+    text: the text; a `Tokenize` has exactly one of `text` and `tokens`
+    tokens: the token ids
+    frame: true if the tokenizer adds its begin and end tokens to the text
+    special: true: the text made from tokens has the names of special tokens; false: they are left out
     """
 
     request: str
@@ -221,15 +226,16 @@ class Tokenize(Message):
 
 @message
 class AskStatus(Message):
-    """Answered by `Status`."""
+    """Ask the coordinator for a `Status`."""
 
 
 @message
 class Throttle(Message):
-    """Pause between steps: the device is too hot, or busy with something else. Not answered; the last one counts.
+    """Pause between steps, because the device is too hot or busy with something else. There is no answer; the last
+    `Throttle` counts.
 
-    share: of the time to pause, from 0 to 0.95; the pause after a step is the step's time * share / (1 - share)
-    for_s: how long this holds, at most 600; send it again to prolong it
+    share: share of the time to pause, from 0 to 0.95; the pause after a step is the step's time * share / (1 - share)
+    for_s: how long this is valid, at most 600; send it again to prolong it
     """
 
     share: float

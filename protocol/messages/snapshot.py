@@ -1,4 +1,5 @@
-"""What watchers of a run receive: snapshots, which a monitor on the same machine makes of what any client can read."""
+"""Messages that watchers of a run receive: snapshots, which a monitor on the same machine computes from what any client
+can read."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ class ProcessView(Message):
 
     role: as in `Hello`
     index: as in `Hello`
-    pid: process id; 0 when there is none at the moment
-    state: as the coordinator sees it
-    core: the processor it is pinned to
+    pid: process id; 0 while there is none
+    state: the state in the coordinator's view
+    core: the processor to which it is pinned
     step: as in `Beat`
-    restarts: how often it was lost and restarted; replacing it by `swap` does not count
-    cpu: processor time it used lately, over the time that passed; 1 is one core
-    memory_bytes: its own, without shared memory; of pages that several processes share, its share
+    restarts: how often it was lost and restarted; a replacement by `swap` does not count
+    cpu: processor time that it used recently, over the time that passed; 1 is one core
+    memory_bytes: its own memory without shared segments; for pages that several processes share, its share of them
     numerics: as in `Hello`
     backend: as in `ProcessStatus`
     work: as in `ProcessStatus`
@@ -43,12 +44,12 @@ class ProcessView(Message):
 
 @message
 class Region(Message):
-    """A part of the run's shared memory, in `Snapshot`.
+    """A region of the run's shared memory, in `Snapshot`.
 
-    name: "fixed" tensors, keys and values ("kv"), "hot" neurons that stay, "cold" ones that are replaced
-    total_bytes: what is reserved for it
-    used_bytes: how much of that is in memory: pages of keys and values, and of fixed tensors, are taken when they are
-        first written
+    name: "fixed": the fixed tensors; "kv": keys and values; "hot": neurons that stay; "cold": neurons that are replaced
+    total_bytes: reserved size
+    used_bytes: how much of that is in memory: pages of keys and values, and of fixed tensors, are allocated when they
+        are first written
     """
 
     name: str
@@ -61,8 +62,8 @@ class StripRow(Message):
     """A process on the time line of the last steps, in `Snapshot`.
 
     name: "role.index"
-    cells: a letter for each of equal periods: what the process did for most of it, by the letters of groups of spans;
-        "." is nothing
+    cells: one letter for each of a number of equal periods: what the process did for the largest part of it, by the
+        letters of groups of spans; "." is nothing
     """
 
     name: str
@@ -71,49 +72,49 @@ class StripRow(Message):
 
 @message
 class Snapshot(Message):
-    """A run at one moment. Figures "of late" are over the last seconds of work.
+    """A run at one moment. Recent figures are over the last seconds of work.
 
     run: id of the run
     model: name of the package
     mode: "exact", "predicted" or "thresholded"
-    quantization: of the neurons
+    quantization: quantization of the neurons
     plan: id of the plan
-    at_s: when, in seconds since 1970
-    ready: whether requests are served
+    at_s: time of the snapshot, in seconds since 1970
+    ready: true if requests are served
     silent_s: for how long the coordinator has not answered
-    uptime_s: since the coordinator started
-    steps: steps done
-    tokens: tokens generated
-    sequences_active: sequences that hold a KV slot
-    max_sequences: KV slots there are
-    sequences_waiting: requests that wait for one
-    tokens_per_s: generated, over the time between tokens of late; 0 when nothing is
-    prompt_tokens_per_s: computed by prefill, over the time of its steps, likewise
-    tbt_ms: time between tokens of late: p50, p90, p99; empty when there were none
-    memory_bytes: processes and segments together
-    memory_peak_bytes: the most it was
-    memory_limit_bytes: what the plan allows
-    regions: of shared memory
-    slots: for cluster parts, of the hot and cold regions together
+    uptime_s: time since the coordinator started
+    steps: number of steps done
+    tokens: number of tokens generated
+    sequences_active: sequences that have a KV slot
+    max_sequences: number of KV slots
+    sequences_waiting: requests that wait for a KV slot
+    tokens_per_s: tokens generated per second of recent time between tokens; 0 if none were
+    prompt_tokens_per_s: prompt tokens computed per second of recent prefill steps; 0 if none were
+    tbt_ms: recent time between tokens, as "p50", "p90" and "p99"; empty if there was none
+    memory_bytes: memory of processes and segments together
+    memory_peak_bytes: its maximum so far
+    memory_limit_bytes: the plan's limit
+    regions: the regions of shared memory
+    slots: number of slots for cluster parts, in the hot and cold regions together
     slots_free: how many of them are free
-    withheld_bytes: of their memory, what they give back because the system is short of it
+    withheld_bytes: memory of slots that is returned to the system because the system is short of it
     warm_up: as in `Status`
-    hit_rate: share of the needed cluster parts that were resident, of late
-    flash_bytes_per_s: read of late
-    flash_reads_per_s: likewise
-    flash_bytes_per_token: of late
+    hit_rate: share of the needed cluster parts that were resident recently
+    flash_bytes_per_s: recent reads from flash
+    flash_reads_per_s: recent number of reads per second
+    flash_bytes_per_token: recent reads from flash per token
     flash_waiting: cluster parts that were requested and are not being read yet
     flash_in_flight: reads under way
-    dram_bytes_per_s: what computing had to read from memory of late, by its counters
-    dram_bytes_per_token: likewise
-    flash_wait: share of step time that workers waited for flash, of late
-    participant_wait: share of step time that workers waited for each other, of late
-    fired: of each layer, the share of its neurons that fired, of late
-    resident: of each layer, the share of its cluster parts that are in memory
+    dram_bytes_per_s: recent reads from memory by computing, estimated from its counters
+    dram_bytes_per_token: the same per token
+    flash_wait: share of recent step time that workers waited for flash
+    participant_wait: share of recent step time that workers waited for each other
+    fired: for each layer, the share of its neurons that fired recently
+    resident: for each layer, the share of its cluster parts that are in memory
     strip_ms: time that the time line shows
     strip_steps: numbers of the steps in it
     strip: the time line: what the processes did in the last steps
-    processes: one for each process of the plan
+    processes: one item for each process of the plan
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""What decode and prefill workers receive from the coordinator."""
+"""Messages that decode and prefill workers receive from the coordinator."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from neuronpipe.protocol.codec import Message, message
 
 @message
 class Step(Message):
-    """To every participant: compute one token of each of these sequences, together. `sequences`, `positions` and
-    `tokens` have one item per sequence, in the same order; the logits of item i go to row i of the exchange segment.
-
-    `participants`, `first_blocks` and `end_blocks` have one item per participant. Participants may change from step to
-    step. Together they have every block of neurons once: those with the same blocks take them by turns, and at most one
-    range of blocks is shared. Stages other than the feed-forward's blocks belong to all; but of the matrices that are
-    held every row, and what follows from it up to the next meeting, is the accelerator's. An accelerator takes part in
-    no step with a participant of a minor version below 1.
+    """To every participant: compute one token of each of these sequences, together with the other participants.
+    `sequences`, `positions` and `tokens` have one item per sequence, in the same order. The logits of item i are
+    written to row i of the exchange segment. `participants`, `first_blocks` and `end_blocks` have one item per
+    participant. The participants may change from step to step. Their ranges cover every block of neurons once:
+    participants with the same range share it by work stealing, and at most one range is shared. All participants share
+    the stages other than the feed-forward's blocks. An accelerator alone computes every row of the matrices in
+    `held_matrices`, and what follows from these rows up to the next barrier.
 
     step: number of the step; a step that is repeated after a failure keeps its number
     epoch: value of the epoch word for which this attempt is valid
-    participants: who computes the step, by role and index: "decode.0"; their order numbers them from 0
-    first_blocks: first block of neurons that each computes, in every layer
+    participants: the processes that compute the step, as "role.index", for example "decode.0"; their order numbers them
+        from 0
+    first_blocks: first block of neurons of each participant, in every layer
     end_blocks: the block after its last one
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
-    tokens: the input tokens, one of each sequence
-    held_matrices: of "qkv", "attention_output" (both of every layer) and "output", those that the accelerator among the
-        participants computes alone
+    tokens: the input tokens, one for each sequence
+    held_matrices: the matrices that the accelerator among the participants computes alone, out of "qkv",
+        "attention_output" (both in every layer) and "output"
     """
 
     step: int
@@ -45,25 +45,26 @@ class Step(Message):
             raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
         if not 0 < len(self.participants) == len(self.first_blocks) == len(self.end_blocks):
             raise ValueError("participants, first_blocks and end_blocks: expected the same length, at least 1")
-        if self.held_matrices and not any(one.startswith("accelerator.") for one in self.participants):
+        if self.held_matrices and not any(name.startswith("accelerator.") for name in self.participants):
             raise ValueError("held_matrices: no accelerator is among the participants to compute them")
 
 
 @message
 class Prefill(Message):
-    """To a prefill worker: run these tokens of one sequence through all layers and write their keys and values to
-    the KV segment. Logits go to the rows of the exchange segment from row 0 on, in the order of the tokens.
+    """To a prefill worker: compute these tokens of one sequence in all layers and write their keys and values to the KV
+    segment. The logits go to the rows of the exchange segment from row 0 on, in the order of the tokens.
 
-    step: number of the step, from the same counter as that of `Step`
+    step: number of the step, from the same counter as the steps of `Step`
     epoch: value of the epoch word for which this attempt is valid
     sequence: KV slot
     position: position of the first token
-    tokens: at most the plan's prefill chunk
-    logits: for which tokens logits are computed
-    copy_from: another KV slot with the same tokens before `position`: their keys and values are copied from there first
-    targets: tokens to rate, with `logits` "none": the first follows the first of `tokens`, and so on. Logits are made
-        and read a few rows at a time. Sent to no worker of a minor version below 3
-    likely: how many of the most likely tokens to name for each target
+    tokens: the input tokens; at most as many as the plan's prefill chunk
+    logits: the tokens whose logits are computed: none, the last one, or all
+    copy_from: another KV slot that holds the same tokens before `position`; the worker first copies their keys and
+        values from there
+    targets: tokens to score, with `logits` "none": the first target follows the first of `tokens`, and so on. The
+        worker computes logits and reads them a few rows at a time
+    likely: how many of the most likely tokens to return for each target
     """
 
     step: int
@@ -89,11 +90,11 @@ class Prefill(Message):
 
 @message
 class Release(Message):
-    """To the prefill worker, with no prompt under way: give the memory of its stage back to the system, and that of
-    keys and values behind so many tokens of each KV slot; then answer `Released`. Decode steps go on meanwhile, within
-    these tokens.
+    """To the prefill worker, while no prompt is under way: return the memory of its stage to the system, and the memory
+    of the keys and values behind the given number of tokens in each KV slot; then answer `Released`. Decode steps
+    within these tokens go on meanwhile.
 
-    keep_tokens: of each KV slot, in order
+    keep_tokens: how many tokens of each KV slot keep their memory, in the order of the slots
     """
 
     keep_tokens: tuple[int, ...]

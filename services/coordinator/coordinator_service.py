@@ -12,9 +12,8 @@ import signal
 import time
 from array import array
 
-from neuronpipe.plans.plan.document import ACCELERATOR
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
-from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
+from neuronpipe.protocol.codec import VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
@@ -252,8 +251,7 @@ class CoordinatorService:
         """Take on a process that sends Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
-        moved = self._job.plan.memory.are_scales_moved
-        if (why := processes.why_rejected(process, hello, are_scales_moved=moved)) is not None:
+        if (why := processes.why_rejected(process, hello)) is not None:
             self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end has not been noticed yet
@@ -261,15 +259,13 @@ class CoordinatorService:
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
         self._pipeline.lost(process.name)  # with what it left in its channel
-        if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
-            log.info("%s speaks %.20r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
 
     def _ready(self, process: processes.WorkerProcess) -> None:
         if process.state == "starting" and process.incarnation >= 0:
             self._processes.ready(process)
             self._events.send(Life(role=process.role, index=process.index, state="ready"))
-            self._handle(ProcessReady(process.name, process.numerics, process.protocol_minor))
+            self._handle(ProcessReady(process.name, process.numerics))
 
     def _beat(self, process: processes.WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:

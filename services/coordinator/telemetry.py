@@ -362,9 +362,6 @@ class Report:
             return _blocks(offloaded + 1, blocks, blocks)
         if has_accelerator:
             return _blocks(1, offloaded, blocks) + "".join(f", {name}" for name in compute.held_matrices)
-        if old := self._scheduler.workers.too_old_to_hold():
-            names = ", ".join(f"{name}.{index}" for name, index in old)
-            return f"decode workers compute its blocks: {names} speaks a protocol version without offloaded blocks"
         numerics = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
         otherwise = f" in {numerics}, not in {process.numerics}" if process.numerics not in ("", numerics) else ""
         return f"decode workers compute its blocks{otherwise}{'' if is_retired else ' until it is there'}"

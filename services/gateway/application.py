@@ -12,7 +12,7 @@ from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.protocol.errors import named
+from neuronpipe.protocol.errors import safe_name
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
 from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_name
 from neuronpipe.services.gateway.http.access import AccessControl, client_of, respond
@@ -303,7 +303,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
         detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
     elif error.status_code == 405:
         detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
-    text = f"{named(request.method)} {named(request.url.path)}: {detail}"
+    text = f"{safe_name(request.method)} {safe_name(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(Problem(error.status_code, code, text, headers=headers))
 

@@ -109,7 +109,7 @@ class Observer(Closing):
         self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
         self._monitor.take_warm_up(WarmUp.on_board(self._flash))
         if now_s - self._counted_at >= RESIDENCY_EVERY_S:
-            held_bytes = {name: segment.held_bytes for name, segment in self._held.items()}
+            held_bytes = {name: segment.resident_bytes for name, segment in self._held.items()}
             self._monitor.take_residency(self._regions.count(), held_bytes, self._withheld[0])
             self._counted_at = now_s
         processes = self._see(now_s)

@@ -167,7 +167,7 @@ def test_a_package_with_them_is_exactly_the_other_one_besides(tmp_path: Path) ->
 def test_an_interrupted_conversion_goes_on_with_the_predictors(
     writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion, "KEPT_WEIGHTS", 1)  # the work is kept after every piece
+    monkeypatch.setattr(conversion, "MAX_UNSAVED_WEIGHTS", 1)  # the work is kept after every piece
     source = write_checkpoint(tmp_path / "source", MIXTURE, named(MIXTURE, random_predictors(MIXTURE)))
     place = tmp_path / "place"
     place.mkdir()

@@ -277,9 +277,11 @@ def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expecte
     manifest = convert(source, tmp_path / "p", chosen=choices.append).manifest
     (choice,) = choices
     assert manifest.quantization == choice.quantization == expected
-    assert choice.other == ("q8" if expected == "q4" else "q4")
+    assert choice.alternative == ("q8" if expected == "q4" else "q4")
     assert choice.package_bytes == written_bytes(tmp_path / "p")
-    assert choice.other_bytes == written_bytes(convert(source, tmp_path / "o", quantization=choice.other).path)
+    assert choice.alternative_bytes == written_bytes(
+        convert(source, tmp_path / "o", quantization=choice.alternative).path
+    )
     assert manifest.source.weights == ({} if encoding == "F16" else {encoding: weights_of_matrices(manifest)})
     assert convert(source, tmp_path / "q", quantization="f16").manifest.quantization == "f16"
 

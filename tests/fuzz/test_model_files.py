@@ -25,8 +25,6 @@ from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
 from tests.unit.test_sentencepiece_model import trained
 
-VERSION_2 = (Path(__file__).parents[1] / "conformance" / "golden" / "manifest_version_2.json").read_bytes()
-
 RECIPE = replace(TINY, layers=1, neurons=32)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -139,17 +137,6 @@ def test_manifests_with_a_valid_id(data: st.DataObject, files: Path) -> None:
         values["id"] = identity(values)
     with content_of(files / "package" / "manifest.json", json.dumps(values).encode()):
         only_user_errors(lambda: Package.open(files / "package").fixed)
-
-
-@fuzzed
-@given(data=st.data())
-def test_manifests_of_version_2_with_a_valid_id(data: st.DataObject) -> None:
-    values = json.loads(VERSION_2)
-    del values["id"]
-    values = mutated_json(data, values)
-    if isinstance(values, dict):
-        values["id"] = identity(values)
-    only_user_errors(lambda: parse_manifest(json.dumps(values).encode(), "manifest.json"))
 
 
 @fuzzed

@@ -100,7 +100,7 @@ def allowed(option: Option) -> st.SearchStrategy[float]:
     """Values of an option's whole range; often its default."""
     if option.range is None:
         return st.booleans()
-    least, most, above = option.range.least, option.range.most, option.range.above
+    least, most, above = option.range.minimum, option.range.maximum, option.range.exclusive
     inside = st.floats(least, most, exclude_min=above) if option.kind is float else st.integers(int(least), int(most))
     return st.just(option.default) | inside
 

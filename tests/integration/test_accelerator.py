@@ -194,29 +194,6 @@ def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, w
     assert said.endswith(words)
 
 
-def test_a_decode_worker_of_an_older_protocol_costs_no_token(shell: Shell, undisturbed: dict[str, list[int]]) -> None:
-    """It would compute matrices that are the accelerator's, and add them twice. By the version that it speaks all is
-    computed without an accelerator, and that is said."""
-    (shell.folder / "older.py").write_text(
-        "import dataclasses\n"
-        "from neuronpipe.services.worker.decode import DecodeService\n"
-        "class Older(DecodeService):\n"
-        "    def __init__(self, job):\n"
-        "        super().__init__(job)\n"
-        "        self._service._hello = dataclasses.replace(self._service._hello, protocol='2.0')\n"
-        "    def compute(self, step):\n"
-        "        return super().compute(dataclasses.replace(step, held_matrices=()))\n"
-    )
-    with shell.up(DEMO, *OPENCL, "--use", "decode=older:Older", "--workers", "1", cwd=shell.folder) as run:
-        assert read_plan(run.path / "plan.json").compute.held_matrices == MATRICES
-        answer = run.ask(PROMPT, 32)
-        assert answer["token_ids"] == undisturbed["exact"]
-        assert "accelerator_share" not in answer
-        shown = shell.call("status", "--run", run.path).out
-        assert "decode workers compute its blocks: decode.0 speaks a version of the protocol without held ones" in shown
-        assert f"all {BLOCKS} blocks" in shown
-
-
 def test_status_says_who_computes_with_which_numerics(run: Run, long_shell: Shell) -> None:
     numerics = {one.role: one.numerics for one in run.status().processes}
     assert numerics["accelerator"] == numerics["decode"]

@@ -19,14 +19,6 @@ from tests.pipeline import Run, Shell
 
 Converted = Callable[..., Package]
 KINDS = (("awkward", "drelu"), ("llama3", "relu"), ("turbosparse", "drelu"))
-OLDER = """
-import dataclasses
-from neuronpipe.services.worker.decode import DecodeService
-class Older(DecodeService):
-    def __init__(self, job):
-        super().__init__(job)
-        self._service._hello = dataclasses.replace(self._service._hello, protocol='2.1')
-"""
 
 
 def planned(shell: Shell, package: Package) -> tuple[Path, Path]:
@@ -59,13 +51,3 @@ def test_they_change_no_bit(shell: Shell, converted: Converted, recipe: str, act
     assert answers[0][0] == answers[1][0]
     assert answers[0][1].any()
     assert np.array_equal(answers[0][1], answers[1][1])
-
-
-def test_a_worker_of_an_older_protocol_is_not_let_in(shell: Shell, converted: Converted) -> None:
-    """It would take the end of a gate's slot for scales."""
-    (shell.folder / "older.py").write_text(OLDER)
-    package = converted("awkward", "q4")
-    words = ("--plan", planned(shell, package)[1], "--use", "decode=older:Older")
-    done = shell.call("run", package.path, "-p", "a", *words, cwd=shell.folder)
-    assert done.code == 2
-    assert "speaks '2.1', and looks for scales where this run has none" in done.errors

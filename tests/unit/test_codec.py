@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgpack
 import pytest
 from neuronpipe.protocol import codec
-from neuronpipe.protocol.codec import Message, Vocabulary, encode, message, minor_of
+from neuronpipe.protocol.codec import Message, Vocabulary, encode, message
 from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import describe
 
@@ -201,22 +201,3 @@ def test_the_name_of_the_type_is_not_a_field() -> None:
 )
 def test_types_are_described_in_words(annotation: Any, words: str) -> None:
     assert describe(annotation) == words
-
-
-@pytest.mark.parametrize(
-    ("said", "minor"),
-    [
-        ("2.1", 1),
-        ("2.0", 0),
-        ("2.12", 12),
-        ("2", 0),
-        ("", 0),
-        ("2.-1", 0),
-        ("2.x", 0),
-        ("2.1.7", 0),
-        ("2.\u00b2", 0),
-        ("2." + "9" * 5000, 0),
-    ],
-)
-def test_a_minor_version_that_cannot_be_read_is_the_first(said: str, minor: int) -> None:
-    assert minor_of(said) == minor

@@ -106,7 +106,7 @@ def test_slabs_and_blocks_of_any_size_give_the_same_package(
 def test_an_interrupted_conversion_goes_on_and_makes_the_same_package(
     writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversion_module, "KEPT_WEIGHTS", 1)
+    monkeypatch.setattr(conversion_module, "MAX_UNSAVED_WEIGHTS", 1)
     source = write_checkpoint(tmp_path / "source", RECIPES["bamboo"])
     whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
     place, target, calls = tmp_path / "place", tmp_path / "package", []
@@ -221,7 +221,7 @@ import os, resource, signal, sys
 from pathlib import Path
 from neuronpipe.plans.convert import conversion
 
-conversion.KEPT_WEIGHTS = 1
+conversion.MAX_UNSAVED_WEIGHTS = 1
 before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 def kill(done, total):

@@ -319,28 +319,6 @@ def test_an_accelerator_of_other_numerics_is_left_out() -> None:
     assert participants_of(step) == [("decode", 0), ("decode", 1)]
 
 
-@pytest.mark.parametrize("old", [("decode", 1), ("accelerator", 0)])
-def test_nobody_who_knows_nothing_of_held_blocks_shares_a_step_with_an_accelerator(old: ProcessKey) -> None:
-    """A decode worker of protocol 2.0 would add block sums, and compute matrices, that are another's."""
-    scheduler = make_scheduler(blocks=7, held_blocks=(5,), held_matrices=("output",), accelerator="cpu:avx2")
-    scheduler.handle(EpochChanged(1, (old,)), 0.1)
-    scheduler.handle(ProcessReady(old, "cpu:avx2", 0), 0.2)
-    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.3))
-    finish(scheduler, prefill)
-    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.4))
-    assert isinstance(step, Step)
-    assert participants_of(step) == [("decode", 0), ("decode", 1)]
-    assert (step.first_blocks, step.end_blocks, step.held_matrices) == ((0, 0), (7, 7), ())
-    assert scheduler.workers.too_old_to_hold() == (old,)
-    scheduler.handle(EpochChanged(2, (old,)), 0.5)
-    actions = scheduler.handle(StepLeft(("decode", 0), step.step, step.epoch, False), 0.6)
-    if old[0] == "decode":  # who is left knows of them
-        (again,) = sent(actions)
-        assert isinstance(again, Step)
-        assert participants_of(again) == [("decode", 0), ("accelerator", 0)]
-        assert again.held_matrices == ("output",)
-
-
 def test_an_accelerator_in_numerics_of_its_own_names_the_steps_that_it_takes_part_in() -> None:
     """Without it a step is computed in those of the decode workers, and what is kept says by whom it was computed."""
     both = "npu-held+cpu:avx2"

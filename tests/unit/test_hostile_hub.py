@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull import http_answers as answers
 from neuronpipe.plans.pull import hub as hub_module
 
@@ -116,7 +116,7 @@ def test_a_file_without_end_stops_at_the_length_that_was_announced(
     size_bytes = (source / name).stat().st_size
     assert f"org/model: {name}: " in (line := victim.refused())
     assert f"sends more than the {size_bytes} bytes" in line or "damaged or truncated" in line
-    assert bytes_there(victim.data) <= 2 * size_bytes
+    assert disk_usage_bytes(victim.data) <= 2 * size_bytes
 
 
 @pytest.mark.parametrize("send", [endless, endless_chunks])

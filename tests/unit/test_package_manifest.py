@@ -61,7 +61,8 @@ def one_block_of(neurons: int) -> dict[str, int]:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another format": (lambda m: m.update(format="zip"), "format: is not"),
-    "a later version": (lambda m: m.update(version=4), "version: 4, this release reads 2 and 3"),
+    "an earlier version": (lambda m: m.update(version=2), "version: 2, this release reads 3; convert the model again"),
+    "a later version": (lambda m: m.update(version=4), "version: 4, this release reads 3; convert the model again"),
     "the first version": (lambda m: m.update(version=1), r"version: 1, .*`neuronpipe convert SOURCE -o PACKAGE"),
     "an unknown activation": (
         lambda m: m["model"].update(activation="gelu"),

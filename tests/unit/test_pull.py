@@ -20,7 +20,7 @@ from neuronpipe.launch.verbs import pull as pull_verb
 from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.package.writer import disk_usage_bytes
 from neuronpipe.plans.pull import downloads as arrival
 from neuronpipe.plans.pull import hub as hub_module
 
@@ -161,7 +161,7 @@ def test_shards_go_when_they_are_converted_and_the_need_that_was_said_holds(
     def measured(writer: conversion_module.PackageWriter) -> None:
         nonlocal most, least
         before(writer)
-        most = max(most, bytes_there(hub.data))
+        most = max(most, disk_usage_bytes(hub.data))
         least = min(least, len(list((hub.data / "pulls" / "model" / "source").glob("*.safetensors"))))
 
     monkeypatch.setattr(conversion_module.PackageWriter, "sync", measured)
@@ -312,7 +312,7 @@ def test_a_gguf_model_in_parts_is_pulled_part_by_part(
     def measured(writer: conversion_module.PackageWriter) -> None:
         nonlocal most
         before(writer)
-        most = max(most, bytes_there(hub.data))
+        most = max(most, disk_usage_bytes(hub.data))
 
     monkeypatch.setattr(conversion_module.PackageWriter, "sync", measured)
     pulled = hub.pull(f"org/parts:Q8/{named}", "--activation", "relu", "--quantization", "q4")

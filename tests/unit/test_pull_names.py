@@ -11,7 +11,7 @@ from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.pull.package_library import checked_name, data_folder, package_path
-from neuronpipe.plans.pull.pull import most_held_bytes
+from neuronpipe.plans.pull.pull import peak_bytes
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot
 from neuronpipe.protocol.errors import UserError
 
@@ -256,7 +256,7 @@ def held(*needed: str, ahead: bool) -> int:
     """The most that is held while pieces need these files; "ab" are files a and b, of 1, 10, 100 and 1000 bytes."""
     files = {letter: Sized(letter, 10**n) for n, letter in enumerate("abcd")}
     pieces = [Piece((), (), tuple(files[letter] for letter in letters)) for letters in needed]
-    return most_held_bytes(cast(Any, pieces), ahead=ahead)
+    return peak_bytes(cast(Any, pieces), ahead=ahead)
 
 
 def test_what_is_held_of_shards_depends_on_who_shares_them() -> None:

@@ -156,7 +156,7 @@ def die_of_the_step(scheduler: Scheduler, step: list[int], *, killed: bool = Fal
     epoch, number = step
     actions = scheduler.handle(EpochChanged(epoch + 1, (("decode", 0),), killed), 1.0)
     actions += scheduler.handle(StepLeft(("decode", 1), number, epoch, False), 1.0)
-    return actions + scheduler.handle(ProcessReady(("decode", 0), "cpu:avx2", 5), 1.0)
+    return actions + scheduler.handle(ProcessReady(("decode", 0), "cpu:avx2"), 1.0)
 
 
 def test_a_request_whose_step_ends_workers_twice_is_refused_and_the_next_one_computed() -> None:

@@ -187,7 +187,7 @@ def test_a_run_of_an_older_version_is_neither_taken_for_dead_nor_for_live(base: 
     (older.path / LOCK_FILE).unlink()
     RunDirectory.create()
     assert (older.path / RUN_FILE).exists()
-    with pytest.raises(UserError, match="an older neuronpipe started this run; use that one"):
+    with pytest.raises(UserError, match="so nothing shows whether the run lives; if it has ended, remove it"):
         older.read()
 
 

@@ -73,17 +73,21 @@ def flag(option: Option) -> str:
 def taken(option: Option) -> list[float]:
     """Values at the ends of an option's range, and its default."""
     assert option.range is not None
-    least = math.nextafter(option.range.least, math.inf) if option.range.above else option.range.least
-    return [option.kind(least), option.kind(option.range.most), option.default]
+    least = math.nextafter(option.range.minimum, math.inf) if option.range.exclusive else option.range.minimum
+    return [option.kind(least), option.kind(option.range.maximum), option.default]
 
 
 def refused(option: Option) -> list[float]:
     """Values just beyond the ends of an option's range."""
     assert option.range is not None
-    least, most = option.kind(option.range.least), option.kind(option.range.most)
+    least, most = option.kind(option.range.minimum), option.kind(option.range.maximum)
     if option.kind is int:
         return [least - 1, most + 1]
-    return [least if option.range.above else math.nextafter(least, -math.inf), math.nextafter(most, math.inf), math.nan]
+    return [
+        least if option.range.exclusive else math.nextafter(least, -math.inf),
+        math.nextafter(most, math.inf),
+        math.nan,
+    ]
 
 
 def test_every_field_of_generate_is_an_option_or_has_a_form_of_its_own() -> None:
@@ -160,8 +164,8 @@ def test_the_pages_settings_stay_within_the_ranges() -> None:
 
 def test_a_range_says_whether_its_least_number_is_in_it() -> None:
     assert [value in Range(0, 1) for value in (0, 1, 2, -1, math.nan)] == [True, True, False, False, False]
-    assert [value in Range(0, 1, above=True) for value in (0, 1e-300, 1, math.nan)] == [False, True, True, False]
-    assert (str(Range(0.01, 1000)), str(Range(0, 1, above=True))) == ("between 0.01 and 1,000", "above 0, up to 1")
+    assert [value in Range(0, 1, exclusive=True) for value in (0, 1e-300, 1, math.nan)] == [False, True, True, False]
+    assert (str(Range(0.01, 1000)), str(Range(0, 1, exclusive=True))) == ("between 0.01 and 1,000", "above 0, up to 1")
 
 
 @message

@@ -10,10 +10,10 @@ from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Score
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.coordinator.sampling import as_logprobs
-from neuronpipe.services.coordinator.scheduling.events import Action, ProcessReady, ScoreTokens, StepLeft, TokensScored
+from neuronpipe.services.coordinator.scheduling.events import Action, ScoreTokens, StepLeft, TokensScored
 from neuronpipe.services.coordinator.scheduling.scheduler import Scheduler
 
-from tests.unit.test_coordinator_core import PREFILL_NUMERICS, Letters, make_scheduler, receive, sent, told
+from tests.unit.test_coordinator_core import Letters, make_scheduler, receive, sent, told
 
 
 class Spelled(Letters):
@@ -60,16 +60,6 @@ def test_a_prompt_is_scored_a_chunk_at_a_time_and_its_client_sees_every_token() 
     assert isinstance(last, Scored)
     assert (last.position, last.rows) == (4, 2)
     assert [one.piece for one in last.rated] == [b"f"]
-
-
-def test_a_prefill_worker_of_an_older_version_leaves_logits_to_be_read() -> None:
-    scheduler = scorer()
-    scheduler.handle(ProcessReady(("prefill", 0), PREFILL_NUMERICS, minor=2), 0.0)
-    (first,) = sent(receive(scheduler, TEXT, 0.0))
-    assert isinstance(first, Prefill)
-    assert (first.logits, first.targets, len(first.tokens)) == ("all", (), 3)
-    (ask,) = scheduler.handle(StepLeft(("prefill", 0), first.step, first.epoch, True), 1.0)
-    assert ask == ScoreTokens(tuple(b"bcd"), 1)
 
 
 def test_a_client_that_reads_logits_gets_them() -> None:

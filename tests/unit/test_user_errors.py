@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted, safe_name
 
 
 def test_control_characters_are_shown_and_not_obeyed() -> None:
@@ -30,10 +30,10 @@ def test_a_foreign_value_is_quoted_on_one_line_and_cut(value: object) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 100_000, "\0\x1b[2J\ud800\n" * 100])
 def test_a_foreign_name_is_shown_on_one_line_and_cut(name: str) -> None:
-    assert len(named(name)) == MAX_QUOTED_CHARACTERS
-    assert named(name).isprintable()
+    assert len(safe_name(name)) == MAX_QUOTED_CHARACTERS
+    assert safe_name(name).isprintable()
 
 
 def test_short_values_are_quoted_as_they_are() -> None:
     assert [quoted(value) for value in ("gelu", None, ["Falcon"], 0.5)] == ["'gelu'", "None", "['Falcon']", "0.5"]
-    assert named("größer.weight") == "größer.weight"
+    assert safe_name("größer.weight") == "größer.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from neuronpipe.protocol.codec import MINOR, Message
+from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Generate
@@ -26,12 +26,10 @@ class RequestReceived:
 
 @frozen
 class ProcessReady:
-    """A service has finished its start or restart. numerics: as in `Hello`; minor: its minor version of the
-    protocol."""
+    """A service has finished its start or restart. numerics: as in `Hello`."""
 
     process: ProcessKey
     numerics: str = ""
-    minor: int = MINOR
 
 
 @frozen

@@ -11,17 +11,9 @@ from typing import NamedTuple
 
 from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, GATEWAY, Compute
 from neuronpipe.protocol import process_facts
-from neuronpipe.protocol.codec import (
-    BEAT_MINOR,
-    HELD_MINOR,
-    LENDING_MINOR,
-    MOVED_MINOR,
-    RATING_MINOR,
-    Message,
-    minor_of,
-)
+from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.credits import Credits
-from neuronpipe.protocol.errors import Full, Lost, quoted
+from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
@@ -52,7 +44,6 @@ class WorkerProcess:
     index: int
     core: int | None
     numerics: str = ""
-    protocol_minor: int = 0
     pid: int = 0
     incarnation: int = -1  # of the process that sent Hello; -1: none
     greeted_at: float = -math.inf
@@ -142,16 +133,11 @@ class WorkerProcesses:
         return process
 
     def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
-        """Request a beat of each process that owes none. send: raises Lost or Full.
-
-        A process with an older protocol beats without a request.
-        """
+        """Request a beat of each process that owes none. send: raises Lost or Full."""
         for process in self:
             if process.asked_at is not None:
                 continue
             process.asked_at = now
-            if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
-                continue
             try:
                 send(process.peer, AskBeat())
             except (Lost, Full):
@@ -161,7 +147,6 @@ class WorkerProcesses:
         """Take on an incarnation that has sent Hello. It reports later that it is ready."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
         process.numerics, process.state = hello.numerics, "starting"
-        process.protocol_minor = minor_of(hello.protocol)
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
@@ -264,18 +249,10 @@ class DelayWatch:
             self._processes.accuse(overdue)
 
 
-def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
-    """Return True if the process uses slots and its protocol version requires scales next to the trigger parts."""
-    return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
-
-
-def why_rejected(process: WorkerProcess, hello: Hello, *, are_scales_moved: bool) -> str | None:
-    """Return why a process that sent Hello cannot take part in the run; None if it can. are_scales_moved: as in the
-    plan."""
+def why_rejected(process: WorkerProcess, hello: Hello) -> str | None:
+    """Return why a process that sent Hello cannot take part in the run; None if it can."""
     if process.role in BACKEND_ROLES and not hello.numerics:
         return f"{process.peer}: Hello.numerics is empty, and it computes steps"
-    if are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
-        return f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
     return None
 
 
@@ -291,7 +268,6 @@ class Workers:
     def __init__(self, processes: frozenset[ProcessKey]) -> None:
         self._processes = processes
         self.ready: dict[ProcessKey, str] = {}
-        self._minor: dict[ProcessKey, int] = {}  # minor version of the protocol
         self.complete = self.memory_served = False
         self._decoders: Participants = ()
 
@@ -300,28 +276,18 @@ class Workers:
         return self.ready.keys() >= self._processes - retired
 
     @property
-    def lends(self) -> bool:
-        """True if the cache can give slots back. A cache with an older protocol has borrowed none."""
-        return self._minor.get(CACHE, 0) >= LENDING_MINOR
-
-    @property
-    def releases(self) -> bool:
-        """True if there is a prefill worker that can release memory."""
-        return PREFILL in self.ready and self._minor[PREFILL] >= LENDING_MINOR
-
-    @property
-    def rates(self) -> bool:
-        """True if the prefill worker can rate the tokens of a given text."""
-        return PREFILL in self.ready and self._minor[PREFILL] >= RATING_MINOR
+    def has_prefill(self) -> bool:
+        """True if the prefill worker is ready."""
+        return PREFILL in self.ready
 
     @property
     def prefill_numerics(self) -> str | None:
         """The numerics of prompts; None while there is no prefill worker."""
         return self.ready.get(PREFILL)
 
-    def is_ready(self, process: ProcessKey, numerics: str, minor: int) -> None:
+    def is_ready(self, process: ProcessKey, numerics: str) -> None:
         """Add a process to the ready ones."""
-        self.ready[process], self._minor[process] = numerics, minor
+        self.ready[process] = numerics
         self.complete |= self.all_ready()
         self._changed()
 
@@ -341,29 +307,14 @@ class Workers:
         """Return the participants of a decode step.
 
         They are the ready decode workers in the numerics of the first one, and the accelerators that compute blocks for
-        these: in the same numerics, or in their own, whose id then ends with "+" and the workers' id. A decode worker
-        that does not know offloaded blocks would compute all blocks; with such a worker there is no accelerator in the
-        step.
+        these: in the same numerics, or in their own, whose id then ends with "+" and the workers' id.
         """
         return self._decoders
 
     def _find_decoders(self) -> Participants:
         decoders = self._decode_workers()
-        if any(self.is_too_old_to_hold(process) for process in decoders):
-            return decoders
         accelerators = [process for process in self._accelerators() if decoders and self._follows(process, decoders[0])]
-        return (*decoders, *(process for process in accelerators if not self.is_too_old_to_hold(process)))
-
-    def is_too_old_to_hold(self, process: ProcessKey) -> bool:
-        """Return True if a ready process cannot take part in a step with offloaded blocks, since its minor version
-        of the protocol has no `held_matrices`."""
-        return process in self.ready and self._minor[process] < HELD_MINOR
-
-    def too_old_to_hold(self) -> Participants:
-        """Return the processes because of whose protocol version no accelerator takes part in decode steps."""
-        return tuple(
-            process for process in (*self._decode_workers(), *self._accelerators()) if self.is_too_old_to_hold(process)
-        )
+        return (*decoders, *accelerators)
 
     def _accelerators(self) -> Participants:
         return tuple(sorted(process for process in self.ready if process[0] == ACCELERATOR))

@@ -131,8 +131,8 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case ProcessReady(process, numerics, minor):
-                self.workers.is_ready(process, numerics, minor)
+            case ProcessReady(process, numerics):
+                self.workers.is_ready(process, numerics)
                 self._dismissed -= {process}  # it is the successor
                 return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
@@ -247,7 +247,7 @@ class Scheduler:
         if self._step is not None:
             return self._send_again(self._step, now)
         actions: list[Action] = [*self.requests.end_cancelled(now)]
-        if self._reservation.may_release(now) and self.workers.releases:
+        if self._reservation.may_release(now) and self.workers.has_prefill:
             actions.append(self._reservation.release(self.requests.used_tokens(now)))
         if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)
@@ -305,7 +305,7 @@ class Scheduler:
         return [step.action]
 
     def _has_memory(self, message: Step | Prefill, later: int) -> bool:
-        return not self.workers.lends or self._reservation.covers(message, later)
+        return self._reservation.covers(message, later)
 
 
 class Throttle:

@@ -219,11 +219,11 @@ class Scoring(Sequence):
     def next_chunk(self, rated: int, rows: int) -> tuple[list[int], tuple[int, ...], Literal["none", "all"]]:
         """Return the tokens of the next prefill step, the targets that the worker rates, and which logits it writes.
 
-        rated: maximum number of tokens if the worker rates them; 0: it cannot
-        rows: number of logit rows, which limits the chunk if the client reads logits or the worker cannot rate
+        rated: maximum number of tokens
+        rows: number of logit rows, which limits the chunk if the client reads logits
         """
         first = self.computed_tokens
-        if self.ask.logits or not rated:
+        if self.ask.logits:
             return self.tokens[first : first + rows], (), "all"
         chunk = self.tokens[first : first + rated]
         return chunk, tuple(self.tokens[first + 1 : first + 1 + len(chunk)]), "none"

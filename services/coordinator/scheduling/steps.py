@@ -186,8 +186,7 @@ class StepBuilder:
         max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
         logits: Literal["none", "last", "all"]
         if isinstance(sequence, Scoring):
-            rated_tokens = max_tokens if self._workers.rates else 0
-            chunk, targets, logits = sequence.next_chunk(rated_tokens, self._limits.logit_rows)
+            chunk, targets, logits = sequence.next_chunk(max_tokens, self._limits.logit_rows)
         else:
             assert isinstance(sequence, Generation)
             if (match := self._prefix_source(sequence, numerics)) is not None:

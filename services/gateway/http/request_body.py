@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from neuronpipe.protocol.errors import named, quoted
+from neuronpipe.protocol.errors import quoted, safe_name
 from neuronpipe.services.gateway.http.api_errors import Problem
 from neuronpipe.services.gateway.http.memory_account import Charge, charge_of, memory_full, parsed_bytes
 from neuronpipe.services.gateway.http.schema_base import KINDS, NOT_SERVED
@@ -131,4 +131,4 @@ def _message(error: ErrorDetails) -> str:
 def _path(place: tuple[int | str, ...]) -> str:
     """The way to a field, without the kinds that its value could have had. The client's own keys are part of it."""
     names = (str(part) for part in place if part not in KINDS and part != "[key]")
-    return named(".".join(map(named, names)))
+    return safe_name(".".join(map(safe_name, names)))

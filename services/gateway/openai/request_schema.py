@@ -36,7 +36,7 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_TEXTS = 1024
-MAX_LOGPROBS = int(RANGES["logprobs"].most)
+MAX_LOGPROBS = int(RANGES["logprobs"].maximum)
 MAX_BIASES = 4096
 OFF = -1
 OLDER_TOOLS = "this is the older form; give tools and tool_choice"
@@ -97,7 +97,7 @@ def _field(option: Option) -> tuple[Any, Any]:
     """An option as a field of a body: its type, and its default, range and meaning."""
     meaning, limits = option.meaning, dict[str, Any]()
     if option.range is not None:
-        limits = {"gt" if option.range.above else "ge": option.range.least, "le": option.range.most}
+        limits = {"gt" if option.range.exclusive else "ge": option.range.minimum, "le": option.range.maximum}
     if option.name in OFF_TOO:
         meaning, limits = f"{meaning}; {OFF} counts as 0", limits | {"ge": OFF}
     default = DEFAULTS.get(option.name, option.default)

@@ -22,7 +22,7 @@ from neuronpipe.plans.package.atomic_output import make_folder, whole_file
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, MAX_PRODUCT_NEURONS
 from neuronpipe.plans.strict_json import read_file
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.services.offload.npu.chips import Chip
 
@@ -192,7 +192,7 @@ class Contexts:
                 self._fail(name, f"{quoted(index.get(name))} does not fit; here it is {quoted(value)}")
 
     def _fail(self, name: str, problem: str) -> NoReturn:
-        raise UserError(f"{self._folder / INDEX}: {named(name)}: {problem}; {self._again}")
+        raise UserError(f"{self._folder / INDEX}: {safe_name(name)}: {problem}; {self._again}")
 
     def _sums_of(self, index: dict[str, Any]) -> dict[str, str]:
         """Return the checksums by graph name, as the index has them."""
