@@ -13,13 +13,13 @@ from typing import Any
 
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, PAGE_INDEX
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 # What an answer is made of: a piece of text, something to wait for, or the trouble that ends it.
-Reply = Sequence[str | threading.Event | Problem]
+Reply = Sequence[str | threading.Event | ApiError]
 
 
 class PageServer(ThreadingHTTPServer):
@@ -109,14 +109,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append(body)
         reply = self.server.replies.popleft() if self.server.replies else ("Fine.",)
-        if isinstance(reply[0], Problem):
+        if isinstance(reply[0], ApiError):
             self._whole(reply[0].status, reply[0].body(), "application/json")
             return
         self._begin("text/event-stream")
         for part in reply:
             if isinstance(part, str):
                 self._event({"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]})
-            elif isinstance(part, Problem):
+            elif isinstance(part, ApiError):
                 self._event(json.loads(part.body()))
                 return
             else:

@@ -43,7 +43,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import gateway_bytes, templates_bytes
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.gateway_service import Hosted, serve_hosted
+from neuronpipe.services.gateway.gateway_service import HostedPackages, serve_hosted
 from neuronpipe.services.runtime.implementations import Implementations
 from neuronpipe.services.runtime.listener import HOSTED_NAME, Listener
 from neuronpipe.services.runtime.pulse import Pulse, shared_words
@@ -148,7 +148,9 @@ def shared_limit_bytes(arguments: argparse.Namespace, whole_bytes: int, offers: 
 class Host:
     """The packages by name. said: told in a line what begins and what ends."""
 
-    def __init__(self, offers: Mapping[str, Offer], hosted: Hosted, listener: Listener, said: Callable[[str], None]):
+    def __init__(
+        self, offers: Mapping[str, Offer], hosted: HostedPackages, listener: Listener, said: Callable[[str], None]
+    ):
         self._offers, self._hosted, self._listener, self._said = offers, hosted, listener, said
         self._link: socket.socket | None = None
         self._woken, self._waking = -1, -1

@@ -23,7 +23,7 @@ KEY = re.compile(r"\x1b[\[O][0-9;]*[~A-Za-z]|.", re.DOTALL)  # an arrow or the l
 BEGUN = re.compile(r"\x1b([\[O][0-9;]*)?")
 KEY_TAIL_S = 0.05  # for the rest of a key that has begun: it may come over a network
 READ_BYTES = 64
-GONE = "q"
+CLOSED = "q"
 LEAVES = "q leaves, the run goes on"
 UP, DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 PAGE_UP, PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
@@ -64,7 +64,7 @@ class Keyboard:
         read = b""
         with contextlib.suppress(OSError):  # a terminal that was hung up
             read = os.read(sys.stdin.fileno(), READ_BYTES)
-        self._typed += read.decode("utf-8", "replace") or GONE
+        self._typed += read.decode("utf-8", "replace") or CLOSED
         return True
 
     def __exit__(
@@ -82,7 +82,7 @@ class Pager:
         self._above = self._most_above = 0  # lines
         self._room = 1
 
-    def shown(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
+    def visible(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
         """What of the page's lines is seen in so many rows, and how to see the rest."""
         self._room = max(1, rows - 1)
         self._most_above = max(0, len(page) - self._room)

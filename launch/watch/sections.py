@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 NAME_COLUMNS = 14
-OTHERS = "#a0a0a0"
+PROCESSES_COLOUR = "#a0a0a0"
 NARROW_COLUMNS = 56  # below, cores and memory make way for what the processes do
 LETTERS = {group.letter: group.label for group in GROUPS if group.letter}
 STATES = {"ready": "green", "busy": "green", "starting": "yellow", "draining": "yellow"}
@@ -60,11 +60,11 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     limit = max(1, shot.memory_limit_bytes)
     used = [(REGIONS[one.name], one.used_bytes / limit) for one in shot.regions if one.name in REGIONS]
     others_bytes = max(0, shot.memory_bytes - sum(one.used_bytes for one in shot.regions))
-    rows.add_row("memory", bar([*used, (OTHERS, others_bytes / limit)], max(10, room - 2)))
+    rows.add_row("memory", bar([*used, (PROCESSES_COLOUR, others_bytes / limit)], max(10, room - 2)))
     total = f"{show_bytes(shot.memory_bytes)} of {show_bytes(limit)}"
     rows.add_row("", listed([total, f"peak {show_bytes(shot.memory_peak_bytes)}"], room, ", "))
     regions = [key(REGIONS.get(one.name, ""), one.name, _used(one)) for one in shot.regions]
-    rows.add_row("", listed([*regions, key(OTHERS, "processes", show_bytes(others_bytes))], room))
+    rows.add_row("", listed([*regions, key(PROCESSES_COLOUR, "processes", show_bytes(others_bytes))], room))
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
     if shot.withheld_bytes:

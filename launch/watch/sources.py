@@ -34,7 +34,7 @@ class Source(Protocol):
     ended: str | None
 
     @property
-    def heard(self) -> bool:
+    def has_answer(self) -> bool:
         """Whether the newest snapshot contains an answer of the coordinator. Without one a run looks as if it had
         just begun."""
         return self.latest is not None and self.latest.uptime_s > 0
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Let go of the run; the source is of no more use."""
 
 
-class Near(Source):
+class LocalSource(Source):
     """A run on this machine."""
 
     def __init__(self, path: Path | None) -> None:
@@ -62,7 +62,7 @@ class Near(Source):
 
     @property
     def awaits(self) -> str:
-        if self.heard or time.monotonic() - self._opened_at < PATIENT_S:
+        if self.has_answer or time.monotonic() - self._opened_at < PATIENT_S:
             return ""
         return "the coordinator has not answered yet"
 
@@ -80,7 +80,7 @@ class Near(Source):
         self._observer.close()
 
 
-class Far(Source):
+class RemoteSource(Source):
     """A run behind a watch server. address: the invitation."""
 
     def __init__(self, address: str) -> None:
@@ -125,8 +125,8 @@ class Far(Source):
 def open_source(place: str | None) -> Source:
     """The run at a path, or behind an invitation."""
     if place is not None and place.startswith("tcp://"):
-        return Far(place)
-    return Near(None if place is None else Path(place))
+        return RemoteSource(place)
+    return LocalSource(None if place is None else Path(place))
 
 
 class WaitReport:

@@ -14,24 +14,29 @@ from typing import Any
 
 from neuronpipe.protocol.errors import named
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
-from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_name
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_request_id
 from neuronpipe.services.gateway.http.access import AccessControl, client_of, respond
-from neuronpipe.services.gateway.http.api_errors import Problem, too_long
-from neuronpipe.services.gateway.http.memory_account import Account, charge_of
+from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
+from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
-from neuronpipe.services.gateway.llamacpp.llamacpp_api import Doors
-from neuronpipe.services.gateway.openai.answer_calls import CallingForm
-from neuronpipe.services.gateway.openai.echo import EchoAnswer, EchoForm
-from neuronpipe.services.gateway.openai.infill import InfillAnswer
-from neuronpipe.services.gateway.openai.request_schema import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
-from neuronpipe.services.gateway.openai.response_encoding import ChatForm, Form, TextForm
-from neuronpipe.services.gateway.openai.response_sending import Answer
+from neuronpipe.services.gateway.llamacpp.llamacpp_api import LlamaCppApi
+from neuronpipe.services.gateway.openai.answer_calls import ToolCallEncoder
+from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse
+from neuronpipe.services.gateway.openai.infill import InfillResponse
+from neuronpipe.services.gateway.openai.request_schema import (
+    MAX_SEQUENCES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder, CompletionEncoder, ResponseEncoder
+from neuronpipe.services.gateway.openai.response_sending import GenerationResponse
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
-from neuronpipe.services.gateway.openai.responses_encoding import ResponseForm
-from neuronpipe.services.gateway.openapi_description import description
-from neuronpipe.services.gateway.runs.live_view import View
-from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Model, Models
+from neuronpipe.services.gateway.openai.responses_encoding import ResponsesEncoder
+from neuronpipe.services.gateway.openapi_description import openapi_document
+from neuronpipe.services.gateway.runs.live_view import LiveResponse
+from neuronpipe.services.gateway.runs.served_models import HEALTH_S, ServedModel, ServedModels
 from neuronpipe.services.runtime.listener import Listener
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,9 +61,9 @@ PAGE_HEADERS = {
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, models: Models, listener: Listener, account: Account) -> None:
+    def __init__(self, models: ServedModels, listener: Listener, account: MemoryAccount) -> None:
         self._models, self._listener, self._account = models, listener, account
-        self._doors = Doors(models)
+        self._llamacpp = LlamaCppApi(models)
         self._metrics = Metrics()
 
     def application(self) -> ASGIApp:
@@ -67,7 +72,7 @@ class Gateway:
             *_with_and_without_version("/chat/completions", self.chat, "POST"),
             *_with_and_without_version("/completions", self.completions, "POST"),
             *_with_and_without_version("/responses", self.responses, "POST"),
-            *_with_and_without_version("/embeddings", self._doors.embeddings, "POST"),
+            *_with_and_without_version("/embeddings", self._llamacpp.embeddings, "POST"),
             *_with_and_without_version("/models", self.models, "GET"),
             *_with_and_without_version("/models/{name:path}", self.model, "GET"),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -81,7 +86,7 @@ class Gateway:
         ]
         app = Starlette(
             routes=[*routes, *_page_routes()],
-            exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
+            exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
         )
         app.router.redirect_slashes = False
         paths = frozenset(route.path for route in routes)
@@ -92,71 +97,79 @@ class Gateway:
         self._models.end("draining", ENDING)
 
     # ---- texts -----------------------------------------------------------------------------------------------
-    async def chat(self, request: Request) -> Answer:
+    async def chat(self, request: Request) -> GenerationResponse:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        return await self._conversation(request, body, ChatForm, CallingForm)
+        return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
 
-    async def responses(self, request: Request) -> Answer:
+    async def responses(self, request: Request) -> GenerationResponse:
         """Answer a conversation, as the Responses API asks."""
         asked = await read_body(request, ResponsesRequest)
-        form = functools.partial(ResponseForm, asked.echoed())
+        form = functools.partial(ResponsesEncoder, asked.echoed())
         return await self._conversation(request, asked.as_chat(), form, form)
 
     async def _conversation(
-        self, request: Request, body: ChatRequest, form: Callable[..., Form], calling: Callable[..., Form]
-    ) -> Answer:
+        self,
+        request: Request,
+        body: ChatRequest,
+        form: Callable[..., ResponseEncoder],
+        calling: Callable[..., ResponseEncoder],
+    ) -> GenerationResponse:
         """form: of an answer that is a text; calling: of one that may call functions."""
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        model = self._models.named(body.model)
-        prompt = await model.chat.prompt_of(body)
+        model = self._models.find(body.model)
+        prompt = await model.chat.write_prompt(body)
         if offer is None:
-            return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
+            return self._answer(
+                request, model, body, [prompt.text + body.answer_prefix], limit, form, frame=prompt.frame
+            )
         form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
         return self._answer(
             request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
         )
 
-    async def completions(self, request: Request) -> Answer:
+    async def completions(self, request: Request) -> GenerationResponse:
         """Continue a text."""
         body = await read_body(request, CompletionRequest)
-        model = self._models.named(body.model)
+        model = self._models.find(body.model)
         if body.suffix:
-            filled = functools.partial(InfillAnswer, infill=model.infill, suffix=body.suffix)
-            return self._answer(request, model, body, body.prompts, body.max_tokens, TextForm, answer=filled)
-        form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
+            filled = functools.partial(InfillResponse, infill=model.infill, suffix=body.suffix)
+            return self._answer(request, model, body, body.prompts, body.max_tokens, CompletionEncoder, answer=filled)
+        form, answer = (EchoEncoder, EchoResponse) if body.echo else (CompletionEncoder, GenerationResponse)
         response = self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
-        charge_of(request.scope).set(_asked_bytes(body.prompts, body.candidates) + _kept_bytes(body.prompts))
+        charge_of(request.scope).set(_request_bytes(body.prompts, body.candidates) + _prompt_object_bytes(body.prompts))
         return response
 
     def _answer(
         self,
         request: Request,
-        model: Model,
-        body: Sampling,
+        model: ServedModel,
+        body: GenerationRequest,
         prompts: Sequence[str | list[int]],
         max_tokens: int,
-        form: Callable[..., Form],
+        form: Callable[..., ResponseEncoder],
         *,
         frame: bool = True,
-        answer: Callable[..., Answer] = Answer,
+        answer: Callable[..., GenerationResponse] = GenerationResponse,
         calls: Calls | None = None,
-    ) -> Answer:
-        if len(prompts) * body.candidates > MAX_TEXTS:
+    ) -> GenerationResponse:
+        if len(prompts) * body.candidates > MAX_SEQUENCES:
             param = "n" if body.candidates == body.n else "best_of"
-            said = f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one"
-            raise Problem(400, "invalid_value", f"{param}: {said} request", param=param)
+            said = (
+                f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_SEQUENCES} of one"
+            )
+            raise ApiError(400, "invalid_value", f"{param}: {said} request", param=param)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
-        constraint, client = body.constraint, client_of(request, body.who)
+        constraint, client = body.constraint, client_of(request, body.end_user)
         seed = secrets.randbits(62) if body.seed is None else body.seed
         chooses = body.candidates > body.n
-        charge_of(request.scope).grow(_asked_bytes(prompts, body.candidates))
+        charge_of(request.scope).grow(_request_bytes(prompts, body.candidates))
         texts: list[tuple[str | None, tuple[int, ...] | None]] = [
-            (prompt, None) if isinstance(prompt, str) else (None, _fitting(prompt, model)) for prompt in prompts
+            (prompt, None) if isinstance(prompt, str) else (None, _checked_tokens(prompt, model)) for prompt in prompts
         ]
         asks = [
             Generate(
-                request=new_name(),
+                request=new_request_id(),
                 prompt=prompt,
                 tokens=tokens,
                 frame=frame,
@@ -166,23 +179,23 @@ class Gateway:
                 grammar=constraint.text if constraint is not None else None,
                 grammar_syntax=constraint.syntax if constraint is not None else "json",
                 calls=calls,
-                logprobs=0 if chooses and body.rated is None else body.rated,
-                stop=body.stops if calls is None or calls.text else (),
+                logprobs=0 if chooses and body.logprobs_per_token is None else body.logprobs_per_token,
+                stop=body.stop_strings if calls is None or calls.text else (),
                 owner=client,
                 **body.options,
             )
             for prompt, tokens in texts
             for number in range(body.candidates)
         ]
-        counts = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
         return answer(
-            self._models.holding(model),
+            self._models.run_acquirer(model),
             self._metrics,
             form(
                 model.name,
                 model.fingerprint,
-                counts=counts,
-                rates=body.rated is not None,
+                with_usage=with_usage,
+                with_logprobs=body.logprobs_per_token is not None,
                 end_tokens=model.package.manifest.end_tokens,
             ),
             asks,
@@ -196,21 +209,21 @@ class Gateway:
     # ---- small doors -----------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text."""
-        return _json(await self._doors.tokenize(request, client_of(request, None)))
+        return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        return _json(await self._doors.detokenize(request, client_of(request, None)))
+        return _json(await self._llamacpp.detokenize(request, client_of(request, None)))
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a conversation becomes."""
         body = await read_body(request, ChatRequest)
-        prompt = await self._models.named(body.model).chat.prompt_of(body)
-        return _json({"prompt": prompt.text + body.begun})
+        prompt = await self._models.find(body.model).chat.write_prompt(body)
+        return _json({"prompt": prompt.text + body.answer_prefix})
 
     async def props(self, request: Request) -> Response:
         """What the server is."""
-        return _json(await self._doors.props(request.query_params.get("model")))
+        return _json(await self._llamacpp.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
@@ -219,16 +232,16 @@ class Gateway:
 
     async def model(self, request: Request) -> Response:
         """One of them, by its name."""
-        name = self._models.named(request.path_params["name"]).name
+        name = self._models.find(request.path_params["name"]).name
         return _json(next(one for one in self._models.facts() if one["id"] == name))
 
     async def health(self, request: Request) -> Response:
         """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
         return _json(await self._models.health())
 
-    async def live(self, request: Request) -> View:
+    async def live(self, request: Request) -> LiveResponse:
         """Snapshots of a run, as long as the client stays."""
-        return self._models.run_of(self._models.named(request.query_params.get("model"))).live.view()
+        return self._models.run_of(self._models.find(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
@@ -242,25 +255,25 @@ class Gateway:
 
     async def description(self, request: Request) -> Response:
         """What the endpoints take and give, as an OpenAPI document."""
-        return _json(description(version("neuronpipe")))
+        return _json(openapi_document(version("neuronpipe")))
 
 
-def _asked_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
+def _request_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
     """What the texts of a request take: each sent one has its prompt once more on its way to the coordinator."""
     texts = len(prompts) * candidates
     longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)
     return texts * TEXT_BYTES + min(texts, MAX_SENT) * longest_bytes
 
 
-def _kept_bytes(prompts: Sequence[str | list[int]]) -> int:
+def _prompt_object_bytes(prompts: Sequence[str | list[int]]) -> int:
     """What prompts take as Python objects, which is less than what was reserved before they were parsed."""
     return sum(sys.getsizeof(one) if isinstance(one, str) else KEPT_TOKEN_BYTES * len(one) for one in prompts)
 
 
-def _fitting(tokens: list[int], model: Model) -> tuple[int, ...]:
+def _checked_tokens(tokens: list[int], model: ServedModel) -> tuple[int, ...]:
     """The prompt's tokens. Raises Problem where they are more than the context has."""
     if len(tokens) > model.context_tokens:
-        raise too_long(model.context_tokens, len(tokens))
+        raise prompt_too_long(model.context_tokens, len(tokens))
     return tuple(tokens)
 
 
@@ -289,12 +302,12 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(json.dumps(content), media_type="application/json")
 
 
-async def _problem(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, Problem)
+async def _api_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
     return respond(problem)
 
 
-async def _http_problem(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     """No such path, or not that method there."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
@@ -305,9 +318,9 @@ async def _http_problem(request: Request, error: Exception) -> Response:
         detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
     text = f"{named(request.method)} {named(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
-    return respond(Problem(error.status_code, code, text, headers=headers))
+    return respond(ApiError(error.status_code, code, text, headers=headers))
 
 
-async def _trouble(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     """A mistake of ours; Starlette logs it."""
-    return respond(Problem(500, "internal", "the server made a mistake; its log says which", kind="server_error"))
+    return respond(ApiError(500, "internal", "the server made a mistake; its log says which", kind="server_error"))

@@ -28,8 +28,8 @@ from neuronpipe.services.runtime.listener import Listener
 from neuronpipe.services.runtime.pulse import Pulse, event_loop, unwatched
 
 if TYPE_CHECKING:
-    from neuronpipe.services.gateway.client.run_client import Coordinator
-    from neuronpipe.services.gateway.runs.served_models import Models
+    from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+    from neuronpipe.services.gateway.runs.served_models import ServedModels
 
 KEEP_ALIVE_S = 15
 LAST_WORDS_S = 1
@@ -39,7 +39,7 @@ MAX_GROWTH_BYTES = 512 << 20
 
 
 @frozen(kw_only=True)
-class Hosted:
+class HostedPackages:
     """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
     uses. templates_bytes: by how much chat templates may make a helper process grow."""
 
@@ -69,16 +69,16 @@ def serve(
     pulse: Pulse | None = None,
 ) -> None:
     """Serve one run until SIGTERM, SIGINT, or its end. pulse: shows whether the server gets on, where it is watched."""
-    _until_told(_serve_run(package, run, listener, run_ended), pulse or unwatched())
+    _run_until_signal(_serve_run(package, run, listener, run_ended), pulse or unwatched())
 
 
-def serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
+def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
     """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link, which
     starts and ends their runs. pulse: shows whether the server gets on."""
-    _until_told(_serve_hosted(hosted, listener, link), pulse)
+    _run_until_signal(_serve_hosted(hosted, listener, link), pulse)
 
 
-def _until_told(work: Coroutine[None, None, None], pulse: Pulse) -> None:
+def _run_until_signal(work: Coroutine[None, None, None], pulse: Pulse) -> None:
     """Signals wait until the server takes them: one that came before would break off the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -92,20 +92,20 @@ async def _serve_run(
     package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None
 ) -> None:
     from neuronpipe.plans.plan.memory_budget import templates_bytes
-    from neuronpipe.services.gateway.runs.served_models import Model, Models, Run
+    from neuronpipe.services.gateway.runs.served_models import Run, ServedModel, ServedModels
 
     plan = read_plan(run.path / PLAN_FILE)
-    model = Model(package, plan)
+    model = ServedModel(package, plan)
     # A run that was started without a gateway has none in its plan.
     growth_bytes = plan.memory.templates_bytes or templates_bytes(plan.memory.limit_bytes)
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
     with _end_reported(run, model.run.coordinator) if run_ended is not None else contextlib.nullcontext():
-        await _serve(Models([model], growth_bytes), listener, over)
+        await _serve(ServedModels([model], growth_bytes), listener, over)
 
 
 @contextlib.contextmanager
-def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]:
+def _end_reported(run: RunDirectory, coordinator: CoordinatorClient) -> Iterator[None]:
     """Meanwhile the kernel reports the end of the run's supervisor, where it can and the process is to be seen from
     here: then nobody looks for that every second."""
     from neuronpipe.services.gateway.client.run_client import REPORTED_LOOK_S
@@ -132,27 +132,27 @@ def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]
         os.close(descriptor)
 
 
-async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
+async def _serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket) -> None:
     from neuronpipe.services.gateway.runs.hosted_packages import HostedModels
-    from neuronpipe.services.gateway.runs.run_pool import Pool
-    from neuronpipe.services.gateway.runs.served_models import Model
+    from neuronpipe.services.gateway.runs.run_pool import RunPool
+    from neuronpipe.services.gateway.runs.served_models import ServedModel
 
     over = asyncio.get_running_loop().create_future()
     takes_bytes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
-    pool = Pool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
-    offered = [Model(package, plan) for package, plan in hosted.packages]
+    pool = RunPool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
+    offered = [ServedModel(package, plan) for package, plan in hosted.packages]
     models = HostedModels(offered, pool, hosted.templates_bytes, lambda: over.set_result(None))
     await models.attach(link)
     await _serve(models, listener, over)
 
 
-async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) -> None:
+async def _serve(models: ServedModels, listener: Listener, over: asyncio.Future[Any]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.http.http_server import MAX_HEAD_BYTES, BoundedProtocol, SleepingServer
-    from neuronpipe.services.gateway.http.memory_account import Account
+    from neuronpipe.services.gateway.http.memory_account import MemoryAccount
 
-    account = Account()
+    account = MemoryAccount()
     gateway = Gateway(models, listener, account)
     config = uvicorn.Config(
         gateway.application(),

@@ -60,7 +60,7 @@ DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"conten
 APPLIED = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
 PROPS = {"type": "object", "required": ["default_generation_settings", "total_slots"]}
 CHOICE = {"type": "object", "required": ["index", "finish_reason", "logprobs"]}
-PROBLEMS = {
+ERROR_DESCRIPTIONS = {
     "400": "the request is not understood",
     "401": "a key is needed",
     "403": "not for pages from elsewhere",
@@ -75,7 +75,7 @@ PROBLEMS = {
 }
 
 
-def description(version: str) -> dict[str, Any]:
+def openapi_document(version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     kinds: tuple[type[BaseModel], ...] = (
         ChatRequest,
@@ -127,7 +127,7 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _responses(content: dict[str, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"{REFERENCE}Error"}}}
-    problems = {status: {"description": text, "content": error} for status, text in PROBLEMS.items()}
+    problems = {status: {"description": text, "content": error} for status, text in ERROR_DESCRIPTIONS.items()}
     return {"200": {"description": "the answer", "content": content}} | problems
 
 

@@ -31,7 +31,7 @@ from neuronpipe.services.monitor.span_rings import RunTrace
 
 RESIDENCY_EVERY_S = 1.0
 FIRST_STATUS_S = 1.0
-HELD = ("fixed", "kv")  # segments whose pages are taken as they are written
+TOUCHED_SEGMENTS = ("fixed", "kv")  # segments whose pages are taken as they are written
 RESTARTS = BOARD_WORDS.index("restarts")
 ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
 
@@ -76,7 +76,7 @@ class Observer(Closing):
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
         self._memory, self._withheld = self._board.view("memory"), self._board.view("withheld")
-        self._held = {name: self._open.enter_context(run_file.open_segment(name)) for name in HELD}
+        self._held = {name: self._open.enter_context(run_file.open_segment(name)) for name in TOUCHED_SEGMENTS}
 
     def poll(self) -> list[Message]:
         """Events since the last call, oldest first; and the next question to the coordinator, if it is due."""

@@ -18,14 +18,14 @@ PARTS = ("trigger", "value")
 @frozen
 class Residency:
     """Cluster parts in memory. slots (as there are now), pinned, cold, loading: (triggers, values); by_layer: share of
-    each layer's parts; asked: entries of the workers' rings that the loader has not taken."""
+    each layer's parts; queued_requests: entries of the workers' rings that the loader has not taken."""
 
     slots: tuple[int, int]
     pinned: tuple[int, int]
     cold: tuple[int, int]
     loading: tuple[int, int]
     by_layer: tuple[float, ...]
-    asked: int
+    queued_requests: int
 
 
 class Regions(Closing):

@@ -125,7 +125,7 @@ class Monitor:
             flash_waiting=int(
                 self._loader.get("trigger_waiting", 0)
                 + self._loader.get("value_waiting", 0)
-                + (self._residency.asked if self._residency else 0)
+                + (self._residency.queued_requests if self._residency else 0)
             ),
             flash_in_flight=int(self._loader.get("in_flight", 0)),
             flash_bytes_per_s=_rate([(at, size) for at, size, _ in self._flash], now_s),

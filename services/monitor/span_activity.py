@@ -14,7 +14,7 @@ from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 CELLS = 360
 LATE_NS = 1_000_000_000
 COORDINATOR_SPANS = 64  # of the last steps: four of each
-SHOWN = [group for group in GROUPS if group.letter]
+CELL_GROUPS = [group for group in GROUPS if group.letter]
 
 
 class Activity:
@@ -22,14 +22,14 @@ class Activity:
 
     def __init__(self, processes: Sequence[str], most_spans: int) -> None:
         self._processes = [(role, int(index)) for role, _, index in (process.partition(".") for process in processes)]
-        self._most = most_spans
+        self._max_spans = most_spans
         self._spans: list[Any] = [np.empty(0, SPANS) for _ in processes]
 
     def add(self, taken: Sequence[tuple[Any, int]]) -> None:
         """Spans that are new, as `RunTrace.take_arrays` gives them. Behind a gap the older ones are forgotten."""
         for n, (spans, lost) in enumerate(taken):
             if len(spans):
-                self._spans[n] = (spans if lost else np.concatenate([self._spans[n], spans]))[-self._most :]
+                self._spans[n] = (spans if lost else np.concatenate([self._spans[n], spans]))[-self._max_spans :]
 
     def doing(self, now_ns: int) -> list[dict[str, float]]:
         """For each process the shares of the last second by groups of spans; waiting lies within work."""
@@ -39,10 +39,12 @@ class Activity:
         late = spans[spans["end_ns"] > now_ns - LATE_NS]
         if not len(late):
             return {}
-        from_ns = now_ns - LATE_NS if len(spans) < self._most else int(late["start_ns"].min())
+        from_ns = now_ns - LATE_NS if len(spans) < self._max_spans else int(late["start_ns"].min())
         edges = np.array([max(from_ns, now_ns - LATE_NS), now_ns])
         covered = _coverage(late, edges)[:, 0] / max(1, edges[1] - edges[0])
-        return {group.label: round(float(share), 4) for group, share in zip(SHOWN, covered, strict=True) if share > 0}
+        return {
+            group.label: round(float(share), 4) for group, share in zip(CELL_GROUPS, covered, strict=True) if share > 0
+        }
 
     def strip(self) -> tuple[TimeWindow, tuple[int, ...], tuple[StripRow, ...]]:
         """The last steps: when, which, and a row for every process that did something meanwhile."""
@@ -56,7 +58,7 @@ class Activity:
                 best = covered.argmax(axis=0)
                 busy = covered.max(axis=0) > 0.05 * window.ns / CELLS
                 cells = "".join(
-                    SHOWN[group].letter if some else "." for group, some in zip(best.tolist(), busy, strict=True)
+                    CELL_GROUPS[group].letter if some else "." for group, some in zip(best.tolist(), busy, strict=True)
                 )
                 if cells.strip("."):
                     rows.append(StripRow(name=f"{role}.{index}", cells=cells))
@@ -106,12 +108,12 @@ class Activity:
 def _coverage(spans: Any, edges: Any) -> Any:
     """[groups, stretches] ns of each stretch between two edges in which a span of the group was under way. Of a piece
     of work that waits inside, the waiting is taken off."""
-    covered = np.zeros((len(SHOWN), len(edges) - 1))
-    for n, group in enumerate(SHOWN):
+    covered = np.zeros((len(CELL_GROUPS), len(edges) - 1))
+    for n, group in enumerate(CELL_GROUPS):
         numbers = [NUMBER[kind] for kind in group.kinds]
         covered[n] = _covered(spans[np.isin(spans["kind"], numbers)], edges)
-    waiting_ns = covered[[not group.works for group in SHOWN]].sum(axis=0)
-    neurons = next(n for n, group in enumerate(SHOWN) if "neurons" in group.kinds)
+    waiting_ns = covered[[not group.works for group in CELL_GROUPS]].sum(axis=0)
+    neurons = next(n for n, group in enumerate(CELL_GROUPS) if "neurons" in group.kinds)
     total = covered.sum(axis=0)
     inside = np.clip(total - np.diff(edges), 0, waiting_ns)  # more than the stretch is long: waiting lay within neurons
     covered[neurons] = np.clip(covered[neurons] - inside, 0, None)

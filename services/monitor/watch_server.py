@@ -32,10 +32,10 @@ class WatchServer:
     def __init__(self, observer: Observer, host: str, port: int) -> None:
         self._observer, self._host = observer, host
         self._context = open_context()
-        keys = (_kept(_key_file(observer, port)) if port else None) or WatchKeys.fresh()
+        keys = (_read_keys(_key_file(observer, port)) if port else None) or WatchKeys.fresh()
         self._publisher = GuardedPublisher(self._context, host, port, keys)
         self._file = _key_file(observer, self._publisher.port)
-        _keep(self._file, keys)
+        _write_keys(self._file, keys)
         self._invitation = keys.invitation
 
     @property
@@ -72,13 +72,13 @@ def _key_file(observer: Observer, port: int) -> Path:
     return observer.directory.path / f"watch-{port}.json"
 
 
-def _keep(file: Path, keys: WatchKeys) -> None:
+def _write_keys(file: Path, keys: WatchKeys) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump([key.decode() for key in (keys.public, keys.secret, keys.guest_public, keys.guest_secret)], stream)
 
 
-def _kept(file: Path) -> WatchKeys | None:
+def _read_keys(file: Path) -> WatchKeys | None:
     try:
         return WatchKeys(*(key.encode() for key in json.loads(file.read_text(encoding="utf-8"))))
     except FileNotFoundError:

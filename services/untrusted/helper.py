@@ -24,8 +24,8 @@ from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
+from neuronpipe.services.untrusted.helper_process import HelperProcess, fork_process, start_program
 from neuronpipe.services.untrusted.process import IDLE_EXIT, Memory, Prepare
-from neuronpipe.services.untrusted.starting import HelperProcess, forked, started_program
 
 START_S = 60.0
 MAX_PAYLOAD_BYTES = 16 << 20
@@ -176,9 +176,9 @@ class Helper:
         self._errors = os.memfd_create("untrusted-stderr", os.MFD_CLOEXEC)
         try:
             if isinstance(self._work, str):
-                self._process = started_program(self._work, theirs, self._errors, self._memory)
+                self._process = start_program(self._work, theirs, self._errors, self._memory)
             else:
-                self._process = forked(self._work, theirs, self._errors, self._memory)
+                self._process = fork_process(self._work, theirs, self._errors, self._memory)
         except OSError:
             ours.close()
             os.close(self._errors)

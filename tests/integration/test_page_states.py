@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -17,7 +17,7 @@ from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import PageServer, page_server, run_snapshot
 
 NARROW = {"width": 360, "height": 640, "deviceScaleFactor": 2, "mobile": True}
-BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
+BUSY = ApiError(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
 
 pytestmark = needs_browser
 

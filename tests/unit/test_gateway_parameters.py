@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.services import gateway
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
@@ -138,7 +138,7 @@ def test_what_the_table_says_of_a_parameter_is_done(endpoint: Endpoint) -> None:
         beside = BESIDE | (BESIDE_IN_CHAT if endpoint.kind is ChatRequest else {})
         body = endpoint.least | beside.get(name, {}) | {name: value}
         if said.startswith("refused"):
-            with pytest.raises(Problem) as raised:
+            with pytest.raises(ApiError) as raised:
                 parse_body(json.dumps(body).encode(), endpoint.kind)
             assert (raised.value.code, raised.value.param) == ("unsupported_parameter", name)
         else:

@@ -11,7 +11,7 @@ Owner = TypeVar("Owner")
 Item = TypeVar("Item")
 
 
-class Turns(Generic[Owner, Item]):
+class FairQueue(Generic[Owner, Item]):
     """Items that wait, by their owners, and those by the clients they are of. What was taken counts for its client
     until it has ended."""
 
@@ -28,7 +28,7 @@ class Turns(Generic[Owner, Item]):
         return owner in self._client
 
     @property
-    def next_has_none(self) -> bool:
+    def next_client_is_idle(self) -> bool:
         """Whether the client whose turn it is has nothing that was taken."""
         client = self._next()
         return client is not None and not self._taken[client]
@@ -39,7 +39,7 @@ class Turns(Generic[Owner, Item]):
 
     def put_back(self, owner: Owner, item: Item, client: str = "") -> None:
         """It could not be sent after all: it is the owner's next again."""
-        self.ended(client)
+        self.release(client)
         self._queue(owner, client).appendleft(item)
 
     def take(self) -> Item | None:
@@ -60,7 +60,7 @@ class Turns(Generic[Owner, Item]):
         self._taken[client] += 1
         return item
 
-    def ended(self, client: str = "") -> None:
+    def release(self, client: str = "") -> None:
         """Something of this client that was taken has ended."""
         self._taken[client] -= 1
         if not self._taken[client]:

@@ -40,9 +40,9 @@ from neuronpipe.protocol.messages.client import (
     Tokenized,
 )
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
-from neuronpipe.services.gateway.client.fair_queue import Turns
-from neuronpipe.services.gateway.http.api_errors import Problem, from_refusal, unavailable
-from neuronpipe.services.gateway.http.memory_account import Charge, message_bytes
+from neuronpipe.services.gateway.client.fair_queue import FairQueue
+from neuronpipe.services.gateway.http.api_errors import ApiError, from_refusal, unavailable
+from neuronpipe.services.gateway.http.memory_account import MemoryCharge, message_bytes
 
 QUIET_S = 0.5
 TICK_S = 0.25
@@ -55,16 +55,16 @@ LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 BUSY_AGAIN_S = 1.0
 MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run,
-MAX_NEWCOMERS = 4  # and so many more for each KV slot: for clients that have no text there
-MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further request of it is taken on
-MAX_ALL_TEXTS = 4096  # of all
+MAX_IDLE_CLIENT_SLOTS = 4  # and so many more for each KV slot: for clients that have no text there
+MAX_CLIENT_REQUESTS = 1024  # of one client, under way or waiting: with so many no further request of it is taken on
+MAX_REQUESTS = 4096  # of all
 MAX_WAITING_BYTES = 512 << 10  # of a stream whose reader does not take what there is
-MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
+MAX_UNANSWERED = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
 _names = itertools.count(1)
 
 
-def new_name() -> str:
+def new_request_id() -> str:
     """A name for the next request: no two of this process are alike."""
     return f"r{next(_names)}"
 
@@ -77,8 +77,8 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self.patient = False  # its texts wait when the run is busy; until then they are refused
-        self.charge: Charge | None = None
+        self.can_wait = False  # its texts wait when the run is busy; until then they are refused
+        self.charge: MemoryCharge | None = None
         self.blocked = False
         self.overflow: Callable[[], object] = lambda: None
         self._messages: list[tuple[int, Message]] = []
@@ -92,7 +92,7 @@ class Mailbox:
             self._count(message_bytes(message), self.charge)
         self._wake()
 
-    def _count(self, more_bytes: int, charge: Charge) -> None:
+    def _count(self, more_bytes: int, charge: MemoryCharge) -> None:
         fits = charge.account.has_room(more_bytes, charge)
         self._waiting_bytes += more_bytes
         charge.set(charge.held_bytes + more_bytes)
@@ -124,23 +124,23 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-Ask = Generate | Score | Tokenize
+RunRequest = Generate | Score | Tokenize
 """What is asked of the coordinator about one text."""
-LAST_WORDS = Finished | ScoreFinished | Tokenized | Refused
+FINAL_MESSAGES = Finished | ScoreFinished | Tokenized | Refused
 
 
-class Text:
+class PendingRequest:
     """One text being generated, scored or turned into tokens. `home`: process id of the coordinator that was last known
     when it was accepted; None when it was not accepted yet under the present name."""
 
-    def __init__(self, ask: Ask, mailbox: Mailbox, number: int, client: str, now: float) -> None:
-        self.ask, self.mailbox, self.number, self.client, self.heard_at = ask, mailbox, number, client, now
-        self.home: int | None = None
+    def __init__(self, request: RunRequest, mailbox: Mailbox, number: int, client: str, now: float) -> None:
+        self.request, self.mailbox, self.number, self.client, self.last_reply_at = request, mailbox, number, client, now
+        self.coordinator_pid: int | None = None
         self.sent = self.accepted = False
         self.tokens = 0
 
 
-class Coordinator:
+class CoordinatorClient:
     """The connection. run_ended: asked now and then, for the reason when the run is over; None where somebody else says
     so."""
 
@@ -149,17 +149,17 @@ class Coordinator:
         self._context = open_context()
         self._endpoint = endpoint
         self._run_ended = run_ended
-        self._texts: dict[str, Text] = {}  # those that wait here too
-        self._turns: Turns[Mailbox, Text] = Turns()
+        self._pending: dict[str, PendingRequest] = {}  # those that wait here too
+        self._queue: FairQueue[Mailbox, PendingRequest] = FairQueue()
         self._busy: Refused | None = None  # what the run said last when others had filled it
         self._busy_until = -math.inf
-        self._unheard_since = -math.inf
+        self._unanswered_since = -math.inf
         self._connect()
         self._pid: int | None = None
-        self._news = asyncio.Event()
+        self._status_arrived = asyncio.Event()
         self._status: Status | None = None
         self._status_at = 0.0
-        self._asked_at = -math.inf  # when the last question for it was sent that has no answer yet
+        self._status_requested_at = -math.inf  # when the last question for it was sent that has no answer yet
         self._ended: tuple[str, str] | None = None  # code and reason
         self._closed = False
         self.over = asyncio.Event()  # the run has ended
@@ -175,7 +175,7 @@ class Coordinator:
         self._poller.wait(0)
         (self._descriptor,) = self._poller.descriptors
         self._loop.add_reader(self._descriptor, self._receive)
-        self._unheard = 0
+        self._unanswered = 0
 
     def _connect_again(self) -> None:
         """Under another name: the old connection may yet be made, later than the new one, and would take its place."""
@@ -187,22 +187,22 @@ class Coordinator:
             return
         self._loop.remove_reader(descriptor)
         before.close()
-        for text in self._texts.values():
-            text.home = None
+        for pending in self._pending.values():
+            pending.coordinator_pid = None
 
     @property
     def active(self) -> int:
         """Texts under way or waiting."""
-        return len(self._texts)
+        return len(self._pending)
 
     @property
     def waiting(self) -> int:
         """Texts that wait for their turn."""
-        return len(self._turns)
+        return len(self._queue)
 
     async def close(self) -> None:
         """Give the texts up and close the connection."""
-        self.give_up(list(self._texts))
+        self.cancel(list(self._pending))
         for timer in (self._ticking, self._run_look):
             if timer is not None:
                 timer.cancel()
@@ -212,75 +212,78 @@ class Coordinator:
         self._context.close()
 
     # ---- asking ----------------------------------------------------------------------------------------------
-    async def generate(self, asks: Iterable[Ask], client: str = "") -> tuple[Mailbox, list[str]]:
+    async def generate(self, requests: Iterable[RunRequest], client: str = "") -> tuple[Mailbox, list[str]]:
         """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. client:
         for whom, as texts wait in turns. Raises Problem when there is no run to ask, or too much is under way."""
         await self._require_ready()
         self._require_room(client)  # and take it at once: many may have waited for the same answer
         mailbox, now = Mailbox(), self._loop.time()
-        texts = {ask.request: Text(ask, mailbox, number, client, now) for number, ask in enumerate(asks)}
-        self._texts |= texts
-        self._turns.add(mailbox, texts.values(), client)
+        pending_requests = {
+            request.request: PendingRequest(request, mailbox, number, client, now)
+            for number, request in enumerate(requests)
+        }
+        self._pending |= pending_requests
+        self._queue.add(mailbox, pending_requests.values(), client)
         self._send_waiting()
-        mailbox.patient = mailbox in self._turns
+        mailbox.can_wait = mailbox in self._queue
         self._tick_later()
         self._loop.call_soon(self._receive)
-        return mailbox, list(texts)
+        return mailbox, list(pending_requests)
 
-    def give_up(self, names: Iterable[str]) -> None:
+    def cancel(self, names: Iterable[str]) -> None:
         """Cancel these texts; those that have ended are ignored."""
         for name in names:
-            text = self._texts.pop(name, None)
-            if text is None:
+            pending = self._pending.pop(name, None)
+            if pending is None:
                 continue
-            self._turns.drop(text.mailbox)
-            if text.sent:
-                self._turns.ended(text.client)
-            if text.sent and self._unheard < MAX_UNHEARD:
+            self._queue.drop(pending.mailbox)
+            if pending.sent:
+                self._queue.release(pending.client)
+            if pending.sent and self._unanswered < MAX_UNANSWERED:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
 
     def end(self, code: str, reason: str) -> None:
         """The run is gone: requests that wait are refused, and so are all further ones."""
         self._ended = code, reason
-        self._news.set()
-        for name, text in self._texts.items():
-            text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))
-        self.give_up(list(self._texts))  # the run may go on without this gateway
+        self._status_arrived.set()
+        for name, pending in self._pending.items():
+            pending.mailbox.put(pending.number, Refused(request=name, code="draining", message=reason))
+        self.cancel(list(self._pending))  # the run may go on without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
         """How the run is now. Raises Problem without an answer in time, or it is ending."""
-        self._require_no_end()
-        self._news.clear()
+        self._require_live()
+        self._status_arrived.clear()
         try:
             async with asyncio.timeout(within_s):
-                while not await self._asked_and_told():
+                while not await self._await_status():
                     pass
         except TimeoutError:
             raise unavailable("starting", "the run does not answer at the moment; try again") from None
-        self._require_no_end()
+        self._require_live()
         assert self._status is not None
         if _coordinator(self._status).state == "draining":
             raise unavailable("draining", "the run is ending")
         return self._status
 
-    async def _asked_and_told(self) -> bool:
+    async def _await_status(self) -> bool:
         self._ask_status()
         self._loop.call_soon(self._receive)
         try:
             async with asyncio.timeout(ASK_AGAIN_S):
-                await self._news.wait()
+                await self._status_arrived.wait()
         except TimeoutError:
             return False
         return True
 
-    def _require_no_end(self) -> None:
+    def _require_live(self) -> None:
         if self._ended is not None:
             raise unavailable(*self._ended)
 
     async def _require_ready(self) -> None:
         """A process that was lost is soon restarted; requests wait for it, but not for long."""
-        self._require_no_end()
+        self._require_live()
         deadline = self._loop.time() + READY_S
         status = self._status
         while status is None or not status.ready or self._loop.time() - self._status_at > FRESH_S:
@@ -292,10 +295,10 @@ class Coordinator:
                 await asyncio.sleep(POLL_S)
 
     def _require_room(self, client: str) -> None:
-        own = sum(text.client == client for text in self._texts.values())
-        if own >= MAX_TEXTS or len(self._texts) >= MAX_ALL_TEXTS:
-            count = f"{own} of your texts" if own >= MAX_TEXTS else f"{len(self._texts)} texts"
-            raise Problem(
+        own = sum(pending.client == client for pending in self._pending.values())
+        if own >= MAX_CLIENT_REQUESTS or len(self._pending) >= MAX_REQUESTS:
+            count = f"{own} of your texts" if own >= MAX_CLIENT_REQUESTS else f"{len(self._pending)} texts"
+            raise ApiError(
                 429,
                 "rate_limit_exceeded",
                 f"{count} are being generated or wait; try again later",
@@ -304,43 +307,43 @@ class Coordinator:
             )
         if self._busy is not None and self._loop.time() < self._busy_until:
             raise from_refusal(self._busy)
-        if self._unheard >= MAX_UNHEARD:
+        if self._unanswered >= MAX_UNANSWERED:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _send_waiting(self) -> bool:
         """Send texts that wait, as many as the coordinator has room for; whether there were any."""
         sent = False
         while (
-            self._has_place()
-            and self._unheard < MAX_UNHEARD
+            self._has_room()
+            and self._unanswered < MAX_UNANSWERED
             and self._loop.time() >= self._busy_until
-            and (text := self._turns.take()) is not None
+            and (pending := self._queue.take()) is not None
         ):
-            text.sent, text.heard_at = True, self._loop.time()
-            self._send(text.ask)
+            pending.sent, pending.last_reply_at = True, self._loop.time()
+            self._send(pending.request)
             sent = True
         return sent
 
-    def _has_place(self) -> bool:
+    def _has_room(self) -> bool:
         """Whether the coordinator takes on another text; when it has many, of a client that has none there."""
-        sent = len(self._texts) - len(self._turns)
-        return sent < MAX_SENT or (sent < MAX_SENT + MAX_NEWCOMERS and self._turns.next_has_none)
+        sent = len(self._pending) - len(self._queue)
+        return sent < MAX_SENT or (sent < MAX_SENT + MAX_IDLE_CLIENT_SLOTS and self._queue.next_client_is_idle)
 
     def _ask_status(self) -> None:
         """One question serves all that wait."""
         now = self._loop.time()
-        if self._unheard >= MAX_UNHEARD:
+        if self._unanswered >= MAX_UNANSWERED:
             self._receive()
-        if self._unheard >= MAX_UNHEARD and now - self._unheard_since >= LOST_S:
+        if self._unanswered >= MAX_UNANSWERED and now - self._unanswered_since >= LOST_S:
             self._connect_again()
-        if self._unheard < MAX_UNHEARD and now - self._asked_at >= POLL_S:
-            self._asked_at = now
+        if self._unanswered < MAX_UNANSWERED and now - self._status_requested_at >= POLL_S:
+            self._status_requested_at = now
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
-        if self._unheard == 0:
-            self._unheard_since = self._loop.time()
-        self._unheard += 1
+        if self._unanswered == 0:
+            self._unanswered_since = self._loop.time()
+        self._unanswered += 1
         try:
             self._channel.send(message)
         except Full:
@@ -351,59 +354,59 @@ class Coordinator:
         """Take everything there is, and send what there is room for now."""
         while not self._closed:
             while (message := self._channel.receive()) is not None:
-                self._unheard = 0
+                self._unanswered = 0
                 if isinstance(message, Status):
-                    self._take_status(message)
-                elif (text := self._texts.get(getattr(message, "request", ""))) is not None:
-                    self._take(text, message)
+                    self._handle_status(message)
+                elif (pending := self._pending.get(getattr(message, "request", ""))) is not None:
+                    self._handle(pending, message)
                 elif isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
                     self._send(Cancel(request=message.request))  # it missed the first Cancel
             if not self._send_waiting():
                 return
 
-    def _take(self, text: Text, message: Message) -> None:
-        text.heard_at = self._loop.time()
+    def _handle(self, pending: PendingRequest, message: Message) -> None:
+        pending.last_reply_at = self._loop.time()
         if isinstance(message, Token):
-            if message.index != text.tokens:
+            if message.index != pending.tokens:
                 return  # it came before the coordinator was restarted
-            text.tokens += 1
+            pending.tokens += 1
         elif isinstance(message, Accepted):
-            text.home = self._pid
-            if text.accepted:
+            pending.coordinator_pid = self._pid
+            if pending.accepted:
                 return
-            text.accepted = text.mailbox.patient = True
-        elif isinstance(message, Refused) and message.code == "busy" and text.mailbox.patient:
+            pending.accepted = pending.mailbox.can_wait = True
+        elif isinstance(message, Refused) and message.code == "busy" and pending.mailbox.can_wait:
             self._busy, self._busy_until = message, self._loop.time() + BUSY_AGAIN_S
-            text.sent = False
-            self._turns.put_back(text.mailbox, text, text.client)
+            pending.sent = False
+            self._queue.put_back(pending.mailbox, pending, pending.client)
             return
-        elif isinstance(message, LAST_WORDS):
-            del self._texts[text.ask.request]
-            self._turns.ended(text.client)
-        text.mailbox.put(text.number, message)
+        elif isinstance(message, FINAL_MESSAGES):
+            del self._pending[pending.request.request]
+            self._queue.release(pending.client)
+        pending.mailbox.put(pending.number, message)
 
-    def _take_status(self, status: Status) -> None:
+    def _handle_status(self, status: Status) -> None:
         now = self._loop.time()
         pid = _coordinator(status).pid
-        self._pid, self._status, self._status_at, self._asked_at = pid, status, now, -math.inf
-        self._news.set()
-        for text in self._texts.values():
-            if text.sent and text.home != pid and now - text.heard_at > QUIET_S:
-                text.home, text.heard_at = pid, now
-                self._send(text.ask)
+        self._pid, self._status, self._status_at, self._status_requested_at = pid, status, now, -math.inf
+        self._status_arrived.set()
+        for pending in self._pending.values():
+            if pending.sent and pending.coordinator_pid != pid and now - pending.last_reply_at > QUIET_S:
+                pending.coordinator_pid, pending.last_reply_at = pid, now
+                self._send(pending.request)
 
     def _tick_later(self) -> None:
         """Look again in a while, if anything is under way: an idle gateway has no timer."""
-        if self._ticking is None and self._texts and not self._closed:
+        if self._ticking is None and self._pending and not self._closed:
             self._ticking = self._loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         """Notice silence."""
         self._ticking = None
-        with contextlib.suppress(Problem):  # no request to answer here; the next one gets the Problem
+        with contextlib.suppress(ApiError):  # no request to answer here; the next one gets the Problem
             self._receive()
             now = self._loop.time()
-            if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):
+            if any(pending.sent and now - pending.last_reply_at > QUIET_S for pending in self._pending.values()):
                 self._ask_status()
         self._tick_later()
 
@@ -424,19 +427,19 @@ def _coordinator(status: Status) -> ProcessStatus:
     return next(process for process in status.processes if process.role == "coordinator")
 
 
-async def tokenized(coordinator: Coordinator, asks: Sequence[Tokenize], client: str) -> list[Tokenized]:
+async def tokenize_all(coordinator: CoordinatorClient, requests: Sequence[Tokenize], client: str) -> list[Tokenized]:
     """What is asked of the tokenizer, in order. Raises Problem."""
-    mailbox, names = await coordinator.generate(asks, client)
+    mailbox, names = await coordinator.generate(requests, client)
     answers = dict[int, Tokenized]()
     try:
-        while len(answers) < len(asks):
+        while len(answers) < len(requests):
             for number, answer in await mailbox.take():
                 assert isinstance(answer, Tokenized)
                 answers[number] = answer
     finally:
-        coordinator.give_up(names)
-    return [answers[number] for number in range(len(asks))]
+        coordinator.cancel(names)
+    return [answers[number] for number in range(len(requests))]
 
 
-Hold = Callable[[], contextlib.AbstractAsyncContextManager[Coordinator]]
+AcquireRun = Callable[[], contextlib.AbstractAsyncContextManager[CoordinatorClient]]
 """What a request waits for before it asks: makes sure that there is a run, for as long as the context lasts."""

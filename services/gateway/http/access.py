@@ -19,9 +19,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.http_server import MAX_HEAD_BYTES, REQUEST_ID, request_id
-from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, Account
+from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, MemoryAccount
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.runtime.listener import (
     ALL_ORIGINS,
@@ -35,15 +35,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN = ("/", "/health")
-PAGE = "/page/"
+OPEN_PATHS = ("/", "/health")
+PAGE_PREFIX = "/page/"
 MAX_HEADERS = 128
 HEADER_BYTES = 512  # that a header takes beside its characters
-CLOSE = (("connection", "close"),)
+CLOSE_HEADER = (("connection", "close"),)
 KEY_HEADER = "x-api-key"
 PREFLIGHT_S = 600
-EXPOSED = b"x-request-id, retry-after"
-HEADERS = [
+EXPOSED_HEADERS = b"x-request-id, retry-after"
+RESPONSE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -55,7 +55,7 @@ class AccessControl:
     """Checks every request before the application sees it."""
 
     def __init__(
-        self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str], account: Account
+        self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str], account: MemoryAccount
     ) -> None:
         self._app, self._metrics, self._paths, self._account = app, metrics, paths, account
         self._key = None if listener.key is None else listener.key.encode()
@@ -73,7 +73,7 @@ class AccessControl:
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.responded(path, message["status"])
-                message["headers"] = [*message["headers"], *HEADERS, *own]
+                message["headers"] = [*message["headers"], *RESPONSE_HEADERS, *own]
             await send(message)
 
         with self._account.charge() as charge:
@@ -81,7 +81,7 @@ class AccessControl:
             try:
                 charge.grow(_head_bytes(scope) + HEADER_BYTES * len(scope["headers"]))
                 self._check(scope)
-            except Problem as problem:
+            except ApiError as problem:
                 await respond(problem)(scope, receive, counted)
             else:
                 preflight = self._cors.preflight(scope)
@@ -89,32 +89,32 @@ class AccessControl:
 
     def _check(self, scope: Scope) -> None:
         if len(scope["headers"]) > MAX_HEADERS:
-            raise Problem(431, "head_too_large", f"more than {MAX_HEADERS} headers", headers=CLOSE)
+            raise ApiError(431, "head_too_large", f"more than {MAX_HEADERS} headers", headers=CLOSE_HEADER)
         if _head_bytes(scope) > MAX_HEAD_BYTES:
-            raise Problem(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=CLOSE)
+            raise ApiError(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=CLOSE_HEADER)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             # A proxy in front may take the other one for the body's end: what follows would be another's request.
             said = "Content-Length and Transfer-Encoding: a request has one of the two"
-            raise Problem(400, "invalid_http", said, headers=CLOSE)
+            raise ApiError(400, "invalid_http", said, headers=CLOSE_HEADER)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
-        if self._loopback_only and _name(host) not in LOOPBACK_NAMES:
+        if self._loopback_only and _host_name(host) not in LOOPBACK_NAMES:
             said = (
                 f"host {quoted(host)}: without a key this server answers to localhost alone; "
                 f"start it with --key or {KEY_VARIABLE} and send the key to reach it by any name"
             )
-            raise Problem(403, "host_not_allowed", said)
+            raise ApiError(403, "host_not_allowed", said)
         origin = headers.get("origin")
-        if origin is not None and _place(origin) != host and not self._cors.allows(origin):
+        if origin is not None and _host_and_port(origin) != host and not self._cors.allows(origin):
             said = f"origin {quoted(origin)}: pages from elsewhere may not use this server"
-            raise Problem(403, "origin_not_allowed", said)
-        if self._key is None or scope["path"] in OPEN or scope["path"].startswith(PAGE):
+            raise ApiError(403, "origin_not_allowed", said)
+        if self._key is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(PAGE_PREFIX):
             return
         if self._cors.preflight(scope) is not None:
             return  # browsers ask without a key whether they may send it
         given = sent_key(headers)
         if given is None or not hmac.compare_digest(given.encode(), self._key):
-            raise Problem(
+            raise ApiError(
                 401,
                 "invalid_api_key",
                 "a key is needed: send the header `Authorization: Bearer KEY`, or `X-Api-Key: KEY`",
@@ -146,7 +146,7 @@ class Cors:
         return [
             *vary,
             (b"access-control-allow-origin", allowed.encode("latin-1")),
-            (b"access-control-expose-headers", EXPOSED),
+            (b"access-control-expose-headers", EXPOSED_HEADERS),
         ]
 
     def preflight(self, scope: Scope) -> Response | None:
@@ -172,7 +172,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for header, value in scope["headers"] if header == name), None)
 
 
-def _place(origin: str) -> str | None:
+def _host_and_port(origin: str) -> str | None:
     """Host and port of an origin; None of what is none."""
     try:
         return urlsplit(origin).netloc
@@ -189,14 +189,14 @@ def _is_local(origin: str) -> bool:
         return False
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-def respond(problem: Problem) -> Response:
+def respond(problem: ApiError) -> Response:
     """A problem as a response."""
     return Response(problem.body(), problem.status, headers=dict(problem.headers), media_type="application/json")
 

@@ -22,7 +22,7 @@ REFUSALS = {
 MAX_MESSAGE_CHARACTERS = 1000
 
 
-class Problem(Exception):
+class ApiError(Exception):
     """A request answered with an error. param: the field at fault; retry_after_s: when trying again may help."""
 
     def __init__(
@@ -50,25 +50,25 @@ class Problem(Exception):
         return json.dumps({"error": error}).encode()
 
 
-def from_refusal(refused: Refused) -> Problem:
+def from_refusal(refused: Refused) -> ApiError:
     """The run's refusal as HTTP says it."""
     status, kind, code = REFUSALS[refused.code]
     retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
     message = refused.message
     if refused.code == "too_long":
         message = message[:1].upper() + message[1:]  # as OpenAI writes it: clients look for these very words
-    return Problem(status, code, message, kind=kind, retry_after_s=retry_after_s)
+    return ApiError(status, code, message, kind=kind, retry_after_s=retry_after_s)
 
 
-def too_long(context_tokens: int, prompt_tokens: int) -> Problem:
+def prompt_too_long(context_tokens: int, prompt_tokens: int) -> ApiError:
     """The prompt takes the whole context, and an answer has a token at least."""
     said = (
         f"This model's maximum context length is {context_tokens} tokens; "
         f"the prompt has {prompt_tokens} and leaves no room for an answer, shorten it"
     )
-    return Problem(400, "context_length_exceeded", said)
+    return ApiError(400, "context_length_exceeded", said)
 
 
-def unavailable(code: str, message: str) -> Problem:
+def unavailable(code: str, message: str) -> ApiError:
     """There is no run to ask at the moment."""
-    return Problem(503, code, message, kind="server_error", retry_after_s=1)
+    return ApiError(503, code, message, kind="server_error", retry_after_s=1)

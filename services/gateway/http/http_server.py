@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.http.memory_account import Account, Charge
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.http.memory_account import MemoryAccount, MemoryCharge
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 512
@@ -38,7 +38,7 @@ FREE_LINE_ENDS, BYTES_PER_LINE_END = (
 ABORT_KEY = "neuronpipe.abort"
 REQUEST_ID = b"x-request-id"
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
-CROWDED = unavailable("too_many_connections", f"{MAX_CONNECTIONS} connections are open already; try again")
+TOO_MANY_CONNECTIONS = unavailable("too_many_connections", f"{MAX_CONNECTIONS} connections are open already; try again")
 
 
 class SleepingServer(uvicorn.Server):
@@ -69,9 +69,9 @@ class SleepingServer(uvicorn.Server):
         """A signal has come."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._told)
+            self._loop.call_soon_threadsafe(self._handle_signal)
 
-    def _told(self) -> None:
+    def _handle_signal(self) -> None:
         self._ending()
         self._ended.set()
 
@@ -85,11 +85,11 @@ class BoundedProtocol(H11Protocol):
     notices when one of them has changed.
     """
 
-    def __init__(self, account: Account, *arguments: Any, **options: Any) -> None:
+    def __init__(self, account: MemoryAccount, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_due: asyncio.TimerHandle | None = None
         self._stalled_due: asyncio.TimerHandle | None = None
-        self._unread, self._unsent = Charge(account), Charge(account)
+        self._unread, self._unsent = MemoryCharge(account), MemoryCharge(account)
         self._idle_since = self.loop.time()
         self._in_chunks, self._chunked_bytes, self._line_ends = False, 0, 0
 
@@ -102,7 +102,7 @@ class BoundedProtocol(H11Protocol):
         with contextlib.suppress(OSError):  # it may be gone already
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if len(self.connections) > MAX_CONNECTIONS and not self._end_longest_idle():
-            self._refuse(CROWDED)
+            self._refuse(TOO_MANY_CONNECTIONS)
             return
         self._head_due = self.loop.call_later(HEAD_S, self._too_slow)
 
@@ -127,7 +127,7 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         try:
             self._unread.grow(len(self.conn.trailing_data[0]) - self._unread.held_bytes)
-        except Problem as problem:
+        except ApiError as problem:
             if self.is_idle:
                 self._refuse(problem)
             else:
@@ -148,8 +148,8 @@ class BoundedProtocol(H11Protocol):
         ended.transport.abort()
         return True
 
-    def _refuse(self, problem: Problem) -> None:
-        self.transport.write(_whole(problem))
+    def _refuse(self, problem: ApiError) -> None:
+        self.transport.write(_encoded_response(problem))
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -178,7 +178,7 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP. Where an answer has begun, its end says so."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            self.transport.write(_whole(Problem(400, "invalid_http", f"this is not HTTP/1.1: {msg}")))
+            self.transport.write(_encoded_response(ApiError(400, "invalid_http", f"this is not HTTP/1.1: {msg}")))
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -210,7 +210,7 @@ def request_id(given: bytes | None = None) -> bytes:
     return given if given is not None and _SANE_ID.fullmatch(given) else f"req_{os.urandom(12).hex()}".encode()
 
 
-def _whole(problem: Problem) -> bytes:
+def _encoded_response(problem: ApiError) -> bytes:
     """A response, after which the connection closes."""
     body = problem.body()
     headers = [

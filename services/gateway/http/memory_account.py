@@ -16,18 +16,18 @@ from neuronpipe.native import lib
 from neuronpipe.plans.plan.memory_budget import REQUESTS_BYTES
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Scored, Token
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 
 SCOPE_KEY = "neuronpipe.charge"
 # What a parsed value takes at most, measured over all request models: an item of a list; an object, a list or a field.
 ITEM_BYTES, CONTAINER_BYTES = 112, 272
 MAX_WIDTH = 4  # bytes of a character as Python stores a text with an emoji in it
 CHEAP_ITEMS = 1 << 14  # with fewer separators, those inside of texts are counted too
-TOKEN_BYTES, LIKELY_BYTES = 640, 224  # of a token that waits, and of each likely one beside it
+TOKEN_BYTES, TOP_TOKEN_BYTES = 640, 224  # of a token that waits, and of each likely one beside it
 MAX_QUOTES = 200_000  # with more, separators inside of texts are counted too
 
 
-class Account:
+class MemoryAccount:
     """Bytes that requests hold, and the limit for all of them together. give_back: makes allocators give free memory
     back to the system; called now and then."""
 
@@ -35,7 +35,7 @@ class Account:
         self, limit_bytes: int = REQUESTS_BYTES, give_back: Callable[[], object] = lib.np_memory_give_back
     ) -> None:
         self.limit_bytes, self.held_bytes = limit_bytes, 0
-        self._arriving: dict[Charge, Callable[[], None]] = {}
+        self._arriving: dict[MemoryCharge, Callable[[], None]] = {}
         self._give_back, self._released_bytes = give_back, 0
 
     def released(self, peak_bytes: int) -> None:
@@ -46,16 +46,16 @@ class Account:
             self._give_back()
 
     @contextlib.contextmanager
-    def charge(self) -> Iterator[Charge]:
+    def charge(self) -> Iterator[MemoryCharge]:
         """A charge that ends with the context."""
-        charge = Charge(self)
+        charge = MemoryCharge(self)
         try:
             yield charge
         finally:
             charge.set(0)
             self.released(charge.peak_bytes)
 
-    def has_room(self, more_bytes: int, charge: Charge) -> bool:
+    def has_room(self, more_bytes: int, charge: MemoryCharge) -> bool:
         """True if `charge` may take so much more; bodies that are still arriving and larger give way first."""
         while self.held_bytes + more_bytes > self.limit_bytes:
             largest = max(self._arriving, key=lambda one: one.held_bytes, default=None)
@@ -67,7 +67,7 @@ class Account:
         return True
 
     @contextlib.contextmanager
-    def arriving(self, charge: Charge, give_way: Callable[[], None]) -> Iterator[None]:
+    def arriving(self, charge: MemoryCharge, give_way: Callable[[], None]) -> Iterator[None]:
         """Meanwhile this charge is of a body that is not complete. give_way: ends it; its bytes count no more."""
         self._arriving[charge] = give_way
         try:
@@ -76,10 +76,10 @@ class Account:
             self._arriving.pop(charge, None)
 
 
-class Charge:
+class MemoryCharge:
     """What one request or connection holds."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: MemoryAccount) -> None:
         self.account, self.held_bytes, self.peak_bytes = account, 0, 0
 
     def set(self, held_bytes: int) -> None:
@@ -93,32 +93,32 @@ class Charge:
             raise self._refusal(more_bytes)
         self.set(self.held_bytes + more_bytes)
 
-    def _refusal(self, more_bytes: int) -> Problem:
+    def _refusal(self, more_bytes: int) -> ApiError:
         limit_bytes = self.account.limit_bytes
         if self.held_bytes + more_bytes > limit_bytes:
             needed = f"it would take {self.held_bytes + more_bytes} bytes of memory"
-            return Problem(413, "request_too_large", f"{needed}, and all requests together may take {limit_bytes}")
+            return ApiError(413, "request_too_large", f"{needed}, and all requests together may take {limit_bytes}")
         return memory_full(limit_bytes)
 
 
-def memory_full(limit_bytes: int) -> Problem:
+def memory_full(limit_bytes: int) -> ApiError:
     """Requests in flight take what they may."""
     said = f"requests under way take the {limit_bytes} bytes of memory that they may; try again"
     return unavailable("memory_full", said)
 
 
-def charge_of(scope: MutableMapping[str, Any]) -> Charge:
+def charge_of(scope: MutableMapping[str, Any]) -> MemoryCharge:
     """The charge of an ASGI scope's request; where none was opened, one of an account of its own."""
-    charge: Charge = scope.setdefault(SCOPE_KEY, Charge(Account()))
+    charge: MemoryCharge = scope.setdefault(SCOPE_KEY, MemoryCharge(MemoryAccount()))
     return charge
 
 
 def message_bytes(message: Message) -> int:
     """About what a message takes in memory."""
     if isinstance(message, Token):
-        return TOKEN_BYTES + 4 * len(message.text) + LIKELY_BYTES * len(message.top)
+        return TOKEN_BYTES + 4 * len(message.text) + TOP_TOKEN_BYTES * len(message.top)
     if isinstance(message, Scored):
-        return sum(TOKEN_BYTES + LIKELY_BYTES * len(one.top) for one in message.rated)
+        return sum(TOKEN_BYTES + TOP_TOKEN_BYTES * len(one.top) for one in message.rated)
     return TOKEN_BYTES + 4 * len(getattr(message, "text", ""))
 
 

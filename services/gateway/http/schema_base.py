@@ -9,39 +9,39 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 IGNORED = "accepted, and without effect"
-NOT_SERVED = "not_served"
+UNSUPPORTED = "not_served"
 
 
-def beside_others(param: str, said: str) -> PydanticCustomError:
+def conflict(param: str, said: str) -> PydanticCustomError:
     """What is wrong with a parameter only because of another one."""
     return PydanticCustomError("beside_others", "{said}", {"param": param, "said": said})
 
 
-def not_served(said: str) -> PydanticCustomError:
+def unsupported(said: str) -> PydanticCustomError:
     """A parameter that is understood and not served, and why."""
-    return PydanticCustomError(NOT_SERVED, "{said}", {"said": said})
+    return PydanticCustomError(UNSUPPORTED, "{said}", {"said": said})
 
 
-def refusing(said: str) -> AfterValidator:
+def refuse_with(said: str) -> AfterValidator:
     """Whatever is given is refused for this reason; what says nothing is not given."""
 
     def refuse(value: Any) -> Any:
         if value:
-            raise not_served(said)
+            raise unsupported(said)
         return value
 
     return AfterValidator(refuse)
 
 
-NEVER = Field(json_schema_extra={"type": "null"})
+NULL_ONLY = Field(json_schema_extra={"type": "null"})
 
 
-def missing(param: str) -> PydanticCustomError:
+def missing_parameter(param: str) -> PydanticCustomError:
     """A parameter that others make necessary."""
     return PydanticCustomError("missing", "Field required", {"param": param})
 
 
-class Body(BaseModel):
+class RequestModel(BaseModel):
     """What all parts of a request share."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -61,15 +61,15 @@ TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS = (
     "[parts]",
     "[items]",
 )
-MODE, NAMED, ALLOWED, UNREAD = ("[mode]", "[named]", "[allowed]", "[unread]")
-KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, NAMED, ALLOWED, UNREAD)
+MODE, FUNCTION, ALLOWED, UNREAD = ("[mode]", "[named]", "[allowed]", "[unread]")
+UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD)
 
 
-def one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:
+def union_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:
     """Tells kinds apart; what is none of them was expected to be what is said."""
     return Discriminator(kind, custom_error_type="kind", custom_error_message=said)
 
 
-def kind_or(many: str) -> Callable[[Any], str | None]:
+def text_or(many: str) -> Callable[[Any], str | None]:
     """A text, or a list of the kind `many`."""
     return lambda value: TEXT if isinstance(value, str) else many if isinstance(value, list) else None

@@ -7,13 +7,13 @@ from typing import Any, Literal, NoReturn
 
 from neuronpipe.protocol.messages.client import Tokenized
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tokenize
-from neuronpipe.services.gateway.client.run_client import new_name, tokenized
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.client.run_client import new_request_id, tokenize_all
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.memory_account import charge_of
 from neuronpipe.services.gateway.http.request_body import read_body
-from neuronpipe.services.gateway.http.schema_base import Body
-from neuronpipe.services.gateway.openai.request_schema import NAMES, TokenId
-from neuronpipe.services.gateway.runs.served_models import Models
+from neuronpipe.services.gateway.http.schema_base import RequestModel
+from neuronpipe.services.gateway.openai.request_schema import HTTP_NAMES, TokenId
+from neuronpipe.services.gateway.runs.served_models import ServedModels
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
@@ -21,7 +21,7 @@ TOKEN_BYTES = 100  # of one token with its piece, as a message
 PIECE_BYTES = 260  # and of what is made of both for the answer
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestModel):
     """Turn a text into tokens."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
@@ -31,7 +31,7 @@ class TokenizeRequest(Body):
     with_pieces: bool = Field(False, description="with the text of each token; bytes where that is no text")
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestModel):
     """Turn tokens into a text."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
@@ -39,40 +39,40 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = Field(False, description="leave the names of special tokens out of the text")
 
 
-class EmbeddingsRequest(Body):
+class EmbeddingsRequest(RequestModel):
     """Refused, whatever it says."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class Doors:
+class LlamaCppApi:
     """What they answer."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ServedModels) -> None:
         self._models = models
 
     async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The tokens of a text."""
         body = await read_body(request, TokenizeRequest)
-        ask = Tokenize(request=new_name(), text=body.content, frame=body.add_special)
-        answer = await self._ask(ask, body.model, client)
+        ask = Tokenize(request=new_request_id(), text=body.content, frame=body.add_special)
+        answer = await self._tokenize(ask, body.model, client)
         charge_of(request.scope).grow((TOKEN_BYTES + PIECE_BYTES * body.with_pieces) * len(answer.tokens))
         if not body.with_pieces:
             return {"tokens": answer.tokens}
         pieces = zip(answer.tokens, answer.pieces, strict=True)
-        return {"tokens": [{"id": token, "piece": _shown(piece)} for token, piece in pieces]}
+        return {"tokens": [{"id": token, "piece": _piece_as_json(piece)} for token, piece in pieces]}
 
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The text of tokens."""
         body = await read_body(request, DetokenizeRequest)
-        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
-        return {"content": (await self._ask(ask, body.model, client)).text}
+        ask = Tokenize(request=new_request_id(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
+        return {"content": (await self._tokenize(ask, body.model, client)).text}
 
     async def props(self, name: str | None) -> dict[str, Any]:
         """What a model is, and how texts are sampled when nothing is said."""
-        model = self._models.named(name)
+        model = self._models.find(name)
         manifest, defaults = model.package.manifest, Generate(request="", prompt="")
-        params = {NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
+        params = {HTTP_NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
         chat, report = manifest.chat, await model.chat.report()
         return {
             "default_generation_settings": {
@@ -95,15 +95,15 @@ class Doors:
     async def embeddings(self, request: Request) -> NoReturn:
         """Refuse."""
         await read_body(request, EmbeddingsRequest)
-        raise Problem(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
+        raise ApiError(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
 
-    async def _ask(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
-        async with self._models.holding(self._models.named(model))() as coordinator:
-            (answer,) = await tokenized(coordinator, [ask], client)
+    async def _tokenize(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
+        async with self._models.run_acquirer(self._models.find(model))() as coordinator:
+            (answer,) = await tokenize_all(coordinator, [ask], client)
             return answer
 
 
-def _shown(piece: bytes) -> str | list[int]:
+def _piece_as_json(piece: bytes) -> str | list[int]:
     try:
         return piece.decode()
     except UnicodeDecodeError:

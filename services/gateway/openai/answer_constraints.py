@@ -7,7 +7,7 @@ import json
 from typing import Annotated, Any, Literal, NamedTuple
 
 from neuronpipe.protocol.messages.request import GrammarSyntax
-from neuronpipe.services.gateway.http.schema_base import IGNORED, Body, beside_others
+from neuronpipe.services.gateway.http.schema_base import IGNORED, RequestModel, conflict
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -24,7 +24,7 @@ class Constraint(NamedTuple):
     syntax: GrammarSyntax
 
 
-class JsonSchema(Body):
+class JsonSchema(RequestModel):
     """The schema of an answer."""
 
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
@@ -33,19 +33,19 @@ class JsonSchema(Body):
     strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
 
 
-class TextFormat(Body):
+class TextFormat(RequestModel):
     """Any text."""
 
     type: Literal["text"]
 
 
-class JsonFormat(Body):
+class JsonFormat(RequestModel):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class SchemaFormat(Body):
+class SchemaFormat(RequestModel):
     """What a JSON schema describes."""
 
     type: Literal["json_schema"]
@@ -55,7 +55,7 @@ class SchemaFormat(Body):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(RequestModel):
     """One of these."""
 
     json_: dict[str, Any] | Source | None = Field(None, alias="json", description="a JSON schema, or its text")
@@ -87,7 +87,7 @@ class StructuredOutputs(Body):
         return self
 
 
-class Constrained(Body):
+class Constrained(RequestModel):
     """The parts of a request that say what the answer is to be: at most one of them does."""
 
     response_format: ResponseFormat | None = Field(None, description="what the answer is to be")
@@ -113,5 +113,5 @@ class Constrained(Body):
     def _at_most_one(self) -> Constrained:
         if len(self._constraints()) > 1:
             param = "grammar" if self.grammar_ is not None else "structured_outputs"
-            raise beside_others(param, "the answer has another form already; give one of the two")
+            raise conflict(param, "the answer has another form already; give one of the two")
         return self

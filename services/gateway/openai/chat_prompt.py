@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.openai.request_schema import ChatMessage, ChatRequest
 from neuronpipe.services.gateway.templates.call_format import ONE_CALL, CallFormat
 from neuronpipe.services.gateway.templates.messages import ChatTurn, as_texts
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     calls: CallFormat
 
 
-class Chat:
+class PromptWriter:
     """How conversations become prompts with one package. templates: where its template runs, once the gateway serves
     this model."""
 
@@ -56,10 +56,10 @@ class Chat:
         self._form: CallFormat | None = None
         self._report: asyncio.Task[TemplateReport] | None = None
 
-    async def prompt_of(self, request: ChatRequest) -> Prompt:
+    async def write_prompt(self, request: ChatRequest) -> Prompt:
         """Return what a request's conversation becomes, without what there is of the answer. Raises Problem when the
         template refuses it, or fails."""
-        turns = [_turn(message) for message in request.asked]
+        turns = [_turn(message) for message in request.prompt_messages]
         tools = None if request.offer is None else request.offer.descriptions()
         if self._package.manifest.chat is None:
             messages = as_texts(turns, tools, ONE_CALL)
@@ -76,12 +76,12 @@ class Chat:
             )
             written = WrittenPrompt.decoded(await self.templates.run(self._package.manifest.name, job.encoded()))
         except Refused as refused:
-            raise Problem(
+            raise ApiError(
                 400, "messages_refused", f"the model's chat template refuses this: {refused}", param="messages"
             ) from None
         except TemplateError as error:
             message = f"the package's chat template fails: {error}; correct it and convert the model again"
-            raise Problem(500, "chat_template_failed", message, kind="server_error") from None
+            raise ApiError(500, "chat_template_failed", message, kind="server_error") from None
         self._form = written.form or self._form
         return Prompt(written.text, frame=False, calls=written.calls)
 

@@ -14,18 +14,18 @@ from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, S
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.gateway.http.schema_base import (
     IGNORED,
-    NEVER,
+    NULL_ONLY,
     PARTS,
     TEXT,
     TEXTS,
     TOKEN_LISTS,
     TOKENS,
-    Body,
-    beside_others,
-    kind_or,
-    missing,
-    one_of,
-    refusing,
+    RequestModel,
+    conflict,
+    missing_parameter,
+    refuse_with,
+    text_or,
+    union_of,
 )
 from neuronpipe.services.gateway.openai.answer_constraints import Constrained
 from neuronpipe.services.gateway.openai.tools import MAX_TOOLS, Offer, Tool, ToolCall, ToolChoice
@@ -35,25 +35,25 @@ from pydantic_core import PydanticCustomError
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
-MAX_TEXTS = 1024
+MAX_SEQUENCES = 1024
 MAX_LOGPROBS = int(RANGES["logprobs"].most)
 MAX_BIASES = 4096
 OFF = -1
 OLDER_TOOLS = "this is the older form; give tools and tool_choice"
 USER = "texts of different users take turns; otherwise without effect"
-NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
-TOO_FEW = "expected 1 or more, or -1 for as many as fit the context"
+HTTP_NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
+EXPECTED_LIMIT = "expected 1 or more, or -1 for as many as fit the context"
 DEFAULTS = {"temperature": 1.0}  # OpenAI's
-OFF_TOO = {"top_k"}  # where -1 counts as 0, as on other servers
+MINUS_ONE_IS_OFF = {"top_k"}  # where -1 counts as 0, as on other servers
 
 
 def _to_the_end(tokens: int) -> int:
     return MAX_TOKENS if tokens == OFF else tokens
 
 
-def _some(tokens: int) -> int:
+def _at_least_one(tokens: int) -> int:
     if tokens == 0:
-        raise PydanticCustomError("too_few", TOO_FEW)
+        raise PydanticCustomError("too_few", EXPECTED_LIMIT)
     return tokens
 
 
@@ -65,11 +65,11 @@ def _kind_of_prompt(value: Any) -> str | None:
     return next((kind for of, kind in kinds if isinstance(first, of)), None)
 
 
-OlderTools = Annotated[Any, NEVER, refusing(OLDER_TOOLS)]
+OlderTools = Annotated[Any, NULL_ONLY, refuse_with(OLDER_TOOLS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
-    one_of("expected a text, or a list of texts", kind_or(TEXTS)),
+    union_of("expected a text, or a list of texts", text_or(TEXTS)),
 ]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
@@ -79,13 +79,13 @@ Prompts = Annotated[
     | Annotated[TokenIds, Tag(TOKENS)]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
-    one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
+    union_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
 ]
-MostTokensOrNone = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
-MostTokens = Annotated[MostTokensOrNone, AfterValidator(_some)]
+TokenLimitOrZero = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
+TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_at_least_one)]
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestModel):
     """How a stream is sent. What else it says is passed over."""
 
     model_config = ConfigDict(extra="ignore")
@@ -93,26 +93,26 @@ class StreamOptions(Body):
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
 
 
-def _field(option: Option) -> tuple[Any, Any]:
+def _option_field(option: Option) -> tuple[Any, Any]:
     """An option as a field of a body: its type, and its default, range and meaning."""
     meaning, limits = option.meaning, dict[str, Any]()
     if option.range is not None:
         limits = {"gt" if option.range.above else "ge": option.range.least, "le": option.range.most}
-    if option.name in OFF_TOO:
+    if option.name in MINUS_ONE_IS_OFF:
         meaning, limits = f"{meaning}; {OFF} counts as 0", limits | {"ge": OFF}
     default = DEFAULTS.get(option.name, option.default)
-    return option.kind, Field(default, alias=NAMES.get(option.name), description=meaning, **limits)
+    return option.kind, Field(default, alias=HTTP_NAMES.get(option.name), description=meaning, **limits)
 
 
 if TYPE_CHECKING:  # which fields these are is only known when this runs
-    SamplingOptions = Body
+    SamplingOptions = RequestModel
 else:
     SamplingOptions = create_model(
-        "SamplingOptions", __base__=Body, **{option.name: _field(option) for option in SAMPLING_OPTIONS}
+        "SamplingOptions", __base__=RequestModel, **{option.name: _option_field(option) for option in SAMPLING_OPTIONS}
     )
 
 
-class Sampling(Constrained, SamplingOptions):
+class GenerationRequest(Constrained, SamplingOptions):
     """What chat and plain completions share."""
 
     model: str | None = Field(None, description="name of the model; the one that is served when not given")
@@ -135,16 +135,16 @@ class Sampling(Constrained, SamplingOptions):
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Sampling:
+    def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise beside_others("stream_options", "only with stream")
+            raise conflict("stream_options", "only with stream")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
         """The sampling options, as `Generate` has them."""
         values = {option.name: getattr(self, option.name) for option in SAMPLING_OPTIONS}
-        return values | {name: 0 for name in OFF_TOO if values[name] == OFF}
+        return values | {name: 0 for name in MINUS_ONE_IS_OFF if values[name] == OFF}
 
     @property
     def candidates(self) -> int:
@@ -153,25 +153,25 @@ class Sampling(Constrained, SamplingOptions):
 
     @property
     @abstractmethod
-    def rated(self) -> int | None:
+    def logprobs_per_token(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def who(self) -> str | None:
+    def end_user(self) -> str | None:
         """For whom it is asked, as far as the client says."""
         return self.safety_identifier or self.user
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(GenerationRequest):
     """Continue a text."""
 
     prompt: Prompts = Field(description="a text, its token ids, or a list of either")
-    max_tokens: MostTokensOrNone = Field(
+    max_tokens: TokenLimitOrZero = Field(
         16, description="most tokens to generate; -1: as many as fit the context; 0: with `echo`, the prompts alone"
     )
     logprobs: int | None = Field(
@@ -193,23 +193,23 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _gaps_are_in_texts(self) -> CompletionRequest:
         if self.suffix and self.echo:
-            raise beside_others("suffix", "only without echo")
+            raise conflict("suffix", "only without echo")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise beside_others("suffix", "only after prompts that are texts")
+            raise conflict("suffix", "only after prompts that are texts")
         return self
 
     @model_validator(mode="after")
     def _nothing_is_asked_for_with_echo_alone(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise beside_others("max_tokens", f"{TOO_FEW}; 0 only with echo")
+            raise conflict("max_tokens", f"{EXPECTED_LIMIT}; 0 only with echo")
         return self
 
     @model_validator(mode="after")
     def _candidates_are_enough(self) -> CompletionRequest:
         if self.candidates < self.n:
-            raise beside_others("best_of", f"{self.best_of} is less than n, {self.n}")
+            raise conflict("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.stream and self.candidates > self.n:
-            raise beside_others("best_of", "more than n cannot be streamed, since the best are known at the end")
+            raise conflict("best_of", "more than n cannot be streamed, since the best are known at the end")
         return self
 
     @property
@@ -218,7 +218,7 @@ class CompletionRequest(Sampling):
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def rated(self) -> int | None:
+    def logprobs_per_token(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
         return self.logprobs
 
@@ -232,7 +232,7 @@ class CompletionRequest(Sampling):
         return cast(list[str | list[int]], self.prompt)
 
 
-class TextPart(Body):
+class TextPart(RequestModel):
     """A piece of a message's text."""
 
     model_config = ConfigDict(extra="ignore")
@@ -241,14 +241,14 @@ class TextPart(Body):
     text: str
 
 
-_SAID = {"type": ["string", "array"]}
+_CONTENT = {"type": ["string", "array"]}
 _NO_CALLS = {"maxItems": 0}
 # Which fields go together, for the OpenAPI document; `_whole` checks it.
 _MESSAGES = [
     {
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant"]},
-            "content": _SAID,
+            "content": _CONTENT,
             "tool_calls": _NO_CALLS,
         },
         "required": ["content"],
@@ -260,7 +260,7 @@ _MESSAGES = [
     {
         "properties": {
             "role": {"const": "tool"},
-            "content": _SAID,
+            "content": _CONTENT,
             "tool_call_id": {"type": "string"},
             "tool_calls": _NO_CALLS,
         },
@@ -269,7 +269,7 @@ _MESSAGES = [
 ]
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestModel):
     """One message of the conversation."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": _MESSAGES})  # type: ignore[dict-item]
@@ -278,7 +278,7 @@ class ChatMessage(Body):
     content: (
         Annotated[
             Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
-            one_of("expected a text, or a list of parts", kind_or(PARTS)),
+            union_of("expected a text, or a list of parts", text_or(PARTS)),
         ]
         | None
     ) = Field(None, description="the text, whole or in parts; only where there are `tool_calls` it need not be given")
@@ -302,11 +302,11 @@ class ChatMessage(Body):
     @model_validator(mode="after")
     def _whole(self) -> ChatMessage:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise missing("content")
+            raise missing_parameter("content")
         if self.tool_calls and self.role != "assistant":
-            raise beside_others("tool_calls", f"the role {self.role} calls no functions")
+            raise conflict("tool_calls", f"the role {self.role} calls no functions")
         if self.role == "tool" and self.tool_call_id is None:
-            raise missing("tool_call_id")
+            raise missing_parameter("tool_call_id")
         return self
 
     @property
@@ -322,14 +322,14 @@ class ChatMessage(Body):
         return [(one.id, one.function.name, one.function.arguments) for one in self.tool_calls]
 
 
-class ChatRequest(Sampling):
+class ChatRequest(GenerationRequest):
     """Answer a conversation."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
-    max_tokens: MostTokens | None = Field(
+    max_tokens: TokenLimit | None = Field(
         None, description="most tokens to generate; without it, or with -1, up to the context's end"
     )
-    max_completion_tokens: MostTokens | None = Field(None, description="the same, by its newer name")
+    max_completion_tokens: TokenLimit | None = Field(None, description="the same, by its newer name")
     logprobs: bool = Field(False, description="rate each token")
     top_logprobs: int | None = Field(
         None,
@@ -359,7 +359,7 @@ class ChatRequest(Sampling):
     verbosity: str | None = Field(None, description=IGNORED)
 
     @property
-    def rated(self) -> int | None:
+    def logprobs_per_token(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -369,31 +369,31 @@ class ChatRequest(Sampling):
         return Offer.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
 
     @property
-    def asked(self) -> list[ChatMessage]:
+    def prompt_messages(self) -> list[ChatMessage]:
         """The messages that are answered."""
         return self.messages[:-1] if self.continue_final_message else self.messages
 
     @property
-    def begun(self) -> str:
+    def answer_prefix(self) -> str:
         """What there is of the answer."""
         return self.messages[-1].text if self.continue_final_message else ""
 
     @model_validator(mode="after")
     def _answer_to_continue(self) -> ChatRequest:
         if self.continue_final_message and (len(self.messages) < 2 or self.messages[-1].role != "assistant"):
-            raise beside_others("continue_final_message", "only when the last of several messages is the assistant's")
+            raise conflict("continue_final_message", "only when the last of several messages is the assistant's")
         if self.continue_final_message and self.add_generation_prompt:
-            raise beside_others("add_generation_prompt", "continue_final_message says otherwise; give one of the two")
+            raise conflict("add_generation_prompt", "continue_final_message says otherwise; give one of the two")
         if self.continue_final_message and self.offer is not None:
-            raise beside_others("continue_final_message", "only without tools")
+            raise conflict("continue_final_message", "only without tools")
         return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         _ = self.offer
         if self.top_logprobs is not None and not self.logprobs:
-            raise beside_others("top_logprobs", "only with logprobs")
+            raise conflict("top_logprobs", "only with logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise beside_others("max_completion_tokens", "max_tokens says otherwise; give one of the two")
+            raise conflict("max_completion_tokens", "max_tokens says otherwise; give one of the two")
         return self

@@ -11,38 +11,38 @@ from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
-from neuronpipe.services.gateway.http.api_errors import Problem
-from neuronpipe.services.gateway.http.request_body import checked
+from neuronpipe.services.gateway.http.api_errors import ApiError
+from neuronpipe.services.gateway.http.request_body import validated
 from neuronpipe.services.gateway.http.schema_base import (
     ALLOWED,
+    FUNCTION,
     IGNORED,
     ITEMS,
     MODE,
-    NAMED,
-    NEVER,
+    NULL_ONLY,
     TEXT,
-    Body,
-    kind_or,
-    not_served,
-    one_of,
-    refusing,
+    RequestModel,
+    refuse_with,
+    text_or,
+    union_of,
+    unsupported,
 )
 from neuronpipe.services.gateway.openai.answer_constraints import JsonFormat, TextFormat
 from neuronpipe.services.gateway.openai.request_schema import (
+    HTTP_NAMES,
     MAX_LOGPROBS,
-    NAMES,
     USER,
     ChatRequest,
     SamplingOptions,
 )
 from neuronpipe.services.gateway.openai.responses_items import NOT_STORED, Item, messages_of
-from neuronpipe.services.gateway.openai.tools import MAX_TOOLS, Function, FunctionName, kind_of_choice
+from neuronpipe.services.gateway.openai.tools import MAX_TOOLS, Function, FunctionName, tool_choice_tag
 from pydantic import Field, Tag, model_validator
 
-RATED = "message.output_text.logprobs"  # of `include`
+LOGPROBS_INCLUDE = "message.output_text.logprobs"  # of `include`
 NO_TEMPLATE = "prompt templates are not stored here"
 NOT_LATER = "there is nowhere to fetch a response later"
-HOSTED = "OpenAI runs them; offer a function, which the client runs"
+RUN_BY_OPENAI = "OpenAI runs them; offer a function, which the client runs"
 TOOL_REASONS = {
     "custom": "their input is free text; offer a function with a text among its arguments",
     "mcp": "no server is asked from here; connect to it in the client, and offer its tools as functions",
@@ -51,9 +51,9 @@ TOOL_REASONS = {
 }
 
 
-NotStored = Annotated[Any, NEVER, refusing(NOT_STORED)]
-NoTemplate = Annotated[Any, NEVER, refusing(NO_TEMPLATE)]
-NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), refusing(NOT_LATER)]
+NotStored = Annotated[Any, NULL_ONLY, refuse_with(NOT_STORED)]
+NoTemplate = Annotated[Any, NULL_ONLY, refuse_with(NO_TEMPLATE)]
+NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), refuse_with(NOT_LATER)]
 
 
 class FunctionTool(Function):
@@ -75,7 +75,7 @@ class FunctionTool(Function):
         return {**self.model_dump(), "strict": bool(self.strict)}
 
 
-class ChosenFunction(Body):
+class ChosenFunction(RequestModel):
     """A function of `tools`."""
 
     type: Literal["function"]
@@ -91,7 +91,7 @@ class ChosenFunction(Body):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedFunctions(Body):
+class AllowedFunctions(RequestModel):
     """Only some of `tools` may be called."""
 
     type: Literal["allowed_tools"]
@@ -108,20 +108,20 @@ def _refusing_hosted(value: Any) -> Any:
     """Only functions are called here: the reason by the type of any other tool."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        reason = TOOL_REASONS.get(kind, HOSTED)
-        raise not_served(f"tools of type {quoted(kind)} are not served: {reason}")
+        reason = TOOL_REASONS.get(kind, RUN_BY_OPENAI)
+        raise unsupported(f"tools of type {quoted(kind)} are not served: {reason}")
     return value
 
 
-Choice = Annotated[
+FunctionChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(MODE)]
-    | Annotated[ChosenFunction, Tag(NAMED)]
+    | Annotated[ChosenFunction, Tag(FUNCTION)]
     | Annotated[AllowedFunctions, Tag(ALLOWED)],
-    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
+    union_of("expected 'none', 'auto', 'required', or an object that names functions", tool_choice_tag),
 ]
 
 
-class NamedSchema(Body):
+class NamedSchema(RequestModel):
     """What a JSON schema describes."""
 
     type: Literal["json_schema"]
@@ -131,7 +131,7 @@ class NamedSchema(Body):
     strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
 
 
-class TextOptions(Body):
+class TextOptions(RequestModel):
     """How the text is to be."""
 
     format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = Field(
@@ -145,7 +145,7 @@ class ResponsesRequest(SamplingOptions):
 
     input: Annotated[
         Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag(ITEMS)],
-        one_of("expected a text, or a list of items", kind_or(ITEMS)),
+        union_of("expected a text, or a list of items", text_or(ITEMS)),
     ] = Field(description="what the user says, or the whole conversation")
     instructions: str | None = Field(None, description="a system message before all others")
     model: str | None = Field(None, description="name of the model; the one that is served when not given")
@@ -156,13 +156,15 @@ class ResponsesRequest(SamplingOptions):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="rate each token, and name this many likely ones beside it"
     )
-    include: list[str] = Field(default=[], description=f"`{RATED}` rates each token; others are without effect")
+    include: list[str] = Field(
+        default=[], description=f"`{LOGPROBS_INCLUDE}` rates each token; others are without effect"
+    )
     seed: int | None = Field(None, description="any integer, modulo 2^63; the same seed gives the same text")
     stream: bool = Field(False, description="send the text as it is made, as server-sent events")
     tools: list[FunctionTool] = Field(
         default=[], max_length=MAX_TOOLS, description="functions that the answer may call"
     )
-    tool_choice: Choice = Field("auto", description="whether it calls any, and which")
+    tool_choice: FunctionChoice = Field("auto", description="whether it calls any, and which")
     parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="without effect: a conversation that does not fit is refused, whatever this says"
@@ -185,9 +187,9 @@ class ResponsesRequest(SamplingOptions):
     prompt: NoTemplate = Field(None, description=NO_TEMPLATE)
 
     @property
-    def rated(self) -> int | None:
+    def logprobs_per_token(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
-        return (self.top_logprobs or 0) if self.top_logprobs is not None or RATED in self.include else None
+        return (self.top_logprobs or 0) if self.top_logprobs is not None or LOGPROBS_INCLUDE in self.include else None
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat request. Raises Problem where that would be refused."""
@@ -197,11 +199,11 @@ class ResponsesRequest(SamplingOptions):
         else:
             said = messages_of(self.input)
             if not said:
-                raise Problem(400, "invalid_value", "input: expected a message in it", param="input")
-        options = {NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
-        rated = {} if self.rated is None else {"logprobs": True, "top_logprobs": self.rated}
+                raise ApiError(400, "invalid_value", "input: expected a message in it", param="input")
+        options = {HTTP_NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
+        rated = {} if self.logprobs_per_token is None else {"logprobs": True, "top_logprobs": self.logprobs_per_token}
         same = {name: getattr(self, name) for name in ("model", "seed", "stream", "user", "safety_identifier")}
-        return checked(
+        return validated(
             {
                 "messages": system + said,
                 "max_completion_tokens": self.max_output_tokens,

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.http.api_errors import Problem
-from neuronpipe.services.gateway.http.schema_base import PARTS, TEXT, UNREAD, Body, kind_or, not_served, one_of
+from neuronpipe.services.gateway.http.api_errors import ApiError
+from neuronpipe.services.gateway.http.schema_base import (
+    PARTS,
+    TEXT,
+    UNREAD,
+    RequestModel,
+    text_or,
+    union_of,
+    unsupported,
+)
 from neuronpipe.services.gateway.openai.tools import FunctionName
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -19,7 +27,7 @@ NOT_STORED = "responses are not stored here; send the whole conversation in inpu
 NO_REFERENCES = f"{NOT_STORED}, each item itself; many clients do with `store: false`"
 
 
-class Lenient(Body):
+class Lenient(RequestModel):
     """What clients send back as they got it: what is not read is passed over."""
 
     model_config = ConfigDict(extra="ignore")
@@ -47,7 +55,7 @@ class RefusalPart(Lenient):
 Part = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
 Content = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(PARTS)],
-    one_of("expected a text, or a list of parts", kind_or(PARTS)),
+    union_of("expected a text, or a list of parts", text_or(PARTS)),
 ]
 
 
@@ -99,9 +107,9 @@ class UnreadItem(Lenient):
     def _refuse(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind == "item_reference":
-            raise not_served(NO_REFERENCES)
+            raise unsupported(NO_REFERENCES)
         named = f"items of type {quoted(kind)}" if isinstance(kind, str) else "such items"
-        raise not_served(f"{named} are not read here; {', '.join(READ_ITEMS)} are")
+        raise unsupported(f"{named} are not read here; {', '.join(READ_ITEMS)} are")
 
 
 def _kind_of_item(value: Any) -> str:
@@ -137,6 +145,6 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
             if item.call_id not in called:
                 param = f"input.{number}.call_id"
                 said = f"no function_call before it has the call_id {quoted(item.call_id)}; {NOT_STORED}"
-                raise Problem(400, "invalid_value", f"{param}: {said}", param=param)
+                raise ApiError(400, "invalid_value", f"{param}: {said}", param=param)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     return messages

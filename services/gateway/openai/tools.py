@@ -15,7 +15,7 @@ from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.protocol.messages.request import Function as CallableFunction
-from neuronpipe.services.gateway.http.schema_base import ALLOWED, MODE, NAMED, Body, beside_others, one_of
+from neuronpipe.services.gateway.http.schema_base import ALLOWED, FUNCTION, MODE, RequestModel, conflict, union_of
 from neuronpipe.services.gateway.templates.call_format import CallFormat
 from pydantic import ConfigDict, Field, StringConstraints, Tag
 
@@ -24,7 +24,7 @@ MAX_CALLS = 32  # in one answer
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
-class Function(Body):
+class Function(RequestModel):
     """A function of the client's."""
 
     model_config = ConfigDict(extra="ignore")
@@ -37,7 +37,7 @@ class Function(Body):
     strict: bool | None = Field(None, description="refuse a schema that says what cannot be kept; else that is ignored")
 
 
-class Tool(Body):
+class Tool(RequestModel):
     """A function that the answer may call."""
 
     model_config = ConfigDict(extra="ignore")
@@ -46,7 +46,7 @@ class Tool(Body):
     function: Function
 
 
-class CalledFunction(Body):
+class CalledFunction(RequestModel):
     """A function, and with what it was called."""
 
     model_config = ConfigDict(extra="ignore")
@@ -55,7 +55,7 @@ class CalledFunction(Body):
     arguments: str = Field(description="a JSON object, as text")
 
 
-class ToolCall(Body):
+class ToolCall(RequestModel):
     """A call in an earlier answer."""
 
     model_config = ConfigDict(extra="ignore")
@@ -65,45 +65,45 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class FunctionReference(Body):
+class FunctionReference(RequestModel):
     """A function of `tools`."""
 
     name: FunctionName
 
 
-class NamedFunction(Body):
+class NamedFunction(RequestModel):
     """This function is called."""
 
     type: Literal["function"]
     function: FunctionReference
 
 
-class AllowedFunctions(Body):
+class AllowedFunctions(RequestModel):
     """Some of the functions of `tools`, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-class AllowedTools(Body):
+class AllowedTools(RequestModel):
     """Only some of `tools` may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
 
-def kind_of_choice(value: Any) -> str | None:
+def tool_choice_tag(value: Any) -> str | None:
     """What a `tool_choice` is."""
     if isinstance(value, dict):
-        return ALLOWED if value.get("type") == "allowed_tools" else NAMED
+        return ALLOWED if value.get("type") == "allowed_tools" else FUNCTION
     return MODE if isinstance(value, str) else None
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(MODE)]
-    | Annotated[NamedFunction, Tag(NAMED)]
+    | Annotated[NamedFunction, Tag(FUNCTION)]
     | Annotated[AllowedTools, Tag(ALLOWED)],
-    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
+    union_of("expected 'none', 'auto', 'required', or an object that names functions", tool_choice_tag),
 ]
 
 
@@ -130,7 +130,7 @@ class Offer:
         if len(functions) < len(tools):
             names = [tool.function.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
-            raise beside_others("tools", f"{quoted(twice)} is there twice")
+            raise conflict("tools", f"{quoted(twice)} is there twice")
         wanted, required = [*functions], choice == "required"
         if isinstance(choice, NamedFunction):
             wanted, required, several = [choice.function.name], True, False
@@ -138,10 +138,10 @@ class Offer:
             wanted = [one.function.name for one in choice.allowed_tools.tools]
             required = choice.allowed_tools.mode == "required"
         if not functions and choice not in (None, "none", "auto"):
-            raise beside_others("tool_choice", "there are no tools to choose from")
+            raise conflict("tool_choice", "there are no tools to choose from")
         for name in wanted:
             if name not in functions:
-                raise beside_others("tool_choice", f"{quoted(name)} is none of the tools")
+                raise conflict("tool_choice", f"{quoted(name)} is none of the tools")
         if not functions or choice == "none":
             return None
         allowed = tuple(functions[name] for name in dict.fromkeys(wanted))

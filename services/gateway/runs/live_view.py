@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.openai.response_sending import while_there
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.openai.response_sending import run_while_connected
 from neuronpipe.services.monitor.observer import Observer
 from starlette.types import Receive, Scope, Send
 
@@ -24,29 +24,29 @@ EVERY_S = 0.25
 MAX_VIEWERS = 32
 
 
-class Live:
+class LiveFeed:
     """The observer, while there are viewers."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._viewers: set[View] = set()
+        self._viewers: set[LiveResponse] = set()
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
         self._over = unavailable("ended", "the last viewer has left")
         self._ending: str | None = None
 
-    def view(self) -> View:
+    def view(self) -> LiveResponse:
         """A response for one more viewer. Raises Problem when there are too many, or the server is ending."""
         self._require_no_end()
         if len(self._viewers) >= MAX_VIEWERS:
-            raise Problem(
+            raise ApiError(
                 429,
                 "rate_limit_exceeded",
                 f"{MAX_VIEWERS} clients view this run already",
                 kind="rate_limit_error",
                 retry_after_s=5,
             )
-        return View(self)
+        return LiveResponse(self)
 
     def end(self, reason: str) -> None:
         """End the responses of all viewers with this reason."""
@@ -57,19 +57,19 @@ class Live:
         if self._ending is not None:
             raise unavailable("draining", self._ending)
 
-    def _fail_next(self, problem: Problem) -> None:
+    def _fail_next(self, problem: ApiError) -> None:
         """Raise this where the next snapshot is awaited."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(problem)
             self._next.exception()  # it counts as seen, though its viewer may have left
 
-    async def enter(self, view: View) -> None:
+    async def enter(self, view: LiveResponse) -> None:
         """Count a viewer; the first one starts the observer."""
         self._viewers.add(view)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
 
-    def leave(self, view: View) -> None:
+    def leave(self, view: LiveResponse) -> None:
         """The viewer has left."""
         self._viewers.discard(view)
 
@@ -100,7 +100,7 @@ class Live:
         except Exception as error:  # a mistake of ours: not that the run has ended, nor that nobody looks
             traceback.print_exc()
             said = f"the run cannot be looked at: {type(error).__name__}; the server's log says more"
-            self._over = Problem(500, "internal", said, kind="server_error")
+            self._over = ApiError(500, "internal", said, kind="server_error")
         finally:
             self._watching = None
             self._fail_next(self._over)
@@ -109,17 +109,17 @@ class Live:
             thread.shutdown(wait=False)
 
 
-class View:
+class LiveResponse:
     """One viewer's response: an ASGI application."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: LiveFeed) -> None:
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send snapshots until the client goes away."""
         await self._live.enter(self)
         try:
-            await while_there(receive, self._show(send))
+            await run_while_connected(receive, self._show(send))
         finally:
             self._live.leave(self)
 
@@ -131,7 +131,7 @@ class View:
             while True:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 event = await self._live.next()
-        except Problem as problem:
+        except ApiError as problem:
             event = b"data: " + problem.body() + b"\n\n"
             await send({"type": "http.response.body", "body": event})
 

@@ -38,30 +38,30 @@ class _Member:
     used_at: float = -math.inf
 
 
-class Pool:
+class RunPool:
     """The packages, by name, with what each run takes. keep_alive_s: how long a run stays that nobody uses."""
 
     def __init__(self, takes_bytes: Mapping[str, int], limit_bytes: int, keep_alive_s: float) -> None:
         self._members = {name: _Member(size) for name, size in takes_bytes.items()}
         self._limit_bytes, self._keep_alive_s = limit_bytes, keep_alive_s
-        self._wanted: list[str] = []
+        self._requested: list[str] = []
 
     def state(self, name: str) -> State:
         """Whether it has a run."""
         return self._members[name].state
 
     # ---- what requests do --------------------------------------------------------------------------------------
-    def want(self, name: str) -> None:
+    def request(self, name: str) -> None:
         """A request waits for this run."""
-        if name not in self._wanted and self.state(name) in ("asleep", "leaving", "ending"):
-            self._wanted.append(name)
+        if name not in self._requested and self.state(name) in ("asleep", "leaving", "ending"):
+            self._requested.append(name)
 
-    def drop(self, name: str) -> None:
+    def withdraw(self, name: str) -> None:
         """No request waits for it any more."""
-        if name in self._wanted:
-            self._wanted.remove(name)
+        if name in self._requested:
+            self._requested.remove(name)
 
-    def hold(self, name: str) -> None:
+    def acquire(self, name: str) -> None:
         """A request uses this run, which is live, until `release`."""
         self._members[name].holders += 1
 
@@ -74,7 +74,7 @@ class Pool:
     def starting(self, name: str) -> None:
         """Its run is being started."""
         self._members[name].state = "starting"
-        self.drop(name)
+        self.withdraw(name)
 
     def started(self, name: str, now: float) -> None:
         """Its run takes requests."""
@@ -91,16 +91,16 @@ class Pool:
         for member in self._members.values():
             if member.state == "live" and not member.holders and now >= member.used_at + self._keep_alive_s:
                 member.state = "leaving"
-        if self._wanted:
-            self._make_room(self._wanted[0])
+        if self._requested:
+            self._make_room(self._requested[0])
         orders = []
         for name, member in self._members.items():
             if member.state == "leaving" and not member.holders:
                 member.state = "ending"
                 orders.append(Order("end", name))
-        while self._wanted and self._can_start(self._wanted[0]):
-            orders.append(Order("start", self._wanted[0]))
-            self.starting(self._wanted[0])
+        while self._requested and self._can_start(self._requested[0]):
+            orders.append(Order("start", self._requested[0]))
+            self.starting(self._requested[0])
         return orders
 
     def due_at(self) -> float:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.client.run_client import Coordinator, Hold
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.openai.chat_prompt import Chat
+from neuronpipe.services.gateway.client.run_client import AcquireRun, CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.openai.chat_prompt import PromptWriter
 from neuronpipe.services.gateway.openai.infill import Infill
-from neuronpipe.services.gateway.runs.live_view import Live
+from neuronpipe.services.gateway.runs.live_view import LiveFeed
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
 
 HEALTH_S = 2.0
@@ -25,13 +25,13 @@ HEALTH_S = 2.0
 class Run(NamedTuple):
     """A live run as the gateway sees it."""
 
-    coordinator: Coordinator
-    live: Live
+    coordinator: CoordinatorClient
+    live: LiveFeed
 
     @classmethod
     def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
         """The run with this directory. ended: why it is over, where nobody else says so."""
-        return cls(Coordinator(endpoint, ended), Live(directory))
+        return cls(CoordinatorClient(endpoint, ended), LiveFeed(directory))
 
     def end(self, code: str, reason: str) -> None:
         """It is over, or the server is: say so to all who wait or look."""
@@ -39,14 +39,14 @@ class Run(NamedTuple):
         self.live.end(reason)
 
 
-class Model:
+class ServedModel:
     """One package: what is known of it whether it has a run or not."""
 
     def __init__(self, package: Package, plan: Plan) -> None:
         self.package, self.context_tokens, self.sequences = package, plan.compute.context_tokens, plan.compute.sequences
         self.name = package.manifest.name
         self.fingerprint = f"np_{package.manifest.id[:12]}"
-        self.chat = Chat(package)
+        self.chat = PromptWriter(package)
         self.infill: Infill  # of the gateway's, once it serves this
         self.run: Run | None = None
         self._created = int(time.time())
@@ -63,19 +63,19 @@ class Model:
         }
 
 
-class Models:
+class ServedModels:
     """All of them. This class serves one package with a run that is there; `HostedModels` many, with runs that come and
     go. templates_bytes: by how much chat templates may make a helper process grow."""
 
-    def __init__(self, models: Sequence[Model], templates_bytes: int) -> None:
+    def __init__(self, models: Sequence[ServedModel], templates_bytes: int) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
         self._templates = TemplatePool(templates_bytes)
         for model in models:
-            model.infill = Infill(self.holding(model))
+            model.infill = Infill(self.run_acquirer(model))
             model.chat.templates = self._templates
 
-    def named(self, name: str | None) -> Model:
+    def find(self, name: str | None) -> ServedModel:
         """The package of this name, the first where a request names none. Raises Problem where there is none."""
         if name is None:
             return self._first
@@ -83,7 +83,7 @@ class Models:
             there = ", ".join(map(repr, self._by_name))
             are = "is" if len(self._by_name) == 1 else "are"
             said = f"the model {quoted(name)} is not served here; {there} {are}"
-            raise Problem(404, "model_not_found", said, param="model")
+            raise ApiError(404, "model_not_found", said, param="model")
         return self._by_name[name]
 
     def facts(self) -> list[dict[str, Any]]:
@@ -95,19 +95,19 @@ class Models:
         """Those that have a run, by name."""
         return [(model.name, model.run) for model in self._by_name.values() if model.run is not None]
 
-    def run_of(self, model: Model) -> Run:
+    def run_of(self, model: ServedModel) -> Run:
         """Its run, to look at. Raises Problem where it has none."""
         if model.run is None:
             said = f"{model.name} has no run now; the next request for it starts one"
             raise unavailable("asleep", said)
         return model.run
 
-    def holding(self, model: Model) -> Hold:
+    def run_acquirer(self, model: ServedModel) -> AcquireRun:
         """What a request for this package waits for before it asks."""
-        return partial(self._hold, model)
+        return partial(self._acquire, model)
 
     @asynccontextmanager
-    async def _hold(self, model: Model) -> AsyncIterator[Coordinator]:
+    async def _acquire(self, model: ServedModel) -> AsyncIterator[CoordinatorClient]:
         yield self.run_of(model).coordinator
 
     async def health(self) -> dict[str, Any]:

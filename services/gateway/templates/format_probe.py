@@ -46,26 +46,28 @@ def probe_format(template: Template) -> Probe:
         if _TOOL not in _rendered(template, []):
             return Probe(DEFAULT, NO_TOOLS)
     except (Refused, TemplateError) as error:
-        return _without(error)
+        return _default_because(error)
     errors: list[Refused | TemplateError] = []
     ways = [(objects, empty) for objects in (True, False) for empty in ("", None)]
     for objects, empty in ways:
         try:
-            form = _found(template, CallFormat("", "", "", "", "", by_template=True, objects=objects, empty=empty))
+            form = _format_from(
+                template, CallFormat("", "", "", "", "", by_template=True, objects=objects, empty=empty)
+            )
         except (Refused, TemplateError) as error:
             errors.append(error)
             continue
         if form is not None:
             return Probe(form)
-    return _without(errors[0]) if len(errors) == len(ways) else Probe(DEFAULT, UNKNOWN_FORM)
+    return _default_because(errors[0]) if len(errors) == len(ways) else Probe(DEFAULT, UNKNOWN_FORM)
 
 
-def _without(error: Refused | TemplateError) -> Probe:
+def _default_because(error: Refused | TemplateError) -> Probe:
     fails = isinstance(error, TemplateError)
     return Probe(DEFAULT, f"it {'fails' if fails else 'refuses'} with functions: {error}", fails)
 
 
-def _found(template: Template, way: CallFormat) -> CallFormat | None:
+def _format_from(template: Template, way: CallFormat) -> CallFormat | None:
     """What the template writes when it is given calls in this way; None when that is no format that is known here.
     Raises Refused, TemplateError where it takes no single call in this way."""
     said = _rendered(template, [{"role": "assistant", "content": _TEXT}])

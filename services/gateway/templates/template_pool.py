@@ -14,7 +14,7 @@ from collections import defaultdict
 from neuronpipe.plans.plan.memory_budget import MAX_TEMPLATE_HELPERS
 from neuronpipe.services.gateway.http.api_errors import unavailable
 from neuronpipe.services.gateway.templates.template_jobs import JOB_S, WORK, TemplateError
-from neuronpipe.services.untrusted.awaiting import AwaitedHelper
+from neuronpipe.services.untrusted.async_helper import AsyncHelper
 from neuronpipe.services.untrusted.helper import UntrustedError
 
 TURN_S = 2 * JOB_S
@@ -28,8 +28,8 @@ class TemplatePool:
 
     def __init__(self, growth_bytes: int) -> None:
         self._growth_bytes = growth_bytes
-        self._helpers: list[AwaitedHelper] = []
-        self._free: asyncio.LifoQueue[AwaitedHelper] = asyncio.LifoQueue()
+        self._helpers: list[AsyncHelper] = []
+        self._free: asyncio.LifoQueue[AsyncHelper] = asyncio.LifoQueue()
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self, model: str, job: bytes, turn_s: float | None = None) -> bytes:
@@ -51,9 +51,9 @@ class TemplatePool:
             finally:
                 self._free.put_nowait(helper)
 
-    async def _helper(self) -> AwaitedHelper:
+    async def _helper(self) -> AsyncHelper:
         if self._free.empty() and len(self._helpers) < MAX_TEMPLATE_HELPERS:
-            self._helpers.append(AwaitedHelper(WORK, memory_bytes=self._growth_bytes))
+            self._helpers.append(AsyncHelper(WORK, memory_bytes=self._growth_bytes))
             return self._helpers[-1]
         return await self._free.get()
 

@@ -45,7 +45,7 @@ class HelperProcess:
         return self._code
 
 
-def started_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
+def start_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
     """A program of its own: it inherits no descriptor but its link, no memory, and no variable but those in the list.
     Raises OSError."""
     command = [sys.executable, "-P", "-m", "neuronpipe.services.untrusted.process"]
@@ -61,7 +61,7 @@ def started_program(target: str, link: socket.socket, errors: int, memory: Memor
     return HelperProcess(program.pid)
 
 
-def forked(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
+def fork_process(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
     """A fork of this process, whose memory it shares until either writes. Of its threads only this one goes on in the
     child, so that no lock of another may be needed there. Raises OSError."""
     parent = os.getpid()

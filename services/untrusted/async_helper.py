@@ -8,7 +8,7 @@ from neuronpipe.services.untrusted.helper import Helper, Outcome
 from neuronpipe.services.untrusted.process import Prepare
 
 
-class AwaitedHelper:
+class AsyncHelper:
     """A `Helper` whose jobs are awaited. To be made, used and closed in one running loop."""
 
     def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
