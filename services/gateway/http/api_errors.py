@@ -1,4 +1,4 @@
-"""Errors, in OpenAI's format."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ MAX_MESSAGE_CHARACTERS = 1000
 
 
 class ApiError(Exception):
-    """A request answered with an error. param: the field at fault; retry_after_s: when trying again may help."""
+    """The error response to a request.
+
+    kind: `type` of OpenAI's error object
+    param: the field at fault
+    retry_after_s: sent as the header Retry-After, rounded up to whole seconds
+    """
 
     def __init__(
         self,
@@ -36,7 +41,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARACTERS:  # of a library, or of a template
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # it may quote a library or a chat template
             message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
         super().__init__(message)
         self.status, self.code, self.message, self.kind, self.param = status, code, message, kind, param
@@ -45,30 +50,30 @@ class ApiError(Exception):
             self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
 
     def body(self) -> bytes:
-        """The JSON object."""
+        """Return the JSON body."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 
 def from_refusal(refused: Refused) -> ApiError:
-    """The run's refusal as HTTP says it."""
+    """Return the HTTP error for a refusal by the coordinator."""
     status, kind, code = REFUSALS[refused.code]
     retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
     message = refused.message
     if refused.code == "too_long":
-        message = message[:1].upper() + message[1:]  # as OpenAI writes it: clients look for these very words
+        message = message[:1].upper() + message[1:]  # OpenAI's wording: clients search for it
     return ApiError(status, code, message, kind=kind, retry_after_s=retry_after_s)
 
 
 def prompt_too_long(context_tokens: int, prompt_tokens: int) -> ApiError:
-    """The prompt takes the whole context, and an answer has a token at least."""
-    said = (
+    """Return the error for a prompt that leaves no room for a completion token."""
+    message = (
         f"This model's maximum context length is {context_tokens} tokens; "
         f"the prompt has {prompt_tokens} and leaves no room for an answer, shorten it"
     )
-    return ApiError(400, "context_length_exceeded", said)
+    return ApiError(400, "context_length_exceeded", message)
 
 
 def unavailable(code: str, message: str) -> ApiError:
-    """There is no run to ask at the moment."""
+    """Return a 503 that asks the client to try again in a second."""
     return ApiError(503, code, message, kind="server_error", retry_after_s=1)
