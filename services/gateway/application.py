@@ -1,4 +1,4 @@
-"""The application: which path does what. The page at `/` is the folder page/, and nothing from elsewhere."""
+"""The ASGI application: the routes, and the handlers of the endpoints. `/` serves the files of page/."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PAGE_HEADERS = {
 
 
 class Gateway:
-    """What the endpoints share."""
+    """The handlers of all endpoints, and what they share."""
 
     def __init__(self, models: ServedModels, listener: Listener, account: MemoryAccount) -> None:
         self._models, self._listener, self._account = models, listener, account
@@ -67,7 +67,7 @@ class Gateway:
         self._metrics = Metrics()
 
     def application(self) -> ASGIApp:
-        """The ASGI application."""
+        """Return the ASGI application, with access control around it."""
         routes = [
             *_with_and_without_version("/chat/completions", self.chat, "POST"),
             *_with_and_without_version("/completions", self.completions, "POST"),
@@ -93,17 +93,17 @@ class Gateway:
         return AccessControl(app, self._listener, self._metrics, paths, self._account)
 
     def end(self) -> None:
-        """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
+        """Refuse waiting and further requests, and end streams, because the server ends."""
         self._models.end("draining", ENDING)
 
     # ---- texts -----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> GenerationResponse:
-        """Answer a conversation."""
+        """Handle `POST /v1/chat/completions`."""
         body = await read_body(request, ChatRequest)
         return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
 
     async def responses(self, request: Request) -> GenerationResponse:
-        """Answer a conversation, as the Responses API asks."""
+        """Handle `POST /v1/responses`."""
         asked = await read_body(request, ResponsesRequest)
         form = functools.partial(ResponsesEncoder, asked.echoed())
         return await self._conversation(request, asked.as_chat(), form, form)
@@ -115,7 +115,11 @@ class Gateway:
         form: Callable[..., ResponseEncoder],
         calling: Callable[..., ResponseEncoder],
     ) -> GenerationResponse:
-        """form: of an answer that is a text; calling: of one that may call functions."""
+        """Answer a conversation.
+
+        encoder: the encoder of a completion that is text only
+        call_encoder: the encoder of a completion that may call functions
+        """
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         model = self._models.find(body.model)
         prompt = await model.chat.write_prompt(body)
@@ -129,7 +133,7 @@ class Gateway:
         )
 
     async def completions(self, request: Request) -> GenerationResponse:
-        """Continue a text."""
+        """Handle `POST /v1/completions`."""
         body = await read_body(request, CompletionRequest)
         model = self._models.find(body.model)
         if body.suffix:
@@ -200,7 +204,7 @@ class Gateway:
             ),
             asks,
             context_tokens=model.context_tokens,
-            texts_per_prompt=body.candidates,
+            sequences_per_prompt=body.candidates,
             sent_per_prompt=body.n,
             stream=body.stream,
             client=client,
@@ -208,43 +212,44 @@ class Gateway:
 
     # ---- small doors -----------------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text."""
+        """Handle `POST /tokenize`."""
         return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
+        """Handle `POST /detokenize`."""
         return _json(await self._llamacpp.detokenize(request, client_of(request, None)))
 
     async def apply_template(self, request: Request) -> Response:
-        """The prompt that a conversation becomes."""
+        """Handle `POST /apply-template`: return the prompt of a conversation."""
         body = await read_body(request, ChatRequest)
         prompt = await self._models.find(body.model).chat.write_prompt(body)
         return _json({"prompt": prompt.text + body.answer_prefix})
 
     async def props(self, request: Request) -> Response:
-        """What the server is."""
+        """Handle `GET /props`."""
         return _json(await self._llamacpp.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """The models there are."""
+        """Handle `GET /v1/models`."""
         return _json({"object": "list", "data": self._models.facts()})
 
     async def model(self, request: Request) -> Response:
-        """One of them, by its name."""
+        """Handle `GET /v1/models/NAME`."""
         name = self._models.find(request.path_params["name"]).name
         return _json(next(one for one in self._models.facts() if one["id"] == name))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
+        """Handle `GET /health`: 200 if requests are served, 503 while the run starts or its coordinator is being
+        restarted."""
         return _json(await self._models.health())
 
     async def live(self, request: Request) -> LiveResponse:
-        """Snapshots of a run, as long as the client stays."""
+        """Handle `GET /live`: a stream of snapshots of a run."""
         return self._models.run_of(self._models.find(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+        """Handle `GET /metrics`."""
         page = self._metrics.page(
             [
                 (name, await run.coordinator.fresh_status(HEALTH_S), run.coordinator.waiting)
@@ -254,42 +259,46 @@ class Gateway:
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:
-        """What the endpoints take and give, as an OpenAPI document."""
+        """Handle `GET /openapi.json`."""
         return _json(openapi_document(version("neuronpipe")))
 
 
 def _request_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
-    """What the texts of a request take: each sent one has its prompt once more on its way to the coordinator."""
+    """Return the memory of a request's sequences. Each one that is sent has a copy of its prompt on its way to the
+    coordinator."""
     texts = len(prompts) * candidates
     longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)
     return texts * TEXT_BYTES + min(texts, MAX_SENT) * longest_bytes
 
 
 def _prompt_object_bytes(prompts: Sequence[str | list[int]]) -> int:
-    """What prompts take as Python objects, which is less than what was reserved before they were parsed."""
+    """Return the memory of prompts as Python objects, which is less than the bound that was reserved before parsing."""
     return sum(sys.getsizeof(one) if isinstance(one, str) else KEPT_TOKEN_BYTES * len(one) for one in prompts)
 
 
 def _checked_tokens(tokens: list[int], model: ServedModel) -> tuple[int, ...]:
-    """The prompt's tokens. Raises Problem where they are more than the context has."""
+    """Return a prompt's tokens. Raises ApiError if they are more than the context has."""
     if len(tokens) > model.context_tokens:
         raise prompt_too_long(model.context_tokens, len(tokens))
     return tuple(tokens)
 
 
 def _with_and_without_version(path: str, serve: Callable[[Request], Any], method: str) -> list[Route]:
-    """Some clients are told the server's address without `/v1`."""
+    """Return routes with and without `/v1`, since some clients are configured with the server's address alone."""
     return [Route(f"{version}{path}", serve, methods=[method]) for version in ("/v1", "")]
 
 
 def _page_routes() -> list[BaseRoute]:
-    """`/` for the page itself, `/page/NAME` for what it is made of: a route for each file that was there at start."""
+    """Return a route for each file of the page: `/` for index.html, `/page/NAME` for the others."""
     files = sorted(file for file in PAGE_FOLDER.glob("*") if file.is_file())
     return [Route("/" if file.name == PAGE_INDEX else f"/page/{file.name}", _serving(file)) for file in files]
 
 
 def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Read at each request, without a thread: it has a few kilobytes, and a thread's stack alone eight megabytes."""
+    """Return a handler that reads the file at each request.
+
+    It reads without a thread: files have a few kilobytes, and the stack of a thread alone has eight megabytes.
+    """
     kind = guess_type(file.name)[0]
 
     async def serve(request: Request) -> Response:
@@ -308,7 +317,7 @@ async def _api_error(request: Request, problem: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """No such path, or not that method there."""
+    """Answer a request whose path or method does not exist."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     detail = error.detail
@@ -322,5 +331,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """A mistake of ours; Starlette logs it."""
+    """Answer a request that failed because of a bug; Starlette logs the exception."""
     return respond(ApiError(500, "internal", "the server made a mistake; its log says which", kind="server_error"))

@@ -1,7 +1,7 @@
-"""The gateway process: an HTTP server on a socket that it was given, and a client of the run.
+"""The gateway process: an HTTP server on an inherited socket, and a client of the run.
 
-What it needs from elsewhere (the HTTP server, the validation of requests) is imported here and not before the fork:
-no other process of a run pays for it.
+The HTTP server and the request models are imported inside functions, after the fork, so that no other process of a run
+pays for them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ MAX_GROWTH_BYTES = 512 << 20
 
 @frozen(kw_only=True)
 class HostedPackages:
-    """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
-    uses. templates_bytes: by how much chat templates may make a helper process grow."""
+    """Packages that are served within one memory limit, each with the plan of its run.
+
+    keep_alive_s: how long an unused run stays
+    templates_bytes: by how much chat templates may make a helper process grow
+    """
 
     packages: Sequence[tuple[Package, Plan]]
     limit_bytes: int
@@ -56,7 +59,7 @@ class GatewayService:
         self._job = job
 
     def serve(self) -> None:
-        """Serve until told to stop."""
+        """Serve until a signal arrives or the run ends."""
         assert self._job.listener is not None
         serve(self._job.package, self._job.directory, self._job.listener, pulse=self._job.pulse)
 
@@ -68,18 +71,24 @@ def serve(
     run_ended: Callable[[], str | None] | None = None,
     pulse: Pulse | None = None,
 ) -> None:
-    """Serve one run until SIGTERM, SIGINT, or its end. pulse: shows whether the server gets on, where it is watched."""
+    """Serve one run until SIGTERM, SIGINT, or its end.
+
+    run_ended: polled; returns the reason once the run has ended
+    pulse: written regularly, for a watchdog that detects a server that hangs
+    """
     _run_until_signal(_serve_run(package, run, listener, run_ended), pulse or unwatched())
 
 
 def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
-    """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link, which
-    starts and ends their runs. pulse: shows whether the server gets on."""
+    """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link.
+
+    That command starts and ends the runs (see runs/hosted_packages.py). pulse: as in `serve`.
+    """
     _run_until_signal(_serve_hosted(hosted, listener, link), pulse)
 
 
 def _run_until_signal(work: Coroutine[None, None, None], pulse: Pulse) -> None:
-    """Signals wait until the server takes them: one that came before would break off the event loop."""
+    """Run a coroutine. Signals are blocked until the server handles them; an earlier one would abort the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with asyncio.Runner(loop_factory=lambda: event_loop(pulse)) as runner:
@@ -106,8 +115,10 @@ async def _serve_run(
 
 @contextlib.contextmanager
 def _end_reported(run: RunDirectory, coordinator: CoordinatorClient) -> Iterator[None]:
-    """Meanwhile the kernel reports the end of the run's supervisor, where it can and the process is to be seen from
-    here: then nobody looks for that every second."""
+    """While the context lasts, let the kernel report the end of the run's supervisor, so that it is polled rarely.
+
+    It has no effect if the kernel does not support it or the process is not visible from here.
+    """
     from neuronpipe.services.gateway.client.run_client import REPORTED_LOOK_S
 
     loop = asyncio.get_running_loop()
@@ -182,8 +193,12 @@ async def _serve(models: ServedModels, listener: Listener, over: asyncio.Future[
 
 @contextlib.contextmanager
 def bounded_growth() -> Iterator[None]:
-    """Meanwhile this process's own memory grows by MAX_GROWTH_BYTES at most: beyond, an allocation fails. Address space
-    does not count, since each thread reserves 72 MB of it, for a stack and a heap that stay almost empty."""
+    """While the context lasts, bound the growth of this process's memory to MAX_GROWTH_BYTES; beyond it, allocations
+    fail.
+
+    The limit is on data, not on address space: each thread reserves 72 MB of addresses for a stack and a heap that stay
+    almost empty.
+    """
     statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
     writable_bytes = int(statm[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

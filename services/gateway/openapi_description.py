@@ -1,4 +1,4 @@
-"""The OpenAPI description at /openapi.json: what the endpoints take, from the very models that check it."""
+"""The OpenAPI description at /openapi.json, generated from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ERROR_DESCRIPTIONS = {
 
 
 def openapi_document(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document."""
     kinds: tuple[type[BaseModel], ...] = (
         ChatRequest,
         CompletionRequest,
@@ -116,7 +116,7 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """null counts as not given, wherever a field need not be."""
+    """Allow null for every optional field: it counts as absent."""
     required = schema.get("required", [])
     properties = {
         name: field if name in required else {"anyOf": [field, {"type": "null"}]}
@@ -146,7 +146,7 @@ def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
 
 
 def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """A body of this kind, and its answer."""
+    """Describe a POST endpoint: its request model and the schema of its response."""
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

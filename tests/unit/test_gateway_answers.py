@@ -100,7 +100,7 @@ async def answering(
         CompletionEncoder("m", "f", with_usage=False, with_logprobs=False, end_tokens=()),
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
         context_tokens=CONTEXT_TOKENS,
-        texts_per_prompt=texts,
+        sequences_per_prompt=texts,
         sent_per_prompt=texts,
         stream=stream,
     )

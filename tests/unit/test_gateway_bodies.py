@@ -104,7 +104,7 @@ def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, An
     ("asked", "said"),
     [
         ({"suffix": "x", "echo": True}, "only without echo"),
-        ({"suffix": "x", "prompt": [1, 2]}, "only after prompts that are texts"),
+        ({"suffix": "x", "prompt": [1, 2]}, "only after prompts that are strings"),
     ],
     ids=json.dumps,
 )
@@ -159,7 +159,7 @@ def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: st
 
 
 def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
-    assert "give tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
+    assert "the older form of tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
     parsed(ChatRequest, functions=None, function_call=None)
 
 
@@ -172,9 +172,9 @@ def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
         ([[1], []], "prompt.1", "at least 1 item, not 0"),
         (["x", 1], "prompt.1", "valid string"),
         ([1, "x"], "prompt.1", "valid integer"),
-        ([True], "prompt", "a text, a list of token ids, or a list of either"),
-        ({}, "prompt", "a text, a list of token ids, or a list of either"),
-        (7, "prompt", "a text, a list of token ids, or a list of either"),
+        ([True], "prompt", "a string, a list of token ids, or a list of either"),
+        ({}, "prompt", "a string, a list of token ids, or a list of either"),
+        (7, "prompt", "a string, a list of token ids, or a list of either"),
     ],
 )
 def test_a_wrong_prompt_is_told_what_is_wrong_with_it(prompt: Any, param: str, said: str) -> None:
@@ -189,7 +189,7 @@ def test_a_wrong_prompt_is_told_what_is_wrong_with_it(prompt: Any, param: str, s
         ([{"type": "image_url", "image_url": {"url": "u"}}], ".0.type", "'text', not 'image_url'"),
         ([{"type": "text", "text": "x"}, {"type": "input_audio"}], ".1.type", "'text', not 'input_audio'"),
         (["x"], ".0", "an object"),
-        (7, "", "expected a text, or a list of parts"),
+        (7, "", "expected a string or a list of parts"),
     ],
 )
 def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, param: str, said: str) -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
         ({"role": "assistant"}, "messages.0.content", "field required"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content", "field required"),
         ({"role": "user", "content": None, "tool_calls": [CALL]}, "messages.0.content", "field required"),
-        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", "user calls no functions"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", "user cannot call functions"),
         ({"role": "tool", "content": "x"}, "messages.0.tool_call_id", "field required"),
         ({"role": "user", "content": "x", "notes": 1}, "messages.0.notes", "unsupported"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.0.audio", "should be null"),

@@ -94,7 +94,7 @@ def answered(
         form,
         asks,
         context_tokens=CONTEXT_TOKENS,
-        texts_per_prompt=texts,
+        sequences_per_prompt=texts,
         sent_per_prompt=texts,
         stream=stream,
     )

@@ -157,7 +157,7 @@ def test_a_gap_is_shown_as_the_model_knows_it_once_its_run_is_there(monkeypatch:
             CompletionEncoder("m", "f", with_usage=False, with_logprobs=True, end_tokens=()),
             [Generate(request="r0", prompt="def f(")],
             context_tokens=8,
-            texts_per_prompt=1,
+            sequences_per_prompt=1,
             sent_per_prompt=1,
             stream=True,
             infill=Infill(hold),

@@ -273,7 +273,7 @@ class CoordinatorClient:
         self.cancel(list(self._pending))  # the run may continue without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
-        """Return a status that was requested after this call. Raises ApiError if none arrives in time or the run ends."""
+        """Return a status that was requested after this call. Raises ApiError if none arrives or the run ends."""
         self._require_live()
         self._status_arrived.clear()
         try:

@@ -137,7 +137,7 @@ class Cors:
         return ALL_ORIGINS in self._origins or origin in self._origins
 
     def headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the response headers that say whose pages may read it. They include `Vary` if that depends on Origin."""
+        """Return the response headers that say whose pages may read the response, with `Vary` if that varies."""
         if not self._origins:
             return []
         vary = [] if ALL_ORIGINS in self._origins else [(b"vary", b"Origin")]

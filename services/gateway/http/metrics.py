@@ -19,7 +19,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._responses = Counter("neuronpipe_http_responses", "Responses", ["path", "status"], registry=registry)
-        self._texts = Counter("neuronpipe_texts", "Sequences generated, by the reason of their end", ["reason"], registry=registry)
+        self._texts = Counter("neuronpipe_texts", "Sequences by the reason of their end", ["reason"], registry=registry)
         self._prompt_tokens = Counter("neuronpipe_prompt_tokens", "Prompt tokens", registry=registry)
         self._tokens = Counter("neuronpipe_generated_tokens", "Generated tokens", registry=registry)
         self._first = Histogram(
@@ -29,7 +29,10 @@ class Metrics:
             registry=registry,
         )
         self._between = Histogram(
-            "neuronpipe_token_seconds", "Median time between the tokens of a sequence", buckets=TOKEN_SECONDS, registry=registry
+            "neuronpipe_token_seconds",
+            "Median time between a sequence's tokens",
+            buckets=TOKEN_SECONDS,
+            registry=registry,
         )
         self._run = {
             name: Gauge(f"neuronpipe_run_{name}", text, ["model"], registry=registry)

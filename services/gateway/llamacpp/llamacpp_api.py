@@ -1,5 +1,4 @@
-"""Small doors beside OpenAI's API: tokens and properties as llama.cpp's server shows them, and why there are
-no embeddings."""
+"""Endpoints of llama.cpp's server for tokens and properties, and the refusal of embeddings."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ PIECE_BYTES = 260  # and of what is made of both for the answer
 
 
 class TokenizeRequest(RequestModel):
-    """Turn a text into tokens."""
+    """Encode a text as token ids."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
     content: str = Field(description="the text")
@@ -32,7 +31,7 @@ class TokenizeRequest(RequestModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Turn tokens into a text."""
+    """Decode token ids to text."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
     tokens: list[TokenId] = Field(description="token ids")
@@ -40,19 +39,19 @@ class DetokenizeRequest(RequestModel):
 
 
 class EmbeddingsRequest(RequestModel):
-    """Refused, whatever it says."""
+    """A request for embeddings. It is refused, whatever its fields are."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class LlamaCppApi:
-    """What they answer."""
+    """The endpoints' implementations."""
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models
 
     async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
-        """The tokens of a text."""
+        """Return the body of `POST /tokenize`."""
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_request_id(), text=body.content, frame=body.add_special)
         answer = await self._tokenize(ask, body.model, client)
@@ -63,13 +62,13 @@ class LlamaCppApi:
         return {"tokens": [{"id": token, "piece": _piece_as_json(piece)} for token, piece in pieces]}
 
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
-        """The text of tokens."""
+        """Return the body of `POST /detokenize`."""
         body = await read_body(request, DetokenizeRequest)
         ask = Tokenize(request=new_request_id(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
         return {"content": (await self._tokenize(ask, body.model, client)).text}
 
     async def props(self, name: str | None) -> dict[str, Any]:
-        """What a model is, and how texts are sampled when nothing is said."""
+        """Return the body of `GET /props`: properties of a model and the defaults of its sampling options."""
         model = self._models.find(name)
         manifest, defaults = model.package.manifest, Generate(request="", prompt="")
         params = {HTTP_NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
@@ -93,7 +92,7 @@ class LlamaCppApi:
         }
 
     async def embeddings(self, request: Request) -> NoReturn:
-        """Refuse."""
+        """Refuse embeddings. Raises ApiError."""
         await read_body(request, EmbeddingsRequest)
         raise ApiError(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
 
@@ -104,6 +103,7 @@ class LlamaCppApi:
 
 
 def _piece_as_json(piece: bytes) -> str | list[int]:
+    """Return a token's text; a list of its bytes if it is not valid UTF-8."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

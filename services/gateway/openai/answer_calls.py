@@ -1,7 +1,7 @@
-"""Calls of functions in an answer: found in its text as it comes, and sent as OpenAI's API has them.
+"""Function calls in a completion: parsing them as tokens arrive, and encoding them as in OpenAI's API.
 
-The answer follows the grammar of its `Calls`, so the text round names and arguments is known. It is compared without
-white space: a tokenizer may leave out a space beside a special token.
+The completion follows the grammar of its `Calls`, so the text around names and arguments is known. It is compared
+without white space, because a tokenizer may drop a space beside a special token.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from neuronpipe.services.gateway.templates.call_format import NAME_CHARACTERS, W
 
 
 class Content(NamedTuple):
-    """More of what the answer says itself."""
+    """More text of the completion that belongs to no call."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """A call begins. call: its number in the answer, from 0."""
+    """The beginning of a call. call: its number in the completion, from 0."""
 
     call: int
     name: str
 
 
 class Arguments(NamedTuple):
-    """More of a call's arguments, a JSON object. call: as in `Begun`."""
+    """More of a call's arguments, which are a JSON object. call: as in `CallStart`."""
 
     call: int
     text: str
@@ -40,7 +40,12 @@ Part = Content | CallStart | Arguments
 
 
 class CallParser:
-    """Reads one answer. calls: how it calls functions; text: whether there may be text before the first call."""
+    """A parser of one completion, which is fed text as it arrives.
+
+    calls: the call format
+    text: True if there may be text before the first call
+    complete: True if the last call is complete
+    """
 
     def __init__(self, calls: CallFormat, *, text: bool = True) -> None:
         self._format = calls
@@ -51,7 +56,7 @@ class CallParser:
         self.complete = False  # whether the last call is
 
     def push(self, text: str) -> Iterator[Part]:
-        """What more of the answer says."""
+        """Parse more text; yield the parts that are certain now. Text that may begin a call is held back."""
         self._buffer += text
         while self._buffer:
             before = self._buffer, self._state
@@ -60,7 +65,7 @@ class CallParser:
                 return
 
     def finish(self) -> Iterator[Part]:
-        """What was held back, at the end of the answer."""
+        """Yield what was held back, at the end of the completion."""
         if self._buffer and not self._count and self._state in (self._text, self._before, self._name):
             yield Content(self._buffer)
         self._buffer = ""
@@ -131,7 +136,7 @@ class CallParser:
         yield from ()
 
     def _skip(self, text: str, parse_answer: Any) -> None:
-        """Pass over a text that is expected here, and read on; nothing counts any more where it does not come."""
+        """Skip text that must come next and continue with `next_state`; ignore the rest if something else comes."""
         end = _match_ignoring_space(text, self._buffer)
         if end is None:
             self._state = self._ignore_rest
@@ -139,7 +144,7 @@ class CallParser:
             self._buffer, self._state = self._buffer[end:], parse_answer
 
     def _count_brackets(self, character: str) -> None:
-        """One more character of a JSON object."""
+        """Follow one more character of the JSON object of the arguments."""
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -154,7 +159,8 @@ class CallParser:
 
 
 def _match_ignoring_space(expected: str, text: str) -> int | None:
-    """How much of the text is what was expected, white space aside: 0 while that is not whole, None if it is not."""
+    """Return the length of the text that matches `expected`, ignoring white space; 0 while the match is incomplete,
+    None if the text differs."""
     wanted = [character for character in expected if not character.isspace()]
     for at, character in enumerate(text):
         if character.isspace():
@@ -168,15 +174,17 @@ def _match_ignoring_space(expected: str, text: str) -> int | None:
 
 
 class Call(NamedTuple):
-    """A call in an answer: a function's name, and its arguments as JSON, not all of it where the answer was cut off."""
+    """A call in a completion. arguments: JSON, which is incomplete if the completion was cut off."""
 
     name: str
     arguments: str
 
 
 def parse_answer(text: str, calls: CallFormat, *, before: bool = True) -> tuple[str, list[Call], bool]:
-    """A whole answer: its text, its calls, and whether it ends with a complete one. before: whether there may be text
-    before the first call."""
+    """Parse a whole completion; return its text, its calls, and True if it ends with a complete call.
+
+    before: True if there may be text before the first call
+    """
     reader = CallParser(calls, text=before)
     said, found = "", list[Call]()
     for part in (*reader.push(text), *reader.finish()):
@@ -190,8 +198,11 @@ def parse_answer(text: str, calls: CallFormat, *, before: bool = True) -> tuple[
 
 
 class ToolCallEncoder(ChatEncoder):
-    """`/v1/chat/completions` with functions that may be called. calls: how the answer calls them; text: whether there
-    may be text before the first call."""
+    """The encoder of `/v1/chat/completions` with functions that may be called.
+
+    calls: the call format
+    text: True if there may be text before the first call
+    """
 
     def __init__(self, *about: Any, calls: CallFormat, text: bool, **more: Any) -> None:
         super().__init__(*about, **more)
@@ -199,12 +210,12 @@ class ToolCallEncoder(ChatEncoder):
         self._readers: dict[int, CallParser] = {}
 
     def first(self, number: int) -> bytes:
-        """Who speaks; there may be no text."""
+        """Return the chunk that names the role; its content is null because there may be no text."""
         self._readers[number] = CallParser(self._calls, text=self._may_have_text)
         return self._event(number, '"delta": {"role": "assistant", "content": null}', "null", "null")
 
     def piece(self, number: int, token: Token) -> bytes:
-        """What a token adds; nothing while it is not clear what it belongs to."""
+        """Return the chunks of a token; empty while its text may belong to a call or to the text."""
         deltas = [self._delta(part) for part in self._readers[number].push(token.text)]
         rated = self._with_logprobs and token.token not in self._end_tokens
         if not rated:
@@ -215,7 +226,7 @@ class ToolCallEncoder(ChatEncoder):
         return b"".join(events + [self._event(number, delta, "null", "null") for delta in others])
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """The end of a text."""
+        """Return the chunks of held back text and the chunk that ends a sequence."""
         parts = self._readers.pop(number).finish()
         events = [self._event(number, self._delta(part), "null", "null") for part in parts]
         return b"".join(events) + super().last(number, finished)
@@ -248,5 +259,5 @@ class ToolCallEncoder(ChatEncoder):
 
 
 def new_call_id(calls: CallFormat) -> str:
-    """An id for a call, as the template takes it."""
+    """Return a new id for a call, in the form that the template accepts."""
     return calls.id_of(f"call_{os.urandom(12).hex()}")

@@ -1,11 +1,10 @@
-"""Texts with a gap: what models that were trained to fill one are shown, found by the tokens that they have.
+"""Infill (fill in the middle): prompts with a gap, in the format that a model was trained on.
 
-The run is asked once which names are one token each; its coordinator has the tokenizer. The order and the blanks of
-each family are stated here: nothing in a package tells them.
+The format is found by its tokens: the run's tokenizer is asked once which of the names below are single tokens, and the
+first format whose tokens all exist is the model's. The formats are listed here because packages do not contain them.
 
-A family whose prompts no text can spell is shown tokens. CodeLlama learned suffixes without the blank that its
-tokenizer puts before every text; as its authors do, we encode a mark with the suffix behind it, and leave the mark's
-tokens out.
+The prompt of most formats is text. CodeLlama was trained on suffixes without the space that its tokenizer adds before
+every text. As in its authors' code, a mark is encoded with the suffix behind it, and the mark's tokens are left out.
 """
 
 from __future__ import annotations
@@ -24,9 +23,12 @@ MARK = "☺"
 
 
 class InfillFormat(NamedTuple):
-    """How a family of models is shown a gap. parts: names of tokens, and the texts before and after it; ends: tokens
-    that such models write after what fills it, besides their end tokens; bare: whether the tokenizer puts a blank
-    before a text, and the suffix goes without."""
+    """A prompt format for infill.
+
+    parts: names of tokens, PREFIX and SUFFIX, in the order of the prompt
+    ends: tokens that such models generate after the infill, besides their end tokens
+    bare: True if the suffix must not have the space that the tokenizer adds before a text
+    """
 
     parts: tuple[str, ...]
     ends: tuple[str, ...] = ()
@@ -34,11 +36,11 @@ class InfillFormat(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tokens without which it is another family."""
+        """Return the names of the tokens that identify the format."""
         return tuple(part for part in self.parts if part not in (PREFIX, SUFFIX))
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """What the model continues."""
+        """Return the prompt as text."""
         texts = {PREFIX: prefix, SUFFIX: suffix}
         return "".join(texts.get(part, part) for part in self.parts)
 
@@ -61,8 +63,13 @@ INFILL_FORMATS = (
 
 
 class InfillTokens(NamedTuple):
-    """The family of a model. end_tokens: ids of those tokens that end what fills the gap; tokens: of its names; mark:
-    of MARK; begin: what the tokenizer puts before a text."""
+    """The infill format of a model, with the ids of its tokens.
+
+    end_tokens: tokens that end the infill
+    tokens: ids by token name
+    mark: the tokens of MARK
+    begin: the tokens that the tokenizer adds before a text
+    """
 
     format: InfillFormat
     end_tokens: tuple[int, ...]
@@ -71,21 +78,21 @@ class InfillTokens(NamedTuple):
     begin: tuple[int, ...]
 
     def prompt(self, prefix: Sequence[int], marked_suffix: Sequence[int]) -> list[int]:
-        """What the model continues, of the texts' tokens; those of the suffix stand behind the mark's."""
+        """Return the prompt as token ids. marked_suffix: the tokens of MARK and the suffix."""
         texts = {PREFIX: prefix, SUFFIX: marked_suffix[len(self.mark) :]}
         parts = [texts[part] if part in texts else [self.tokens[part]] for part in self.format.parts]
         return [*self.begin, *(token for part in parts for token in part)]
 
 
 class InfillPrompts(NamedTuple):
-    """What the model continues, as texts or tokens, and what ends an answer."""
+    """The infill prompts of a request, as texts or token ids, and the tokens that end a completion."""
 
     prompts: Sequence[str | list[int]]
     end_tokens: tuple[int, ...]
 
 
 class Infill:
-    """What the model is shown."""
+    """Writes the infill prompts of one model."""
 
     def __init__(self, acquire: AcquireRun) -> None:
         self._acquire = acquire
@@ -93,16 +100,19 @@ class Infill:
         self._is_probed = False
 
     async def format(self, client: str) -> InfillTokens:
-        """The model's family. client: who asks. Raises Problem when the model fills no gaps."""
+        """Return the model's format. Raises ApiError if it has none.
+
+        client: the client that the calls of the tokenizer count for in the fair queue
+        """
         if not self._is_probed:
             self._tokens_of_format, self._is_probed = await self._find(client), True
         if self._tokens_of_format is None:
-            said = "suffix: the model that is served has no tokens for filling a gap; it only continues texts"
-            raise ApiError(400, "unsupported_parameter", said, param="suffix")
+            message = "suffix: the model that is served has no tokens for filling a gap; it can only continue a text"
+            raise ApiError(400, "unsupported_parameter", message, param="suffix")
         return self._tokens_of_format
 
     async def prompts(self, prefixes: Sequence[str], suffix: str, client: str) -> InfillPrompts:
-        """What the model is shown of a suffix and each of these texts before it. Raises as `family`."""
+        """Return the prompts of a suffix with each of these prefixes. Raises ApiError as `format` does."""
         found = await self.format(client)
         if not found.format.bare:
             return InfillPrompts([found.format.prompt(prefix, suffix) for prefix in prefixes], found.end_tokens)
@@ -111,11 +121,11 @@ class Infill:
 
     async def _find(self, client: str) -> InfillTokens | None:
         names = list(dict.fromkeys(name for format in INFILL_FORMATS for name in (*format.names, *format.ends)))
-        mark, *found = await self._tokens([MARK, *names], client)
-        tokens = {name: one[0] for name, one in zip(names, found, strict=True) if len(one) == 1}
+        mark, *encoded_names = await self._tokens([MARK, *names], client)
+        tokens = {name: ids[0] for name, ids in zip(names, encoded_names, strict=True) if len(ids) == 1}
         for format in INFILL_FORMATS:
             if all(name in tokens for name in format.names):
-                ends = (*format.ends, *format.names)  # a model that writes one of these has lost its way
+                ends = (*format.ends, *format.names)  # a model that generates one of these repeats the prompt
                 (framed,) = await self._tokens([format.names[0]], client, frame=True)
                 begin = framed[: framed.index(tokens[format.names[0]])]
                 return InfillTokens(format, tuple(tokens[name] for name in ends if name in tokens), tokens, mark, begin)
@@ -128,19 +138,18 @@ class Infill:
 
 
 class InfillResponse(GenerationResponse):
-    """The response to a request with `suffix`: how the model is shown the gap is known once it has a run."""
+    """The response to a request with `suffix`. Its prompts are written once the model has a run, whose tokenizer
+    decides the format."""
 
     def __init__(self, *arguments: Any, infill: Infill, suffix: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._infill, self._suffix = infill, suffix
 
     async def _complete_body(self, coordinator: CoordinatorClient) -> bytes:
-        """Ask with the gap, and make the answer of what comes."""
         await self._fill_in_prompts()
         return await super()._complete_body(coordinator)
 
     async def _stream_body(self, coordinator: CoordinatorClient, stream: EventStream) -> bytes:
-        """Ask with the gap, and pass on what comes; returns the last events."""
         await self._fill_in_prompts()
         return await super()._stream_body(coordinator, stream)
 

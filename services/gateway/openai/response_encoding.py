@@ -1,8 +1,8 @@
-"""What answers look like: the JSON of chat and of plain completions, whole and in pieces.
+"""Encoding responses: the JSON of chat and plain completions, sent whole or as a stream.
 
-A piece is put together from text that is the same for the whole stream; only what is new is encoded for each token.
-What is kept of rated tokens for an answer that is sent whole is their JSON already: as objects it takes three times as
-much, and there may be a thousand texts.
+The chunks of a stream are assembled from strings that are encoded once per stream; only the new text is encoded for
+each token. For a response that is sent whole, the log-probabilities are stored as encoded JSON: as objects they take
+three times as much memory, and a request may have a thousand sequences.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ MAX_LOGPROB_CHARACTERS = (
 )  # which response_sending.py counts four times, so that half is left to others
 
 EncodedLogprobs = tuple[str, ...]
-"""What is said of one rated token, as JSON: an item for each of a form's lists."""
+"""The JSON of one token's log-probabilities: an item for each of an encoder's lists."""
 
 
-def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, Any]:
-    """Token counts over all texts, a prompt counted once however many texts continue it. `cached_tokens`, those whose
-    keys and values were there already, are of the same prompts."""
-    counted = finished[::texts_per_prompt]
-    prompts = sum(one.prompt_tokens for one in counted)
-    made = sum(one.tokens for one in finished)
+def usage(finished: Sequence[Finished], sequences_per_prompt: int) -> dict[str, Any]:
+    """Return the token counts of a request. A prompt counts once, however many sequences continue it."""
+    first_of_prompts = finished[::sequences_per_prompt]
+    prompt_tokens = sum(sequence.prompt_tokens for sequence in first_of_prompts)
+    completion_tokens = sum(sequence.tokens for sequence in finished)
     return {
-        "prompt_tokens": prompts,
-        "completion_tokens": made,
-        "total_tokens": prompts + made,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in counted)},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in first_of_prompts)},
     }
 
 
 class ResponseEncoder(ABC):
-    """One answer's frame. counts: every chunk of a stream has `usage`, null but for the last. rates: tokens are shown
-    with the logarithms of their probabilities, but for end tokens, which are no part of the text."""
+    """Encodes one response of an endpoint.
+
+    with_usage: every chunk of a stream has `usage`, which is null except in the last chunk
+    with_logprobs: tokens have log-probabilities, except end tokens, which are not part of the text
+    """
 
     kind: str
     chunk_kind: str
     prefix: str
     _empty_content: str
-    _logprob_keys: tuple[str, ...]  # of ratings, by their names
-    _logprob_suffix = ""  # what else stands there
-    done = DONE  # after the last chunk of a stream
+    _logprob_keys: tuple[str, ...]  # the names of the lists in `logprobs`
+    _logprob_suffix = ""  # JSON after these lists
+    done = DONE  # sent after the last chunk of a stream
 
     def __init__(
         self, model: str, fingerprint: str, *, with_usage: bool, with_logprobs: bool, end_tokens: Collection[int]
@@ -62,22 +64,22 @@ class ResponseEncoder(ABC):
         self._with_usage, self._with_logprobs, self._end_tokens = with_usage, with_logprobs, end_tokens
         self._logprobs: dict[int, list[EncodedLogprobs]] = {}
         self.logprob_characters = 0
-        self._characters: dict[int, int] = {}  # characters of each text so far
+        self._characters: dict[int, int] = {}  # length of each sequence's text so far
         opening = json.dumps({"id": self._id, "object": self.chunk_kind, **self._head})[:-1]
         self._opening = f'data: {opening}, "choices": [{{"index": '
         self._closing = ('], "usage": null}' if with_usage else "]}") + "\n\n"
 
     def end_also_with(self, tokens: Sequence[int]) -> None:
-        """These tokens end a text, too."""
+        """Add end tokens; they have no log-probabilities."""
         self._end_tokens = (*self._end_tokens, *tokens)
 
-    # ---- in pieces -------------------------------------------------------------------------------------------
+    # ---- streams ---------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
-        """Before the first piece of a text."""
+        """Return the chunk before a sequence's first token."""
         return b""
 
     def piece(self, number: int, token: Token) -> bytes:
-        """What a token adds; nothing while a character is incomplete."""
+        """Return the chunk of a token; empty while a character is incomplete."""
         if not self._with_logprobs:
             return self._event(number, self._text_content(token.text), "null", "null") if token.text else b""
         rated = token.token not in self._end_tokens
@@ -87,25 +89,25 @@ class ResponseEncoder(ABC):
         return self._event(number, self._text_content(token.text), self._logprob_lists(ratings), "null")
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """The end of a text."""
+        """Return the chunk that ends a sequence."""
         return self._event(number, self._empty_content, "null", f'"{self._reason(finished)}"')
 
     def usage_chunk(self, total: dict[str, int]) -> bytes:
-        """The last chunk of a stream, when token counts were asked for."""
+        """Return the chunk with the token counts; empty if they were not requested."""
         content = {"id": self._id, "object": self.chunk_kind, **self._head, "choices": [], "usage": total}
         return f"data: {json.dumps(content)}\n\n".encode() if self._with_usage else b""
 
     def error_chunk(self, problem: ApiError) -> bytes:
-        """The last chunk of a stream that ends with an error."""
+        """Return the last chunk of a stream that ends with an error."""
         return b"data: " + problem.body() + b"\n\n"
 
     def _event(self, number: int, content: str, ratings: str, reason: str) -> bytes:
         choice = f'{number}, {content}, "logprobs": {ratings}, "finish_reason": {reason}}}'
         return f"{self._opening}{choice}{self._closing}".encode()
 
-    # ---- in one piece ----------------------------------------------------------------------------------------
+    # ---- whole responses -------------------------------------------------------------------------------------
     def keep_logprobs(self, number: int, token: Token) -> None:
-        """A token of an answer that is sent whole. Raises Problem when the answer becomes too large."""
+        """Store the log-probabilities of a token. Raises ApiError if the response becomes too large."""
         if not self._with_logprobs or token.token in self._end_tokens:
             return
         rating = self._encode_logprobs(token, self._text_offset(number, token))
@@ -113,24 +115,24 @@ class ResponseEncoder(ABC):
         self._count_logprobs(rating)
 
     def _count_logprobs(self, rating: EncodedLogprobs) -> None:
-        """It is kept for the answer. Raises Problem when that becomes too large."""
+        """Count stored log-probabilities. Raises ApiError if the response becomes too large."""
         self.logprob_characters += sum(map(len, rating))
         if self.logprob_characters > MAX_LOGPROB_CHARACTERS:
-            said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
-            raise ApiError(400, "answer_too_large", said, param="logprobs")
+            message = "logprobs: the response is too large to be sent whole; use a stream, fewer completions or tokens"
+            raise ApiError(400, "answer_too_large", message, param="logprobs")
 
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, int]) -> bytes:
-        """The answer: texts by their numbers, in the order in which they are sent."""
+        """Return the body of a whole response. sent: number and result of each sequence, in the order of sending."""
         choices = []
-        for index, (number, one) in enumerate(sent):
+        for index, (number, finished) in enumerate(sent):
             ratings = self._logprob_lists(self._logprobs.pop(number, [])) if self._with_logprobs else "null"
-            choice = {"index": index, **self._content(one), "finish_reason": self._reason(one)}
+            choice = {"index": index, **self._content(finished), "finish_reason": self._reason(finished)}
             choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
         head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
 
     def _reason(self, finished: Finished) -> str:
-        """Why the text ended."""
+        """Return `finish_reason` of a sequence."""
         return FINISH_REASONS[finished.reason]
 
     def _logprob_lists(self, ratings: Sequence[EncodedLogprobs]) -> str:
@@ -139,12 +141,12 @@ class ResponseEncoder(ABC):
         return f"{{{', '.join(lists)}{self._logprob_suffix}}}"
 
     def _text_offset(self, number: int, token: Token) -> int:
-        """Where the token's text begins, in characters of the answer."""
-        shown = self._characters.get(number, 0)
-        self._characters[number] = shown + len(token.text)
-        return shown
+        """Return where the token's text begins in its sequence, in characters, and advance behind it."""
+        characters = self._characters.get(number, 0)
+        self._characters[number] = characters + len(token.text)
+        return characters
 
-    # ---- what differs ----------------------------------------------------------------------------------------
+    # ---- implemented by each endpoint ------------------------------------------------------------------------
     @abstractmethod
     def _text_content(self, text: str) -> str: ...
 
@@ -153,18 +155,18 @@ class ResponseEncoder(ABC):
 
     @abstractmethod
     def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        """offset: where the token's text begins, in characters of the answer."""
+        """Return the JSON of a token's log-probabilities. offset: where its text begins, in characters."""
 
 
 class ChatEncoder(ResponseEncoder):
-    """`/v1/chat/completions`."""
+    """The encoder of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _empty_content = '"delta": {}'
     _logprob_keys, _logprob_suffix = ("content",), ', "refusal": null'
 
     def first(self, number: int) -> bytes:
-        """Who speaks."""
+        """Return the chunk that names the role."""
         return self._event(number, '"delta": {"role": "assistant", "content": ""}', "null", "null")
 
     def _text_content(self, text: str) -> str:
@@ -174,13 +176,14 @@ class ChatEncoder(ResponseEncoder):
         return {"message": {"role": "assistant", "content": finished.text, "refusal": None}}
 
     def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        top = [_logprob_entry(one.piece, one.logprob) for one in _top_with_sampled(token)] if token.top else []
+        likely_tokens = _top_with_sampled(token) if token.top else ()
+        top = [_logprob_entry(likely.piece, likely.logprob) for likely in likely_tokens]
         return (json.dumps({**_logprob_entry(token.piece, token.logprob), "top_logprobs": top}),)
 
 
 def _top_with_sampled(token: Token) -> Sequence[Likely]:
-    """The likeliest tokens, and after them the one that was sampled where it is none of these."""
-    if token.logprob is None or any(one.token == token.token for one in token.top):
+    """Return the most likely tokens, followed by the sampled one if it is not among them."""
+    if token.logprob is None or any(likely.token == token.token for likely in token.top):
         return token.top
     return (*token.top, Likely(token=token.token, piece=token.piece, logprob=token.logprob))
 
@@ -190,7 +193,7 @@ def _logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class CompletionEncoder(ResponseEncoder):
-    """`/v1/completions`."""
+    """The encoder of `/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
     _empty_content = '"text": ""'
@@ -203,12 +206,12 @@ class CompletionEncoder(ResponseEncoder):
         return {"text": finished.text}
 
     def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        top = {_token_text(one.piece): one.logprob for one in _top_with_sampled(token)}
+        top = {_token_text(likely.piece): likely.logprob for likely in _top_with_sampled(token)}
         return tuple(map(json.dumps, (_token_text(token.piece), token.logprob, top, offset)))
 
 
 def _token_text(piece: bytes) -> str:
-    """A token as text; one that is no whole characters by its bytes, so that no two have one name."""
+    """Return a token as text; its bytes if it is not valid UTF-8, so that different tokens have different keys."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -1,11 +1,11 @@
-"""Sending an answer, whole or as a stream, for as long as the client is connected.
+"""Sending a response, whole or as a stream, for as long as the client is connected.
 
-When the client closes the connection its texts are cancelled at once: the next step is made without them. A stream
-waits for its reader, and what arrives meanwhile is sent as one piece.
+When the client closes the connection, its sequences are cancelled at once and are not part of the next step. A stream
+waits for its client to read; tokens that arrive meanwhile are sent together.
 
-A stream's headers are sent when its texts are accepted, before anything is computed; until then a refusal has a status
-of its own. Where nothing comes for a while, a comment shows that the connection lives. A stream whose run is yet to be
-started has its headers and a comment at once: what goes wrong from then on is its last event.
+The headers of a stream are sent when its sequences are accepted, before anything is computed; a request that is refused
+before that gets an error status. While there is nothing to send, comments keep the connection alive. A stream whose run
+must be started first gets its headers and a comment at once; an error after that is its last event.
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ from neuronpipe.services.gateway.openai.response_encoding import ResponseEncoder
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
-COPIES = 4  # of the characters of an answer that is sent whole: kept, joined, encoded, and sent
-RUN_READY_S = 0.25  # a run that is there is held within this time, and one that cannot begin may be refused
-COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
+COPIES = 4  # copies of a whole response in memory: stored, joined, encoded and sent
+RUN_READY_S = 0.25  # a live run is acquired, and one that cannot start is refused, within this time
+COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients ignore
 
 
 class MeanLogprob:
-    """Of the logarithms of a text's probabilities, token by token; those without one do not count."""
+    """The mean log-probability of a sequence's tokens; tokens without one do not count."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
 
     def add(self, logprob: float | None) -> None:
-        """One more token."""
         if logprob is not None:
             self._sum, self._count = self._sum + logprob, self._count + 1
 
     @property
     def value(self) -> float:
-        """Zero of a text without rated tokens."""
+        """Return the mean; 0 if no token has a log-probability."""
         return self._sum / max(1, self._count)
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work; leave it when the client goes away. Raises what the work raises."""
+    """Run a coroutine; cancel it when the client disconnects. Raises what the coroutine raises."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -68,29 +67,36 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """The response of a stream, whose headers go with what is passed on first."""
+    """The response of a stream. Its headers are sent with the first events."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.headers_sent, self.mailbox = send, False, Mailbox()
 
     async def send_events(self, events: bytes) -> None:
-        """Send events; without any, the headers alone."""
+        """Send events; the headers alone if there are none."""
         if not self.headers_sent:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self.headers_sent = True
         if events:
-            self.mailbox.blocked = True  # until the connection takes it
+            self.mailbox.blocked = True  # until the connection has room
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self.mailbox.blocked = False
 
     async def end(self) -> None:
-        """Nothing more comes."""
+        """Send the end of the response."""
         await self._send({"type": "http.response.body", "body": b""})
 
 
 class GenerationResponse:
-    """The response to one request for texts: an ASGI application. A refusal is raised before anything is sent."""
+    """The response to a request that generates sequences: an ASGI application.
+
+    Raises ApiError if the request is refused before anything was sent.
+
+    requests: all sequences, `sequences_per_prompt` for each prompt
+    sent_per_prompt: so many of them are sent, those with the highest mean log-probability
+    client: the client that they count for in the fair queue
+    """
 
     def __init__(
         self,
@@ -100,19 +106,19 @@ class GenerationResponse:
         requests: Sequence[Generate],
         *,
         context_tokens: int,
-        texts_per_prompt: int,
+        sequences_per_prompt: int,
         sent_per_prompt: int,
         stream: bool,
         client: str = "",
     ) -> None:
         self._acquire, self._metrics, self._encoder = acquire, metrics, encoder
-        self._requests, self._texts_per_prompt, self._stream = requests, texts_per_prompt, stream
+        self._requests, self._sequences_per_prompt, self._stream = requests, sequences_per_prompt, stream
         self._context_tokens = context_tokens
         self._sent_per_prompt, self._client = sent_per_prompt, client
-        self._ratings = [MeanLogprob() for _ in requests]
+        self._mean_logprobs = [MeanLogprob() for _ in requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer while the client is there."""
+        """Send the response while the client is connected."""
         self._charge, self._abort = charge_of(scope), scope.get(ABORT_KEY, lambda: None)
         await run_while_connected(
             receive, self._send_stream(EventStream(send)) if self._stream else self._send_at_once(send)
@@ -135,7 +141,7 @@ class GenerationResponse:
 
     @asynccontextmanager
     async def _acquired(self, stream: EventStream) -> AsyncIterator[CoordinatorClient]:
-        """The run; comments while it is started."""
+        """Acquire the run; send comments while it is being started."""
         async with contextlib.AsyncExitStack() as stack:
             entering = asyncio.ensure_future(stack.enter_async_context(self._acquire()))
             patience_s = RUN_READY_S
@@ -152,7 +158,10 @@ class GenerationResponse:
     async def _submitted(
         self, coordinator: CoordinatorClient, requests: Sequence[RunRequest], stream: EventStream | None = None
     ) -> AsyncIterator[Mailbox]:
-        """Where the answers arrive. A stream whose reader takes nothing is ended when too much waits."""
+        """Send requests to the run and yield the mailbox of their replies; cancel them at the end of the context.
+
+        The connection of a client that does not read is aborted when too much waits for it.
+        """
         mailbox, names = await coordinator.generate(requests, self._client)
         mailbox.charge, mailbox.overflow = self._charge, self._abort
         if stream is not None:
@@ -163,17 +172,17 @@ class GenerationResponse:
             coordinator.cancel(names)
 
     async def _complete_body(self, coordinator: CoordinatorClient) -> bytes:
-        """Ask, and make the answer of what comes."""
+        """Generate all sequences and return the body of the response."""
         async with self._submitted(coordinator, self._requests) as mailbox:
             finished = await self._collect(mailbox, None)
         sent = [(number, finished[number]) for number in self._sent_numbers()]
-        return self._encoder.whole(sent, usage(finished, self._texts_per_prompt))
+        return self._encoder.whole(sent, usage(finished, self._sequences_per_prompt))
 
     async def _stream_body(self, coordinator: CoordinatorClient, stream: EventStream) -> bytes:
-        """Ask, and pass on what comes; returns the last events."""
+        """Generate all sequences and send their tokens as they arrive; return the last events."""
         async with self._submitted(coordinator, self._requests, stream) as mailbox:
             finished = await self._collect(mailbox, stream)
-        return self._encoder.usage_chunk(usage(finished, self._texts_per_prompt)) + self._encoder.done
+        return self._encoder.usage_chunk(usage(finished, self._sequences_per_prompt)) + self._encoder.done
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -181,27 +190,32 @@ class GenerationResponse:
         await send({"type": "http.response.body", "body": body})
 
     def _sent_numbers(self) -> list[int]:
-        """Which texts are sent: of each prompt those whose tokens are likeliest on the average, the likeliest first,
-        where more were made than are sent."""
-        made, sent = self._texts_per_prompt, self._sent_per_prompt
-        prompts = [range(first, first + made) for first in range(0, len(self._requests), made)]
-        if made == sent:
-            return [number for texts in prompts for number in texts]
+        """Return the numbers of the sequences that are sent.
+
+        If more were generated than are sent, those of each prompt with the highest mean log-probability, best first.
+        """
+        generated, sent = self._sequences_per_prompt, self._sent_per_prompt
+        prompts = [range(first, first + generated) for first in range(0, len(self._requests), generated)]
+        if generated == sent:
+            return [number for numbers in prompts for number in numbers]
         return [
             number
-            for texts in prompts
-            for number in sorted(texts, key=lambda text: self._ratings[text].value, reverse=True)[:sent]
+            for numbers in prompts
+            for number in sorted(numbers, key=lambda number: self._mean_logprobs[number].value, reverse=True)[:sent]
         ]
 
     async def _collect(self, mailbox: Mailbox, stream: EventStream | None) -> list[Finished]:
-        """Wait for all texts, and pass on their pieces as they come, once those that are sent first are accepted: none
-        of these can be refused any more. After a long wait the headers are sent without them."""
+        """Wait for all sequences and return their results; send their tokens to the stream as they arrive.
+
+        Nothing is sent before the first MAX_SENT sequences are accepted, because a refusal before that has an error
+        status. After COMMENT_S without a message the headers are sent nevertheless.
+        """
         finished: dict[int, Finished] = {}
         encoder, begun = self._encoder, set[int]()
         unaccepted, events = min(len(self._requests), MAX_SENT), b""
         while len(finished) < len(self._requests):
-            taken = await mailbox.take(None if stream is None else COMMENT_S)
-            for number, message in taken:
+            messages = await mailbox.take(None if stream is None else COMMENT_S)
+            for number, message in messages:
                 if isinstance(message, Accepted):
                     if message.prompt_tokens >= self._context_tokens:
                         raise prompt_too_long(self._context_tokens, message.prompt_tokens)
@@ -218,7 +232,7 @@ class GenerationResponse:
                     before = encoder.logprob_characters
                     encoder.keep_logprobs(number, message)
                     self._charge.grow(COPIES * (encoder.logprob_characters - before))
-                    self._ratings[number].add(message.logprob)
+                    self._mean_logprobs[number].add(message.logprob)
                 if stream is not None:
                     if number not in begun:
                         begun.add(number)
@@ -228,7 +242,7 @@ class GenerationResponse:
                     )
             if stream is None:
                 continue
-            if not taken:
+            if not messages:
                 events, unaccepted = events + COMMENT, 0
             if unaccepted <= 0:
                 await stream.send_events(events)

@@ -1,7 +1,7 @@
-"""`POST /v1/responses`: OpenAI's newer way to ask. A request becomes one of chat, and its answer has another form.
+"""The request of `POST /v1/responses`, OpenAI's newer API, and its translation to a chat request.
 
-Nothing is stored: every request carries the whole conversation, and what refers to an earlier response is refused.
-Tools are functions that the client runs; what OpenAI runs itself is refused by its name.
+Nothing is stored: every request contains the whole conversation, and references to earlier responses are refused. Tools
+    are functions that the client runs; tools that OpenAI runs are refused by their type.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), refuse_wit
 
 
 class FunctionTool(Function):
-    """A function that the answer may call."""
+    """A function that the completion may call."""
 
     type: Literal["function"]
 
@@ -67,16 +67,16 @@ class FunctionTool(Function):
         return _refusing_hosted(value)
 
     def as_chat(self) -> dict[str, Any]:
-        """As a chat request has it."""
+        """Return the tool in the form of a chat request."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
     def echoed(self) -> dict[str, Any]:
-        """As a response has it."""
+        """Return the tool in the form of a response."""
         return {**self.model_dump(), "strict": bool(self.strict)}
 
 
 class ChosenFunction(RequestModel):
-    """A function of `tools`."""
+    """A choice of one function of `tools`, which the completion must call."""
 
     type: Literal["function"]
     name: FunctionName
@@ -87,25 +87,25 @@ class ChosenFunction(RequestModel):
         return _refusing_hosted(value)
 
     def as_chat(self) -> dict[str, Any]:
-        """As a chat request has it."""
+        """Return the choice in the form of a chat request."""
         return {"type": "function", "function": {"name": self.name}}
 
 
 class AllowedFunctions(RequestModel):
-    """Only some of `tools` may be called."""
+    """A choice that allows a subset of `tools`."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction] = Field(min_length=1, max_length=MAX_TOOLS)
 
     def as_chat(self) -> dict[str, Any]:
-        """As a chat request has it."""
+        """Return the choice in the form of a chat request."""
         allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _refusing_hosted(value: Any) -> Any:
-    """Only functions are called here: the reason by the type of any other tool."""
+    """Refuse a tool of any type but `function`, with the reason for its type."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
         reason = TOOL_REASONS.get(kind, RUN_BY_OPENAI)
@@ -122,7 +122,7 @@ FunctionChoice = Annotated[
 
 
 class NamedSchema(RequestModel):
-    """What a JSON schema describes."""
+    """The completion is JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
@@ -132,7 +132,7 @@ class NamedSchema(RequestModel):
 
 
 class TextOptions(RequestModel):
-    """How the text is to be."""
+    """The form of the completion's text."""
 
     format: Annotated[TextFormat | JsonFormat | NamedSchema, Field(discriminator="type")] | None = Field(
         None, description="what the answer is to be"
@@ -141,7 +141,7 @@ class TextOptions(RequestModel):
 
 
 class ResponsesRequest(SamplingOptions):
-    """Answer a conversation, as the Responses API asks."""
+    """Answer a conversation, with the Responses API."""
 
     input: Annotated[
         Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag(ITEMS)],
@@ -188,11 +188,11 @@ class ResponsesRequest(SamplingOptions):
 
     @property
     def logprobs_per_token(self) -> int | None:
-        """How many likely tokens to name beside each token, None to rate none."""
+        """Return the number of likely tokens to list for each token; None if no log-probabilities are requested."""
         return (self.top_logprobs or 0) if self.top_logprobs is not None or LOGPROBS_INCLUDE in self.include else None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat request. Raises Problem where that would be refused."""
+        """Translate to a chat request. Raises ApiError if that would be refused."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             said = [{"role": "user", "content": self.input}]
@@ -225,7 +225,7 @@ class ResponsesRequest(SamplingOptions):
         return None if asked is None else {"type": asked.type}
 
     def echoed(self) -> dict[str, Any]:
-        """What a response says of the request that it answers."""
+        """Return the fields of a response that repeat its request."""
         asked = self.text.format if self.text is not None else None
         shown = (
             {"type": "text"} if asked is None else json.loads(asked.model_dump_json(by_alias=True, exclude_none=True))

@@ -1,7 +1,7 @@
-"""What answers of `/v1/responses` look like: one object, or events with names and numbers that build it up.
+"""The encoder of `/v1/responses`: one object, or a stream of typed and numbered events that build it up.
 
-The text is an item of one part, and each call of a function an item after it. An item is added when the first of it is
-there, and done when the next begins.
+The text is an item with one part, and each function call is an item after it. An item is added with its first token and
+done when the next item begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 @dataclasses.dataclass
 class Item:
-    """An item of the answer, as it grows. called: the call's id and its function's name; None: it is text."""
+    """An item of the response, which grows.
+
+    call: the id of the call and the name of its function; None for an item of text
+    """
 
     call: tuple[str, str] | None = None
     pieces: list[str] = dataclasses.field(default_factory=list)
@@ -44,11 +47,11 @@ class Item:
 
     @property
     def text(self) -> str:
-        """The text, or the arguments."""
+        """Return the text, or the arguments of the call."""
         return "".join(self.pieces)
 
     def as_json(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """As the response has it. parts: of a text."""
+        """Return the item in the form of the response. parts: the content of an item of text."""
         if self.call is None:
             own = {"type": "message", "role": "assistant", "content": parts}
         else:
@@ -57,8 +60,12 @@ class Item:
 
 
 class ResponsesEncoder(ChatEncoder):
-    """echoed: what a response says of its request; calls: how the answer calls functions, if it may; text: whether
-    there may be text before the first call."""
+    """Encodes one response of `/v1/responses`.
+
+    echoed: the fields of the response that repeat its request
+    calls: the call format; None if no functions may be called
+    text: True if there may be text before the first call
+    """
 
     kind, chunk_kind, prefix = "response", "response", "resp"
     done = b""  # the last event says that it is the last
@@ -77,19 +84,20 @@ class ResponsesEncoder(ChatEncoder):
 
     # ---- in pieces -------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
-        """The response begins."""
+        """Return the events that begin the response."""
         begun = self._response(IN_PROGRESS, [], None)
         return self._typed_event("response.created", response=begun) + self._typed_event(
             "response.in_progress", response=begun
         )
 
     def piece(self, number: int, token: Token) -> bytes:
-        """What a token adds. Ratings are kept too: the whole part comes again at its end."""
+        """Return the events of a token. Its log-probabilities are stored too, because the last events repeat the whole
+        text."""
         self.keep_logprobs(number, token)
         return self._part_events(self._read(token.text))
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """The last item is whole."""
+        """Return the events that end the last item."""
         self._finished = finished
         rest = self._part_events(() if self._reader is None else self._reader.finish())
         if not self._items:
@@ -98,13 +106,13 @@ class ResponsesEncoder(ChatEncoder):
         return rest + self._item_done(self._end(finished, complete=complete))
 
     def usage_chunk(self, total: dict[str, Any]) -> bytes:
-        """The response is whole."""
+        """Return the event that ends the response."""
         assert self._finished is not None
         response = self._whole(self._finished, total)
         return self._typed_event(f"response.{response['status']}", response=response)
 
     def error_chunk(self, problem: ApiError) -> bytes:
-        """The last event of a stream that ends with an error."""
+        """Return the last event of a stream that ends with an error."""
         return self._typed_event("error", code=problem.code, message=problem.message, param=problem.param)
 
     def _read(self, text: str) -> Iterable[Part]:
@@ -113,7 +121,7 @@ class ResponsesEncoder(ChatEncoder):
         return (Content(text),) if text else ()
 
     def _part_events(self, parts: Iterable[Part]) -> bytes:
-        """The events of what more the answer says."""
+        """Return the events of further parts of the completion."""
         return b"".join(event for part in parts for event in self._events_of(part))
 
     def _events_of(self, part: Part) -> Iterable[bytes]:
@@ -145,7 +153,7 @@ class ResponsesEncoder(ChatEncoder):
         return added + self._typed_event("response.content_part.added", **self._part_position, part=self._part("", []))
 
     def _item_done(self, status: str) -> bytes:
-        """The last item of those that are there is whole."""
+        """Return the events that end the last item."""
         item = self._items[-1]
         item.status = status
         if item.call is None:
@@ -165,7 +173,7 @@ class ResponsesEncoder(ChatEncoder):
         return done + self._typed_event("response.output_item.done", output_index=index, item=self._output(item))
 
     def _end(self, finished: Finished, *, complete: bool) -> str:
-        """The status of the last item. complete: whether a call has all its arguments, if that is one."""
+        """Complete the last item and return its status. complete: True if its call has all arguments."""
         item = self._items[-1]
         if item.call is not None:
             return COMPLETED if complete else INCOMPLETE
@@ -191,7 +199,7 @@ class ResponsesEncoder(ChatEncoder):
 
     # ---- in one piece ----------------------------------------------------------------------------------------
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, Any]) -> bytes:
-        """The response."""
+        """Return the body of a whole response."""
         ((_, finished),) = sent
         text, calls, complete = finished.text, list[Call](), False
         if self._calls is not None:
@@ -241,7 +249,7 @@ class ResponsesEncoder(ChatEncoder):
         return self._token_offsets[-1]
 
     def _text_logprobs(self) -> list[tuple[str, ...]]:
-        """Of the text's tokens; those of calls are told nowhere."""
+        """Return the log-probabilities of the text's tokens; those of calls have no place in a response."""
         kept = self._logprobs.get(0, [])
         return kept[: bisect.bisect_left(self._token_offsets, self._text_characters)]
 
@@ -250,5 +258,5 @@ class ResponsesEncoder(ChatEncoder):
 
 
 def _status(finished: Finished) -> str:
-    """A text that was cut off is incomplete."""
+    """Return the status of a response: incomplete if the completion was cut off."""
     return INCOMPLETE if FINISH_REASONS[finished.reason] == "length" else COMPLETED

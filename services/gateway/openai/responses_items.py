@@ -1,6 +1,6 @@
-"""The conversation as requests of the Responses API have it: items, which become the messages of a chat.
+"""The conversation of a Responses API request: items, and their translation to chat messages.
 
-A call is an item of its own there. In a chat it belongs to the assistant's message before it, with the calls beside it.
+A function call is an item of its own. In a chat message it belongs to the assistant's message before it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ NO_REFERENCES = f"{NOT_STORED}, each item itself; many clients do with `store: f
 
 
 class Lenient(RequestModel):
-    """What clients send back as they got it: what is not read is passed over."""
+    """The base of items that clients send back as they received them: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class ContentPart(Lenient):
-    """A piece of a message's text."""
+    """A part of a message's text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
 class RefusalPart(Lenient):
-    """Why an earlier answer was refused; it is passed on as that answer's text."""
+    """A refusal of an earlier answer, which becomes the text of that answer."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """As any part has it."""
         return self.refusal
 
 
@@ -72,7 +71,7 @@ class MessageItem(Lenient):
 
 
 class CallItem(Lenient):
-    """A function that an earlier answer called."""
+    """A function call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -81,7 +80,7 @@ class CallItem(Lenient):
 
 
 class ResultItem(Lenient):
-    """What a function returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(description="of a `function_call` before it")
@@ -89,7 +88,7 @@ class ResultItem(Lenient):
 
 
 class ReasoningItem(Lenient):
-    """What another model thought. It is passed over: no model here was trained to read it."""
+    """Reasoning of another model. It is ignored, because no model here was trained to read it."""
 
     type: Literal["reasoning"]
 
@@ -98,7 +97,7 @@ READ_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class UnreadItem(Lenient):
-    """An item of any other type; refused by its name."""
+    """An item of any other type, which is refused by its type."""
 
     type: str
 
@@ -128,7 +127,7 @@ Item = Annotated[
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as a chat request's messages. Raises Problem where a result is of no call before it."""
+    """Translate items to the messages of a chat request. Raises ApiError if a result belongs to no call before it."""
     messages: list[dict[str, Any]] = []
     called = set[str]()
     for number, item in enumerate(items):

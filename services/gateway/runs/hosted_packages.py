@@ -1,14 +1,15 @@
-"""Packages whose runs come and go: a run is started when a request names its package, and ended when nobody has used it
-for a while, or when its memory is needed for another. `run_pool.py` decides; the command that serves, at the other
-end of a
-link, starts and ends runs as it is told.
+"""Packages whose runs come and go.
 
-| message, a line of JSON | from | meaning |
+A run is started when a request names its package. It is ended when it was unused for a while or its memory is needed
+for another run. `run_pool.py` decides that; the serving command, at the other end of a link, starts and ends runs as it
+is told.
+
+| message, a line of JSON | sender | meaning |
 |---|---|---|
-| `{"serving": true}` | the gateway | it takes requests |
-| `{"start": NAME}`, `{"end": NAME}` | the gateway | start this package's run, or end it |
-| `{"started": NAME, "directory": PATH}` | the command | it has begun; its coordinator says when it is ready |
-| `{"ended": NAME, "why": TEXT, "again_in_s": SECONDS}` | the command | it is over, or could not begin |
+| `{"serving": true}` | the gateway | the gateway accepts requests |
+| `{"start": NAME}`, `{"end": NAME}` | the gateway | start or end the run of this package |
+| `{"started": NAME, "directory": PATH}` | the command | the run was started; its coordinator reports when it is ready |
+| `{"ended": NAME, "why": TEXT, "again_in_s": SECONDS}` | the command | the run has ended or could not be started |
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ ORDERED = "it was ended"
 
 
 class HostedModels(ServedModels):
-    """The packages of a command that serves several. templates_bytes: as in `Models`; end_server: called when that
-    command is gone."""
+    """The packages of a command that serves several.
+
+    templates_bytes: as in `ServedModels`
+    end_server: called when the command at the other end of the link has ended
+    """
 
     def __init__(
         self, models: Sequence[ServedModel], pool: RunPool, templates_bytes: int, end_server: Callable[[], None]
@@ -52,7 +56,7 @@ class HostedModels(ServedModels):
         self._writer: asyncio.StreamWriter | None = None
 
     async def attach(self, link: socket.socket) -> None:
-        """Begin to speak with the command."""
+        """Open the link to the command."""
         reader, self._writer = await asyncio.open_connection(sock=link)
         self._start_task(self._listen(reader))
         self._send({"serving": True})
@@ -70,7 +74,7 @@ class HostedModels(ServedModels):
             self._send_orders()
 
     async def _wait_for_run(self, name: str) -> None:
-        """Wait until its run is live, and hold it. Raises Problem where it cannot be started."""
+        """Wait until a package has a live run, and acquire it. Raises ApiError if it cannot be started."""
         if self._ended is not None:
             raise unavailable(*self._ended)
         if self._pool.state(name) == "live":
@@ -94,7 +98,7 @@ class HostedModels(ServedModels):
             self._send_orders()
 
     def _wake(self, name: str, problem: ApiError | None = None) -> None:
-        """Tell all who wait for a run that they have it, or why not."""
+        """Acquire the run for all requests that wait for it, or fail them with an error."""
         waiting, self._waiting[name] = self._waiting[name], []
         for live in waiting:
             if live.done():
@@ -106,17 +110,16 @@ class HostedModels(ServedModels):
                 live.set_result(None)
 
     async def health(self) -> dict[str, Any]:
-        """That requests are served, and which packages have a run."""
+        """Return the body of `/health`: the state of each package."""
         if self._ended is not None:
             raise unavailable(*self._ended)
         return {"status": "ok", "models": {name: STATE_NAMES[self._pool.state(name)] for name in self._by_name}}
 
     def facts(self) -> list[dict[str, Any]]:
-        """What /v1/models says: whether each has a run, too."""
+        """Return the models for `/v1/models`, with the state of each."""
         return [one | {"state": STATE_NAMES[self._pool.state(one["id"])]} for one in super().facts()]
 
     def end(self, code: str, reason: str) -> None:
-        """The server is ending."""
         self._ended = code, reason
         super().end(code, reason)
         for name in self._waiting:
@@ -147,7 +150,7 @@ class HostedModels(ServedModels):
         self._end_server()
 
     def _run_began(self, model: ServedModel, directory: Path) -> None:
-        """A gateway that was started again hears of runs that it did not ask for."""
+        """Connect to a run. A gateway that was restarted is told of runs that it did not order."""
         self._pool.starting(model.name)
         model.run = Run.of(RunDirectory(directory).endpoint(CONTROL), directory)
         self._start_task(self._await_ready(model, model.run))
@@ -176,7 +179,7 @@ class HostedModels(ServedModels):
             await run.coordinator.close()
 
     def _send_orders(self) -> None:
-        """Give the orders that are due, and look again when the next ones will be."""
+        """Send the orders that are due, and schedule the next ones."""
         now = self._loop.time()
         for order in self._pool.orders(now):
             self._send({order.act: order.name})

@@ -1,7 +1,7 @@
 """`/live`: the run as a monitor sees it, a snapshot four times a second, while clients view it.
 
-One observer serves all viewers, in a thread of its own; the event loop, which carries the texts, only passes on its
-snapshots. Without viewers there is no observer.
+One observer serves all clients, in a thread of its own; the event loop, which also sends completions, only passes on
+its snapshots. Without clients there is no observer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_VIEWERS = 32
 
 
 class LiveFeed:
-    """The observer, while there are viewers."""
+    """Snapshots of one run for all viewers, taken while there are viewers."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -36,7 +36,7 @@ class LiveFeed:
         self._ending: str | None = None
 
     def view(self) -> LiveResponse:
-        """A response for one more viewer. Raises Problem when there are too many, or the server is ending."""
+        """Return a response for one more viewer. Raises ApiError if there are too many, or the server ends."""
         self._require_no_end()
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(
@@ -58,7 +58,7 @@ class LiveFeed:
             raise unavailable("draining", self._ending)
 
     def _fail_next(self, problem: ApiError) -> None:
-        """Raise this where the next snapshot is awaited."""
+        """Raise an error where the next snapshot is awaited."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(problem)
             self._next.exception()  # it counts as seen, though its viewer may have left
@@ -70,11 +70,11 @@ class LiveFeed:
             self._watching = asyncio.create_task(self._watch())
 
     def leave(self, view: LiveResponse) -> None:
-        """The viewer has left."""
+        """Remove a viewer."""
         self._viewers.discard(view)
 
     async def next(self) -> bytes:
-        """The next snapshot, as an event. Raises Problem when the run has ended, or the server does."""
+        """Return the next snapshot as an event. Raises ApiError when the run or the server has ended."""
         self._require_no_end()
         if self._watching is None:
             raise self._over
@@ -110,7 +110,7 @@ class LiveFeed:
 
 
 class LiveResponse:
-    """One viewer's response: an ASGI application."""
+    """The response to one viewer: an ASGI application."""
 
     def __init__(self, live: LiveFeed) -> None:
         self._live = live

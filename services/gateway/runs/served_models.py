@@ -23,24 +23,29 @@ HEALTH_S = 2.0
 
 
 class Run(NamedTuple):
-    """A live run as the gateway sees it."""
+    """A live run: its client and its snapshots."""
 
     coordinator: CoordinatorClient
     live: LiveFeed
 
     @classmethod
     def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
-        """The run with this directory. ended: why it is over, where nobody else says so."""
+        """Connect to a run. ended: as `run_ended` of `CoordinatorClient`."""
         return cls(CoordinatorClient(endpoint, ended), LiveFeed(directory))
 
     def end(self, code: str, reason: str) -> None:
-        """It is over, or the server is: say so to all who wait or look."""
+        """Refuse waiting and further requests and end its streams, because the run or the server has ended."""
         self.coordinator.end(code, reason)
         self.live.end(reason)
 
 
 class ServedModel:
-    """One package: what is known of it whether it has a run or not."""
+    """One package, with or without a run.
+
+    chat: writes prompts with its chat template
+    infill: writes infill prompts; set by `ServedModels`
+    run: its live run, if any
+    """
 
     def __init__(self, package: Package, plan: Plan) -> None:
         self.package, self.context_tokens, self.sequences = package, plan.compute.context_tokens, plan.compute.sequences
@@ -52,7 +57,7 @@ class ServedModel:
         self._created = int(time.time())
 
     def facts(self) -> dict[str, Any]:
-        """What /v1/models says of it."""
+        """Return the model object of `/v1/models`."""
         return {
             "id": self.name,
             "object": "model",
@@ -64,8 +69,10 @@ class ServedModel:
 
 
 class ServedModels:
-    """All of them. This class serves one package with a run that is there; `HostedModels` many, with runs that come and
-    go. templates_bytes: by how much chat templates may make a helper process grow."""
+    """The packages of the server. This class serves one package whose run lasts; `HostedModels` serves several.
+
+    templates_bytes: by how much chat templates may make a helper process grow
+    """
 
     def __init__(self, models: Sequence[ServedModel], templates_bytes: int) -> None:
         self._by_name = {model.name: model for model in models}
@@ -76,7 +83,7 @@ class ServedModels:
             model.chat.templates = self._templates
 
     def find(self, name: str | None) -> ServedModel:
-        """The package of this name, the first where a request names none. Raises Problem where there is none."""
+        """Return the package of this name; the first if the request names none. Raises ApiError if there is none."""
         if name is None:
             return self._first
         if name not in self._by_name:
@@ -87,23 +94,23 @@ class ServedModels:
         return self._by_name[name]
 
     def facts(self) -> list[dict[str, Any]]:
-        """What /v1/models says."""
+        """Return the model objects of `/v1/models`."""
         return [model.facts() for model in self._by_name.values()]
 
     @property
     def live(self) -> list[tuple[str, Run]]:
-        """Those that have a run, by name."""
+        """Return name and run of each package that has a live run."""
         return [(model.name, model.run) for model in self._by_name.values() if model.run is not None]
 
     def run_of(self, model: ServedModel) -> Run:
-        """Its run, to look at. Raises Problem where it has none."""
+        """Return the run of a package. Raises ApiError if it has none."""
         if model.run is None:
             said = f"{model.name} has no run now; the next request for it starts one"
             raise unavailable("asleep", said)
         return model.run
 
     def run_acquirer(self, model: ServedModel) -> AcquireRun:
-        """What a request for this package waits for before it asks."""
+        """Return the function with which a request for this package acquires its run."""
         return partial(self._acquire, model)
 
     @asynccontextmanager
@@ -111,24 +118,24 @@ class ServedModels:
         yield self.run_of(model).coordinator
 
     async def health(self) -> dict[str, Any]:
-        """That requests are served. Raises Problem while the run starts, or its coordinator is being restarted."""
+        """Return the body of `/health`. Raises ApiError while the run starts or its coordinator is being restarted."""
         status = await self.run_of(self._first).coordinator.fresh_status(HEALTH_S)
         if not status.ready:
             raise unavailable("starting", status.notes() or "not all processes of the run are ready")
         return {"status": "ok"}
 
     async def try_templates(self) -> None:
-        """Find out what the chat templates do, and log those that fail."""
+        """Try the chat templates, and log those that fail."""
         for model in self._by_name.values():
             await model.chat.report()
 
     def end(self, code: str, reason: str) -> None:
-        """The server is ending."""
+        """Refuse waiting and further requests, because the server ends."""
         for _, run in self.live:
             run.end(code, reason)
 
     async def close(self) -> None:
-        """Close the connections to all runs, and end the processes of chat templates."""
+        """Close the connections to all runs, and end the helper processes of chat templates."""
         self._templates.close()
         for _, run in self.live:
             await run.coordinator.close()
