@@ -1,4 +1,4 @@
-"""Where snapshots come from: a run on this machine or a watch server elsewhere; and what they wait for."""
+"""The sources of snapshots: a run on this machine, or a watch server elsewhere; and what they wait for."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Source(Protocol):
 
     @property
     def has_answer(self) -> bool:
-        """Whether the newest snapshot contains an answer of the coordinator. Without one a run looks as if it had
+        """True if the newest snapshot contains an answer of the coordinator; without one the run looks as if it had
         just begun."""
         return self.latest is not None and self.latest.uptime_s > 0
 
     @property
     def awaits(self) -> str:
-        """Why there is nothing to see, when there was nothing for PATIENT_S."""
+        """Return what is missing if there was nothing to show for PATIENT_S; else an empty string."""
 
     def poll(self, fresh: bool) -> list[Message]:
-        """Events since the last call. fresh: take a new snapshot if this is where they are made."""
+        """Return the events since the last call. fresh: take a new snapshot, if this source takes them."""
 
     def close(self) -> None:
-        """Let go of the run; the source is of no more use."""
+        """Close the connection to the run; the source cannot be used any more."""
 
 
 class LocalSource(Source):
@@ -123,20 +123,20 @@ class RemoteSource(Source):
 
 
 def open_source(place: str | None) -> Source:
-    """The run at a path, or behind an invitation."""
+    """Open the run at a path, or behind an invitation."""
     if place is not None and place.startswith("tcp://"):
         return RemoteSource(place)
     return LocalSource(None if place is None else Path(place))
 
 
 class WaitReport:
-    """Says on standard error, where no screen shows it, what sources wait for; each thing once."""
+    """Reports on standard error, if there is no screen, what sources wait for; each message once."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
 
     def say(self, sources: Iterable[Source]) -> None:
-        """Say what is new."""
+        """Print messages that were not printed before."""
         for source in sources:
             awaits = source.awaits
             if awaits and (source.name, awaits) not in self._said:

@@ -46,9 +46,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 ENDING = "the server is ending"
-TEXT_BYTES = 1 << 10  # of one text that is asked for, beside its prompt
-KEPT_TOKEN_BYTES = 40  # of a token id in a tuple
-MESSAGE_TOKEN_BYTES = (5, 1)  # of a token id, and of a character, in a message
+SEQUENCE_BYTES = 1 << 10  # memory of one requested sequence, beside its prompt
+TUPLE_TOKEN_BYTES = 40  # memory of a token id in a tuple
+MESSAGE_TOKEN_BYTES = (5, 1)  # size of a token id, and of a character, in a message
 PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_INDEX = "index.html"
 PAGE_HEADERS = {
@@ -96,24 +96,24 @@ class Gateway:
         """Refuse waiting and further requests, and end streams, because the server ends."""
         self._models.end("draining", ENDING)
 
-    # ---- texts -----------------------------------------------------------------------------------------------
+    # ---- OpenAI's API ----------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> GenerationResponse:
-        """Handle `POST /v1/chat/completions`."""
+        """Handle requests to `POST /v1/chat/completions`."""
         body = await read_body(request, ChatRequest)
         return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
 
     async def responses(self, request: Request) -> GenerationResponse:
-        """Handle `POST /v1/responses`."""
-        asked = await read_body(request, ResponsesRequest)
-        form = functools.partial(ResponsesEncoder, asked.echoed())
-        return await self._conversation(request, asked.as_chat(), form, form)
+        """Handle requests to `POST /v1/responses`."""
+        body = await read_body(request, ResponsesRequest)
+        encoder = functools.partial(ResponsesEncoder, body.echoed())
+        return await self._conversation(request, body.as_chat(), encoder, encoder)
 
     async def _conversation(
         self,
         request: Request,
         body: ChatRequest,
-        form: Callable[..., ResponseEncoder],
-        calling: Callable[..., ResponseEncoder],
+        encoder: Callable[..., ResponseEncoder],
+        call_encoder: Callable[..., ResponseEncoder],
     ) -> GenerationResponse:
         """Answer a conversation.
 
@@ -124,54 +124,61 @@ class Gateway:
         model = self._models.find(body.model)
         prompt = await model.chat.write_prompt(body)
         if offer is None:
-            return self._answer(
-                request, model, body, [prompt.text + body.answer_prefix], limit, form, frame=prompt.frame
+            return self._generate(
+                request, model, body, [prompt.text + body.answer_prefix], limit, encoder, frame=prompt.frame
             )
-        form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
-        return self._answer(
-            request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
+        encoder = functools.partial(call_encoder, calls=prompt.calls, text=not offer.required)
+        return self._generate(
+            request, model, body, [prompt.text], limit, encoder, frame=prompt.frame, calls=offer.calls(prompt.calls)
         )
 
     async def completions(self, request: Request) -> GenerationResponse:
-        """Handle `POST /v1/completions`."""
+        """Handle requests to `POST /v1/completions`."""
         body = await read_body(request, CompletionRequest)
         model = self._models.find(body.model)
         if body.suffix:
-            filled = functools.partial(InfillResponse, infill=model.infill, suffix=body.suffix)
-            return self._answer(request, model, body, body.prompts, body.max_tokens, CompletionEncoder, answer=filled)
-        form, answer = (EchoEncoder, EchoResponse) if body.echo else (CompletionEncoder, GenerationResponse)
-        response = self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
+            infill = functools.partial(InfillResponse, infill=model.infill, suffix=body.suffix)
+            encoder: type[ResponseEncoder] = CompletionEncoder
+            return self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=infill)
+        encoder, kind = (EchoEncoder, EchoResponse) if body.echo else (CompletionEncoder, GenerationResponse)
+        response = self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=kind)
         charge_of(request.scope).set(_request_bytes(body.prompts, body.candidates) + _prompt_object_bytes(body.prompts))
         return response
 
-    def _answer(
+    def _generate(
         self,
         request: Request,
         model: ServedModel,
         body: GenerationRequest,
         prompts: Sequence[str | list[int]],
         max_tokens: int,
-        form: Callable[..., ResponseEncoder],
+        encoder: Callable[..., ResponseEncoder],
         *,
         frame: bool = True,
-        answer: Callable[..., GenerationResponse] = GenerationResponse,
+        respond_with: Callable[..., GenerationResponse] = GenerationResponse,
         calls: Calls | None = None,
     ) -> GenerationResponse:
+        """Return the response that generates the completions of a request.
+
+        encoder: called with the fields of a `ResponseEncoder`
+        frame: True if the tokenizer adds its begin and end tokens
+        calls: the calls that a completion may or must contain
+
+        Raises ApiError if the request is too large.
+        """
         if len(prompts) * body.candidates > MAX_SEQUENCES:
             param = "n" if body.candidates == body.n else "best_of"
-            said = (
-                f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_SEQUENCES} of one"
-            )
-            raise ApiError(400, "invalid_value", f"{param}: {said} request", param=param)
+            message = f"{body.candidates} completions for each of {len(prompts)} prompts exceed the limit of a request"
+            raise ApiError(400, "invalid_value", f"{param}: {message}, {MAX_SEQUENCES}", param=param)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
         constraint, client = body.constraint, client_of(request, body.end_user)
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        chooses = body.candidates > body.n
+        needs_ranking = body.candidates > body.n
         charge_of(request.scope).grow(_request_bytes(prompts, body.candidates))
         texts: list[tuple[str | None, tuple[int, ...] | None]] = [
             (prompt, None) if isinstance(prompt, str) else (None, _checked_tokens(prompt, model)) for prompt in prompts
         ]
-        asks = [
+        requests = [
             Generate(
                 request=new_request_id(),
                 prompt=prompt,
@@ -183,7 +190,7 @@ class Gateway:
                 grammar=constraint.text if constraint is not None else None,
                 grammar_syntax=constraint.syntax if constraint is not None else "json",
                 calls=calls,
-                logprobs=0 if chooses and body.logprobs_per_token is None else body.logprobs_per_token,
+                logprobs=0 if needs_ranking and body.logprobs_per_token is None else body.logprobs_per_token,
                 stop=body.stop_strings if calls is None or calls.text else (),
                 owner=client,
                 **body.options,
@@ -192,17 +199,17 @@ class Gateway:
             for number in range(body.candidates)
         ]
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        return answer(
+        return respond_with(
             self._models.run_acquirer(model),
             self._metrics,
-            form(
+            encoder(
                 model.name,
                 model.fingerprint,
                 with_usage=with_usage,
                 with_logprobs=body.logprobs_per_token is not None,
                 end_tokens=model.package.manifest.end_tokens,
             ),
-            asks,
+            requests,
             context_tokens=model.context_tokens,
             sequences_per_prompt=body.candidates,
             sent_per_prompt=body.n,
@@ -210,46 +217,45 @@ class Gateway:
             client=client,
         )
 
-    # ---- small doors -----------------------------------------------------------------------------------------
+    # ---- llama.cpp's endpoints -------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
-        """Handle `POST /tokenize`."""
+        """Handle requests to `POST /tokenize`."""
         return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
 
     async def detokenize(self, request: Request) -> Response:
-        """Handle `POST /detokenize`."""
+        """Handle requests to `POST /detokenize`."""
         return _json(await self._llamacpp.detokenize(request, client_of(request, None)))
 
     async def apply_template(self, request: Request) -> Response:
-        """Handle `POST /apply-template`: return the prompt of a conversation."""
+        """Handle requests to `POST /apply-template`: return the prompt of a conversation."""
         body = await read_body(request, ChatRequest)
         prompt = await self._models.find(body.model).chat.write_prompt(body)
         return _json({"prompt": prompt.text + body.answer_prefix})
 
     async def props(self, request: Request) -> Response:
-        """Handle `GET /props`."""
+        """Handle requests to `GET /props`."""
         return _json(await self._llamacpp.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """Handle `GET /v1/models`."""
+        """Handle requests to `GET /v1/models`."""
         return _json({"object": "list", "data": self._models.facts()})
 
     async def model(self, request: Request) -> Response:
-        """Handle `GET /v1/models/NAME`."""
+        """Handle requests to `GET /v1/models/NAME`."""
         name = self._models.find(request.path_params["name"]).name
-        return _json(next(one for one in self._models.facts() if one["id"] == name))
+        return _json(next(model for model in self._models.facts() if model["id"] == name))
 
     async def health(self, request: Request) -> Response:
-        """Handle `GET /health`: 200 if requests are served, 503 while the run starts or its coordinator is being
-        restarted."""
+        """Handle requests to `GET /health`. Raises ApiError (503) while the run is not ready."""
         return _json(await self._models.health())
 
     async def live(self, request: Request) -> LiveResponse:
-        """Handle `GET /live`: a stream of snapshots of a run."""
+        """Handle requests to `GET /live`: a stream of snapshots of a run."""
         return self._models.run_of(self._models.find(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
-        """Handle `GET /metrics`."""
+        """Handle requests to `GET /metrics`."""
         page = self._metrics.page(
             [
                 (name, await run.coordinator.fresh_status(HEALTH_S), run.coordinator.waiting)
@@ -259,21 +265,23 @@ class Gateway:
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:
-        """Handle `GET /openapi.json`."""
+        """Handle requests to `GET /openapi.json`."""
         return _json(openapi_document(version("neuronpipe")))
 
 
 def _request_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
-    """Return the memory of a request's sequences. Each one that is sent has a copy of its prompt on its way to the
-    coordinator."""
-    texts = len(prompts) * candidates
+    """Return the memory of a request's sequences; each one that is sent holds a copy of its prompt until it is
+    delivered."""
+    sequences = len(prompts) * candidates
     longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)
-    return texts * TEXT_BYTES + min(texts, MAX_SENT) * longest_bytes
+    return sequences * SEQUENCE_BYTES + min(sequences, MAX_SENT) * longest_bytes
 
 
 def _prompt_object_bytes(prompts: Sequence[str | list[int]]) -> int:
     """Return the memory of prompts as Python objects, which is less than the bound that was reserved before parsing."""
-    return sum(sys.getsizeof(one) if isinstance(one, str) else KEPT_TOKEN_BYTES * len(one) for one in prompts)
+    return sum(
+        sys.getsizeof(prompt) if isinstance(prompt, str) else TUPLE_TOKEN_BYTES * len(prompt) for prompt in prompts
+    )
 
 
 def _checked_tokens(tokens: list[int], model: ServedModel) -> tuple[int, ...]:
@@ -322,9 +330,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     detail = error.detail
     if error.status_code == 404:
-        detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
+        detail = "this path does not exist; the API is below /v1, and /openapi.json describes it"
     elif error.status_code == 405:
-        detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
+        detail = f"this path accepts only {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))}"
     text = f"{named(request.method)} {named(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(ApiError(error.status_code, code, text, headers=headers))
@@ -332,4 +340,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     """Answer a request that failed because of a bug; Starlette logs the exception."""
-    return respond(ApiError(500, "internal", "the server made a mistake; its log says which", kind="server_error"))
+    return respond(
+        ApiError(500, "internal", "an internal error; the server's log has the details", kind="server_error")
+    )

@@ -105,7 +105,7 @@ async def _serve_run(
 
     plan = read_plan(run.path / PLAN_FILE)
     model = ServedModel(package, plan)
-    # A run that was started without a gateway has none in its plan.
+    # The plan of a run that was started without a gateway reserves nothing for templates.
     growth_bytes = plan.memory.templates_bytes or templates_bytes(plan.memory.limit_bytes)
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
@@ -124,13 +124,13 @@ def _end_reported(run: RunDirectory, coordinator: CoordinatorClient) -> Iterator
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(run.read().supervisor_pid)
-    except (OSError, AttributeError, UserError):  # an old kernel or libc; the run has just ended
+    except (OSError, AttributeError, UserError):  # an old kernel or libc, or the run has just ended
         yield
         return
 
     def ended() -> None:
         loop.remove_reader(descriptor)
-        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory may take a moment to go
+        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory is removed a moment later
         coordinator.look_at_run()
 
     loop.add_reader(descriptor, ended)
@@ -151,8 +151,8 @@ async def _serve_hosted(hosted: HostedPackages, listener: Listener, link: socket
     over = asyncio.get_running_loop().create_future()
     takes_bytes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
     pool = RunPool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
-    offered = [ServedModel(package, plan) for package, plan in hosted.packages]
-    models = HostedModels(offered, pool, hosted.templates_bytes, lambda: over.set_result(None))
+    served_models = [ServedModel(package, plan) for package, plan in hosted.packages]
+    models = HostedModels(served_models, pool, hosted.templates_bytes, lambda: over.set_result(None))
     await models.attach(link)
     await _serve(models, listener, over)
 
@@ -178,14 +178,14 @@ async def _serve(models: ServedModels, listener: Listener, over: asyncio.Future[
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-    # No request may take the machine's memory: it fails alone.
+    # A request that would take too much memory must fail alone, without taking the machine's memory.
     with bounded_growth(), socket.socket(fileno=listener.descriptor) as listening:
         try:
             server = SleepingServer(config, SIGNALS, gateway.end)
             over.add_done_callback(lambda _: server.end())
-            trying = asyncio.ensure_future(models.try_templates())
+            template_trial = asyncio.ensure_future(models.try_templates())
             await server.serve(sockets=[listening])
-            trying.cancel()
+            template_trial.cancel()
             over.cancel()
         finally:
             await models.close()
@@ -199,12 +199,12 @@ def bounded_growth() -> Iterator[None]:
     The limit is on data, not on address space: each thread reserves 72 MB of addresses for a stack and a heap that stay
     almost empty.
     """
-    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
+    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which takes a megabyte
     writable_bytes = int(statm[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = writable_bytes + MAX_GROWTH_BYTES
-    if soft == resource.RLIM_INFINITY or soft > wanted:
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    limit_bytes = writable_bytes + MAX_GROWTH_BYTES
+    if soft == resource.RLIM_INFINITY or soft > limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
     try:
         yield
     finally:

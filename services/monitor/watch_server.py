@@ -1,7 +1,8 @@
-"""Watching from another machine: a monitor that publishes over TCP what it sees of one run, to clients with the key.
+"""Watching from another machine: a monitor that publishes what it observes of one run over TCP, to clients with the
+key.
 
-The link carries nothing towards the run: watchers can neither ask for text nor cancel it. Without watchers the run is
-not read.
+The link carries nothing towards the run: watchers can neither send nor cancel requests. Without watchers the run is not
+    observed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
 
 
 class WatchServer:
-    """Listens from here on. port: 0 for any. A server that was killed left its keys in the run directory; the next one
-    on the same port takes them up, so that the invitation stays good. `close` makes it void."""
+    """A server that listens for watchers from its creation on. port: 0 for any free port.
+
+    A server that was killed leaves its keys in the run directory. The next one on the same port uses them, so that the
+    invitation stays valid. `close` makes it invalid.
+    """
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:
         self._observer, self._host = observer, host
@@ -40,11 +44,11 @@ class WatchServer:
 
     @property
     def address(self) -> str:
-        """What a watcher needs."""
+        """Return the invitation for watchers: address and key."""
         return f"{endpoint(reached_at(self._host)[0], self._publisher.port)}?key={self._invitation}"
 
     def serve(self, stopped: Callable[[], bool]) -> None:
-        """Publish until told to stop, or until the run ends."""
+        """Publish until `stopped` returns True or the run ends."""
         due_at = 0.0
         try:
             while not stopped():
@@ -62,7 +66,7 @@ class WatchServer:
             self._publisher.send(ENDED)
 
     def close(self) -> None:
-        """Close it; its invitation is void."""
+        """Stop listening; the invitation becomes invalid."""
         self._file.unlink(missing_ok=True)
         self._publisher.close()
         self._context.close()

@@ -285,7 +285,7 @@ def test_a_whole_answer_that_grows_too_large_is_given_up(
 ) -> None:
     monkeypatch.setattr("neuronpipe.services.gateway.openai.response_encoding.MAX_LOGPROB_CHARACTERS", 1000)
     token = dataclasses.replace(TOKEN, logprob=-0.5, piece=b"piece")
-    with pytest.raises(ApiError, match="ask for a stream") as refused:
+    with pytest.raises(ApiError, match="use a stream") as refused:
         rated(kind, *[token] * 100)
     assert (refused.value.status, refused.value.code) == (400, "answer_too_large")
 

@@ -190,12 +190,16 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", NOT_STORED),
         ({"conversation": "conv_1"}, "conversation", NOT_STORED),
         ({"conversation": {"id": "conv_1"}}, "conversation", NOT_STORED),
-        ({"background": True}, "background", "nowhere to fetch"),
+        ({"background": True}, "background", "stores no responses"),
         ({"prompt": {"id": "p"}}, "prompt", "not stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not served: OpenAI runs them"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not supported: OpenAI runs them"),
         ({"tools": [TOOL, {"type": "code_interpreter", "container": {}}]}, "tools.1", "'code_interpreter' are not"),
-        ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0", "'custom' are not served: their input is free"),
-        ({"tools": [{"type": "mcp", "server_url": "u"}]}, "tools.0", "'mcp' are not served: no server is asked"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0", "'custom' are not supported: their input is free"),
+        (
+            {"tools": [{"type": "mcp", "server_url": "u"}]},
+            "tools.0",
+            "'mcp' are not supported: this server does",
+        ),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions have the name 'f'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools to choose"),
@@ -203,10 +207,10 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search' are not"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "not 'any'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", NOT_STORED),
-        ({"input": [CALL, {**RESULT, "call_id": "d"}]}, "input.1.call_id", "no function_call before it"),
-        ({"input": [RESULT, CALL]}, "input.0.call_id", "no function_call before it"),
+        ({"input": [CALL, {**RESULT, "call_id": "d"}]}, "input.1.call_id", "no earlier function_call"),
+        ({"input": [RESULT, CALL]}, "input.0.call_id", "no earlier function_call"),
         ({"input": [CALL, {**RESULT, "output": [{"type": "input_image"}]}]}, None, "input_image"),
-        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call' are not read"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call' are not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "reasoning"}], "instructions": "i"}, "input", "a message in it"),
@@ -227,7 +231,13 @@ def test_what_is_not_served_is_refused_with_its_reason(asked: dict[str, Any], pa
 def form(
     *, with_logprobs: bool = False, calls: CallFormat | None = None, text: bool = True, **body: Any
 ) -> ResponsesEncoder:
-    about: dict[str, Any] = {"with_usage": False, "with_logprobs": with_logprobs, "end_tokens": {END}, "calls": calls, "text": text}
+    about: dict[str, Any] = {
+        "with_usage": False,
+        "with_logprobs": with_logprobs,
+        "end_tokens": {END},
+        "calls": calls,
+        "text": text,
+    }
     return ResponsesEncoder(parsed(**body).echoed(), "model", "np", **about)
 
 

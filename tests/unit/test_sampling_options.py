@@ -140,7 +140,8 @@ def test_names_and_meanings_are_the_same_everywhere() -> None:
     fields = openapi_document("1")["components"]["schemas"]["CompletionRequest"]["properties"]
     for option in SAMPLING_OPTIONS:
         assert helps[flag(option)].startswith(option.meaning)
-        assert fields[IN_HTTP.get(option.name, option.name)]["anyOf"][0]["description"].startswith(option.meaning)
+        description = fields[IN_HTTP.get(option.name, option.name)]["anyOf"][0]["description"]
+        assert description.lower().startswith(option.meaning.lower())
     assert "--repeat-penalty" not in helps
 
 

@@ -50,7 +50,7 @@ class ApiError(Exception):
             self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
 
     def body(self) -> bytes:
-        """Return the JSON body."""
+        """Return the error object as JSON."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 

@@ -143,7 +143,9 @@ class BoundedProtocol(H11Protocol):
 
         Returns False if no connection is idle.
         """
-        protocols = [other for other in self.connections if other is not self and isinstance(other, BoundedProtocol)]
+        protocols = [
+            protocol for protocol in self.connections if protocol is not self and isinstance(protocol, BoundedProtocol)
+        ]
         idle = [protocol for protocol in protocols if protocol.is_idle]
         if not idle:
             return False

@@ -60,7 +60,7 @@ class Metrics:
         self._responses.labels(path, str(status)).inc()
 
     def finished(self, finished: Finished) -> None:
-        """Count a finished sequence."""
+        """Count a finished sequence and its tokens."""
         self._texts.labels(finished.reason).inc()
         self._prompt_tokens.inc(finished.prompt_tokens)
         self._tokens.inc(finished.tokens)

@@ -11,31 +11,37 @@ from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.memory_account import charge_of
 from neuronpipe.services.gateway.http.request_body import read_body
 from neuronpipe.services.gateway.http.schema_base import RequestModel
-from neuronpipe.services.gateway.openai.request_schema import HTTP_NAMES, TokenId
+from neuronpipe.services.gateway.openai.request_schema import HTTP_NAMES, MODEL, TokenId
 from neuronpipe.services.gateway.runs.served_models import ServedModels
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
-TOKEN_BYTES = 100  # of one token with its piece, as a message
-PIECE_BYTES = 260  # and of what is made of both for the answer
+TOKEN_BYTES = 100  # memory of one token with its piece in the message
+PIECE_BYTES = 260  # memory of both in the response
 
 
 class TokenizeRequest(RequestModel):
     """Encode a text as token ids."""
 
-    model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
-    content: str = Field(description="the text")
-    add_special: bool = Field(False, description="with the tokens that the tokenizer puts round a text")
-    parse_special: Literal[True] = Field(True, description="names of special tokens in a text are these tokens")
-    with_pieces: bool = Field(False, description="with the text of each token; bytes where that is no text")
+    model: str | None = Field(None, description=MODEL)
+    content: str = Field(description="The text to encode.")
+    add_special: bool = Field(False, description="Add the begin and end tokens of the tokenizer.")
+    parse_special: Literal[True] = Field(
+        True, description="Names of special tokens in the text always become these tokens; only true is accepted."
+    )
+    with_pieces: bool = Field(
+        False,
+        description="Return objects with `id` and `piece`, the text of the token, or a list of its bytes if it is not "
+        "valid UTF-8.",
+    )
 
 
 class DetokenizeRequest(RequestModel):
     """Decode token ids to text."""
 
-    model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
-    tokens: list[TokenId] = Field(description="token ids")
-    skip_special_tokens: bool = Field(False, description="leave the names of special tokens out of the text")
+    model: str | None = Field(None, description=MODEL)
+    tokens: list[TokenId] = Field(description="The token ids to decode.")
+    skip_special_tokens: bool = Field(False, description="Omit the names of special tokens.")
 
 
 class EmbeddingsRequest(RequestModel):
@@ -45,7 +51,7 @@ class EmbeddingsRequest(RequestModel):
 
 
 class LlamaCppApi:
-    """The endpoints' implementations."""
+    """The implementation of these endpoints."""
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models
@@ -71,7 +77,9 @@ class LlamaCppApi:
         """Return the body of `GET /props`: properties of a model and the defaults of its sampling options."""
         model = self._models.find(name)
         manifest, defaults = model.package.manifest, Generate(request="", prompt="")
-        params = {HTTP_NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
+        params = {
+            HTTP_NAMES.get(option.name, option.name): getattr(defaults, option.name) for option in SAMPLING_OPTIONS
+        }
         chat, report = manifest.chat, await model.chat.report()
         return {
             "default_generation_settings": {
@@ -92,9 +100,10 @@ class LlamaCppApi:
         }
 
     async def embeddings(self, request: Request) -> NoReturn:
-        """Refuse embeddings. Raises ApiError."""
+        """Refuse a request for embeddings. Raises ApiError."""
         await read_body(request, EmbeddingsRequest)
-        raise ApiError(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
+        message = "embeddings are not supported: the models of this server generate text"
+        raise ApiError(400, "unsupported_endpoint", message)
 
     async def _tokenize(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
         async with self._models.run_acquirer(self._models.find(model))() as coordinator:

@@ -49,11 +49,11 @@ class CallParser:
 
     def __init__(self, calls: CallFormat, *, text: bool = True) -> None:
         self._format = calls
-        self._buffer = ""  # not understood yet
+        self._buffer = ""  # text that was not parsed yet
         self._state = self._text if text and calls.marker else self._before
         self._count = 0
         self._depth, self._quoted, self._escaped = 0, False, False
-        self.complete = False  # whether the last call is
+        self.complete = False
 
     def push(self, text: str) -> Iterator[Part]:
         """Parse more text; yield the parts that are certain now. Text that may begin a call is held back."""
@@ -70,19 +70,19 @@ class CallParser:
             yield Content(self._buffer)
         self._buffer = ""
 
-    # ---- what can be next ------------------------------------------------------------------------------------
+    # ---- states: each parses the beginning of the buffer and sets the next state ----------------------------
     def _text(self) -> Iterator[Part]:
         marker = self._format.marker
         at = self._buffer.find(marker)
         if at >= 0:
             self._state = self._before
-        else:  # its end may begin a marker
+        else:  # the end of the buffer may be the beginning of a marker
             starts = (size for size in range(len(marker) - 1, 0, -1) if self._buffer.endswith(marker[:size]))
             at = len(self._buffer) - next(starts, 0)
-        shown = self._buffer[:at].rstrip()  # white space before a call is none of the text
-        if shown:
-            yield Content(shown)
-        self._buffer = self._buffer[len(shown) :]
+        text = self._buffer[:at].rstrip()  # white space before a call is not part of the text
+        if text:
+            yield Content(text)
+        self._buffer = self._buffer[len(text) :]
 
     def _only_text(self) -> Iterator[Part]:
         yield Content(self._buffer)
@@ -93,7 +93,7 @@ class CallParser:
         if end is None:
             self._state = self._only_text
         elif end:
-            # Until a name is there, it may be text after all.
+            # Until the name follows, the text may turn out not to be a call.
             name = NAME_CHARACTERS.match(self._buffer, end)
             if name is not None and name.end() < len(self._buffer):
                 self._buffer, self._state = self._buffer[end:], self._name
@@ -135,13 +135,13 @@ class CallParser:
         self._buffer = ""
         yield from ()
 
-    def _skip(self, text: str, parse_answer: Any) -> None:
+    def _skip(self, text: str, next_state: Any) -> None:
         """Skip text that must come next and continue with `next_state`; ignore the rest if something else comes."""
         end = _match_ignoring_space(text, self._buffer)
         if end is None:
             self._state = self._ignore_rest
         elif end:
-            self._buffer, self._state = self._buffer[end:], parse_answer
+            self._buffer, self._state = self._buffer[end:], next_state
 
     def _count_brackets(self, character: str) -> None:
         """Follow one more character of the JSON object of the arguments."""
@@ -161,14 +161,14 @@ class CallParser:
 def _match_ignoring_space(expected: str, text: str) -> int | None:
     """Return the length of the text that matches `expected`, ignoring white space; 0 while the match is incomplete,
     None if the text differs."""
-    wanted = [character for character in expected if not character.isspace()]
+    missing = [character for character in expected if not character.isspace()]
     for at, character in enumerate(text):
         if character.isspace():
             continue
-        if character != wanted[0] and not (wanted[0] == WILD and character.isascii() and character.isalnum()):
+        if character != missing[0] and not (missing[0] == WILD and character.isascii() and character.isalnum()):
             return None
-        del wanted[0]
-        if not wanted:
+        del missing[0]
+        if not missing:
             return at + 1
     return 0
 
@@ -185,16 +185,17 @@ def parse_answer(text: str, calls: CallFormat, *, before: bool = True) -> tuple[
 
     before: True if there may be text before the first call
     """
-    reader = CallParser(calls, text=before)
-    said, found = "", list[Call]()
-    for part in (*reader.push(text), *reader.finish()):
+    parser = CallParser(calls, text=before)
+    content, parsed_calls = "", list[Call]()
+    for part in (*parser.push(text), *parser.finish()):
         if isinstance(part, Content):
-            said += part.text
+            content += part.text
         elif isinstance(part, CallStart):
-            found.append(Call(part.name, ""))
+            parsed_calls.append(Call(part.name, ""))
         else:
-            found[part.call] = Call(found[part.call].name, found[part.call].arguments + part.text)
-    return said, found, bool(found) and reader.complete
+            call = parsed_calls[part.call]
+            parsed_calls[part.call] = Call(call.name, call.arguments + part.text)
+    return content, parsed_calls, bool(parsed_calls) and parser.complete
 
 
 class ToolCallEncoder(ChatEncoder):
@@ -207,27 +208,27 @@ class ToolCallEncoder(ChatEncoder):
     def __init__(self, *about: Any, calls: CallFormat, text: bool, **more: Any) -> None:
         super().__init__(*about, **more)
         self._calls, self._may_have_text = calls, text
-        self._readers: dict[int, CallParser] = {}
+        self._parsers: dict[int, CallParser] = {}
 
     def first(self, number: int) -> bytes:
         """Return the chunk that names the role; its content is null because there may be no text."""
-        self._readers[number] = CallParser(self._calls, text=self._may_have_text)
+        self._parsers[number] = CallParser(self._calls, text=self._may_have_text)
         return self._event(number, '"delta": {"role": "assistant", "content": null}', "null", "null")
 
     def piece(self, number: int, token: Token) -> bytes:
         """Return the chunks of a token; empty while its text may belong to a call or to the text."""
-        deltas = [self._delta(part) for part in self._readers[number].push(token.text)]
+        deltas = [self._delta(part) for part in self._parsers[number].push(token.text)]
         rated = self._with_logprobs and token.token not in self._end_tokens
         if not rated:
             return b"".join(self._event(number, delta, "null", "null") for delta in deltas)
-        ratings = self._logprob_lists([self._encode_logprobs(token, self._text_offset(number, token))])
-        first, *others = deltas or [self._empty_content]
-        events = [self._event(number, first, ratings, "null")]
-        return b"".join(events + [self._event(number, delta, "null", "null") for delta in others])
+        logprobs = self._logprob_lists([self._encode_logprobs(token, self._text_offset(number, token))])
+        first, *later_deltas = deltas or [self._empty_content]
+        events = [self._event(number, first, logprobs, "null")]
+        return b"".join(events + [self._event(number, delta, "null", "null") for delta in later_deltas])
 
     def last(self, number: int, finished: Finished) -> bytes:
         """Return the chunks of held back text and the chunk that ends a sequence."""
-        parts = self._readers.pop(number).finish()
+        parts = self._parsers.pop(number).finish()
         events = [self._event(number, self._delta(part), "null", "null") for part in parts]
         return b"".join(events) + super().last(number, finished)
 

@@ -59,7 +59,7 @@ class PromptWriter:
 
     def __init__(self, package: Package) -> None:
         self._package = package
-        self._form: CallFormat | None = None
+        self._call_format: CallFormat | None = None  # once a prompt has needed it
         self._report: asyncio.Task[TemplateReport] | None = None
 
     async def write_prompt(self, request: ChatRequest) -> Prompt:
@@ -80,7 +80,7 @@ class PromptWriter:
                 marked=request.constraint is not None,
                 settings=request.chat_template_kwargs,
                 begins_answer=request.continue_final_message or request.add_generation_prompt is not False,
-                form=self._form,
+                form=self._call_format,
             )
             written = WrittenPrompt.decoded(await self.templates.run(self._package.manifest.name, job.encoded()))
         except Refused as refused:
@@ -90,7 +90,7 @@ class PromptWriter:
         except TemplateError as error:
             message = f"the model's chat template fails: {error}; correct it and convert the model again"
             raise ApiError(500, "chat_template_failed", message, kind="server_error") from None
-        self._form = written.form or self._form
+        self._call_format = written.form or self._call_format
         return Prompt(written.text, frame=False, calls=written.calls)
 
     async def report(self) -> TemplateReport | None:

@@ -113,11 +113,11 @@ class Infill:
 
     async def prompts(self, prefixes: Sequence[str], suffix: str, client: str) -> InfillPrompts:
         """Return the prompts of a suffix with each of these prefixes. Raises ApiError as `format` does."""
-        found = await self.format(client)
-        if not found.format.bare:
-            return InfillPrompts([found.format.prompt(prefix, suffix) for prefix in prefixes], found.end_tokens)
-        *before, marked = await self._tokens([*prefixes, MARK + suffix], client)
-        return InfillPrompts([found.prompt(prefix, marked) for prefix in before], found.end_tokens)
+        infill = await self.format(client)
+        if not infill.format.bare:
+            return InfillPrompts([infill.format.prompt(prefix, suffix) for prefix in prefixes], infill.end_tokens)
+        *prefix_tokens, marked_suffix = await self._tokens([*prefixes, MARK + suffix], client)
+        return InfillPrompts([infill.prompt(prefix, marked_suffix) for prefix in prefix_tokens], infill.end_tokens)
 
     async def _find(self, client: str) -> InfillTokens | None:
         names = list(dict.fromkeys(name for format in INFILL_FORMATS for name in (*format.names, *format.ends)))

@@ -262,7 +262,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    """Answer a conversation."""
+    """Answer a conversation with a completion."""
 
     messages: list[ChatMessage] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The messages of the conversation, oldest first."

@@ -85,8 +85,8 @@ class ResponseEncoder(ABC):
         rated = token.token not in self._end_tokens
         if not rated and not token.text:
             return b""
-        ratings = [self._encode_logprobs(token, self._text_offset(number, token))] if rated else []
-        return self._event(number, self._text_content(token.text), self._logprob_lists(ratings), "null")
+        logprobs = [self._encode_logprobs(token, self._text_offset(number, token))] if rated else []
+        return self._event(number, self._text_content(token.text), self._logprob_lists(logprobs), "null")
 
     def last(self, number: int, finished: Finished) -> bytes:
         """Return the chunk that ends a sequence."""
@@ -101,8 +101,8 @@ class ResponseEncoder(ABC):
         """Return the last chunk of a stream that ends with an error."""
         return b"data: " + problem.body() + b"\n\n"
 
-    def _event(self, number: int, content: str, ratings: str, reason: str) -> bytes:
-        choice = f'{number}, {content}, "logprobs": {ratings}, "finish_reason": {reason}}}'
+    def _event(self, number: int, content: str, logprobs: str, reason: str) -> bytes:
+        choice = f'{number}, {content}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
         return f"{self._opening}{choice}{self._closing}".encode()
 
     # ---- whole responses -------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ class ResponseEncoder(ABC):
         """Store the log-probabilities of a token. Raises ApiError if the response becomes too large."""
         if not self._with_logprobs or token.token in self._end_tokens:
             return
-        rating = self._encode_logprobs(token, self._text_offset(number, token))
-        self._logprobs.setdefault(number, []).append(rating)
-        self._count_logprobs(rating)
+        token_logprobs = self._encode_logprobs(token, self._text_offset(number, token))
+        self._logprobs.setdefault(number, []).append(token_logprobs)
+        self._count_logprobs(token_logprobs)
 
-    def _count_logprobs(self, rating: EncodedLogprobs) -> None:
+    def _count_logprobs(self, token_logprobs: EncodedLogprobs) -> None:
         """Count stored log-probabilities. Raises ApiError if the response becomes too large."""
-        self.logprob_characters += sum(map(len, rating))
+        self.logprob_characters += sum(map(len, token_logprobs))
         if self.logprob_characters > MAX_LOGPROB_CHARACTERS:
             message = "logprobs: the response is too large to be sent whole; use a stream, fewer completions or tokens"
             raise ApiError(400, "answer_too_large", message, param="logprobs")
@@ -125,9 +125,9 @@ class ResponseEncoder(ABC):
         """Return the body of a whole response. sent: number and result of each sequence, in the order of sending."""
         choices = []
         for index, (number, finished) in enumerate(sent):
-            ratings = self._logprob_lists(self._logprobs.pop(number, [])) if self._with_logprobs else "null"
+            logprobs = self._logprob_lists(self._logprobs.pop(number, [])) if self._with_logprobs else "null"
             choice = {"index": index, **self._content(finished), "finish_reason": self._reason(finished)}
-            choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
+            choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}}}')
         head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
 
@@ -135,8 +135,8 @@ class ResponseEncoder(ABC):
         """Return `finish_reason` of a sequence."""
         return FINISH_REASONS[finished.reason]
 
-    def _logprob_lists(self, ratings: Sequence[EncodedLogprobs]) -> str:
-        columns = zip(*ratings, strict=True) if ratings else ((),) * len(self._logprob_keys)
+    def _logprob_lists(self, logprobs: Sequence[EncodedLogprobs]) -> str:
+        columns = zip(*logprobs, strict=True) if logprobs else ((),) * len(self._logprob_keys)
         lists = (f'"{name}": [{", ".join(items)}]' for name, items in zip(self._logprob_keys, columns, strict=True))
         return f"{{{', '.join(lists)}{self._logprob_suffix}}}"
 
@@ -159,7 +159,7 @@ class ResponseEncoder(ABC):
 
 
 class ChatEncoder(ResponseEncoder):
-    """The encoder of `/v1/chat/completions`."""
+    """The encoder of responses of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _empty_content = '"delta": {}'
@@ -193,7 +193,7 @@ def _logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class CompletionEncoder(ResponseEncoder):
-    """The encoder of `/v1/completions`."""
+    """The encoder of responses of `/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
     _empty_content = '"text": ""'

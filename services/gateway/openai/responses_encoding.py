@@ -53,10 +53,10 @@ class Item:
     def as_json(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the item in the form of the response. parts: the content of an item of text."""
         if self.call is None:
-            own = {"type": "message", "role": "assistant", "content": parts}
+            fields = {"type": "message", "role": "assistant", "content": parts}
         else:
-            own = {"type": "function_call", "call_id": self.call[0], "name": self.call[1], "arguments": self.text}
-        return {"id": self.id, "status": self.status, **own}
+            fields = {"type": "function_call", "call_id": self.call[0], "name": self.call[1], "arguments": self.text}
+        return {"id": self.id, "status": self.status, **fields}
 
 
 class ResponsesEncoder(ChatEncoder):
@@ -75,9 +75,9 @@ class ResponsesEncoder(ChatEncoder):
     ) -> None:
         super().__init__(*about, **more)
         self._echoed, self._calls, self._may_have_text = echoed, calls, text
-        self._reader = None if calls is None else CallParser(calls, text=text)
+        self._parser = None if calls is None else CallParser(calls, text=text)
         self._items: list[Item] = []
-        self._events = self._sent_logprobs = 0  # events that were made, ratings that were told in them
+        self._events = self._sent_logprobs = 0  # events that were made, logprobs that were told in them
         self._token_offsets: list[int] = []  # of rated tokens, in characters of the answer
         self._text_characters = 0
         self._finished: Finished | None = None
@@ -99,11 +99,11 @@ class ResponsesEncoder(ChatEncoder):
     def last(self, number: int, finished: Finished) -> bytes:
         """Return the events that end the last item."""
         self._finished = finished
-        rest = self._part_events(() if self._reader is None else self._reader.finish())
+        events = self._part_events(() if self._parser is None else self._parser.finish())
         if not self._items:
-            rest += self._added(Item())
-        complete = self._reader is not None and self._reader.complete
-        return rest + self._item_done(self._end(finished, complete=complete))
+            events += self._added(Item())
+        complete = self._parser is not None and self._parser.complete
+        return events + self._item_done(self._end(finished, complete=complete))
 
     def usage_chunk(self, total: dict[str, Any]) -> bytes:
         """Return the event that ends the response."""
@@ -116,8 +116,8 @@ class ResponsesEncoder(ChatEncoder):
         return self._typed_event("error", code=problem.code, message=problem.message, param=problem.param)
 
     def _read(self, text: str) -> Iterable[Part]:
-        if self._reader is not None:
-            return self._reader.push(text)
+        if self._parser is not None:
+            return self._parser.push(text)
         return (Content(text),) if text else ()
 
     def _part_events(self, parts: Iterable[Part]) -> bytes:
@@ -137,8 +137,8 @@ class ResponsesEncoder(ChatEncoder):
                 yield self._added(Item())
             self._items[-1].pieces.append(part.text)
             self._text_characters += len(part.text)
-            ratings = self._text_logprobs()
-            new, self._sent_logprobs = ratings[self._sent_logprobs :], len(ratings)
+            logprobs = self._text_logprobs()
+            new, self._sent_logprobs = logprobs[self._sent_logprobs :], len(logprobs)
             yield self._typed_event(
                 "response.output_text.delta", **self._part_position, delta=part.text, logprobs=self._decoded(new)
             )
@@ -157,10 +157,10 @@ class ResponsesEncoder(ChatEncoder):
         item = self._items[-1]
         item.status = status
         if item.call is None:
-            ratings = self._decoded(self._text_logprobs())
-            part = self._part(item.text, ratings)
+            logprobs = self._decoded(self._text_logprobs())
+            part = self._part(item.text, logprobs)
             done = self._typed_event(
-                "response.output_text.done", **self._part_position, text=item.text, logprobs=ratings
+                "response.output_text.done", **self._part_position, text=item.text, logprobs=logprobs
             ) + self._typed_event("response.content_part.done", **self._part_position, part=part)
         else:
             done = self._typed_event(
@@ -240,21 +240,21 @@ class ResponsesEncoder(ChatEncoder):
     def _output(self, item: Item) -> dict[str, Any]:
         return item.as_json([self._part(item.text, self._decoded(self._text_logprobs()))])
 
-    def _part(self, text: str, ratings: list[Any]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": ratings}
+    def _part(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    # ---- ratings ---------------------------------------------------------------------------------------------
+    # ---- logprobs ---------------------------------------------------------------------------------------------
     def _text_offset(self, number: int, token: Token) -> int:
         self._token_offsets.append(super()._text_offset(number, token))
         return self._token_offsets[-1]
 
     def _text_logprobs(self) -> list[tuple[str, ...]]:
         """Return the log-probabilities of the text's tokens; those of calls have no place in a response."""
-        kept = self._logprobs.get(0, [])
-        return kept[: bisect.bisect_left(self._token_offsets, self._text_characters)]
+        stored = self._logprobs.get(0, [])
+        return stored[: bisect.bisect_left(self._token_offsets, self._text_characters)]
 
-    def _decoded(self, ratings: Sequence[tuple[str, ...]]) -> list[Any]:
-        return [json.loads(one) for (one,) in ratings] if self._with_logprobs else []
+    def _decoded(self, logprobs: Sequence[tuple[str, ...]]) -> list[Any]:
+        return [json.loads(encoded) for (encoded,) in logprobs] if self._with_logprobs else []
 
 
 def _status(finished: Finished) -> str:

@@ -88,7 +88,7 @@ class HostedModels(ServedModels):
             await live
         except asyncio.CancelledError:
             if live.done() and not live.cancelled() and live.exception() is None:
-                self._pool.release(name, self._loop.time())  # it was given to a client that has just left
+                self._pool.release(name, self._loop.time())  # `_wake` acquired it for a client that has just left
             raise
         finally:
             with contextlib.suppress(ValueError):
@@ -106,7 +106,7 @@ class HostedModels(ServedModels):
             if problem is not None:
                 live.set_exception(problem)
             else:
-                self._pool.acquire(name)  # now: another package must not take its room before it was used
+                self._pool.acquire(name)  # here, so that no other package takes its room before it was used
                 live.set_result(None)
 
     async def health(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class HostedModels(ServedModels):
 
     def facts(self) -> list[dict[str, Any]]:
         """Return the models for `/v1/models`, with the state of each."""
-        return [one | {"state": STATE_NAMES[self._pool.state(one["id"])]} for one in super().facts()]
+        return [facts | {"state": STATE_NAMES[self._pool.state(facts["id"])]} for facts in super().facts()]
 
     def end(self, code: str, reason: str) -> None:
         self._ended = code, reason
@@ -141,11 +141,11 @@ class HostedModels(ServedModels):
     # ---- the command -----------------------------------------------------------------------------------------
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
-            said = json.loads(line)
-            if "started" in said:
-                self._run_began(self._by_name[said["started"]], Path(said["directory"]))
-            elif "ended" in said:
-                await self._run_ended(self._by_name[said["ended"]], said["why"], said["again_in_s"])
+            message = json.loads(line)
+            if "started" in message:
+                self._run_began(self._by_name[message["started"]], Path(message["directory"]))
+            elif "ended" in message:
+                await self._run_ended(self._by_name[message["ended"]], message["why"], message["again_in_s"])
             self._send_orders()
         self._end_server()
 
@@ -171,8 +171,8 @@ class HostedModels(ServedModels):
         run, model.run = model.run, None
         self._pool.ended(model.name)
         if not ordered:
-            said = f"the run of {model.name} has ended: {why}"
-            problem = ApiError(503, "restarting", said, kind="server_error", retry_after_s=again_in_s)
+            message = f"the run of {model.name} has ended: {why}"
+            problem = ApiError(503, "restarting", message, kind="server_error", retry_after_s=again_in_s)
             self._wake(model.name, problem)
         if run is not None:
             run.end("ended", ORDERED if ordered else why)

@@ -32,7 +32,7 @@ class LiveFeed:
         self._viewers: set[LiveResponse] = set()
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
-        self._over = unavailable("ended", "the last viewer has left")
+        self._over = unavailable("ended", "the last viewer has disconnected")
         self._ending: str | None = None
 
     def view(self) -> LiveResponse:
@@ -42,7 +42,7 @@ class LiveFeed:
             raise ApiError(
                 429,
                 "rate_limit_exceeded",
-                f"{MAX_VIEWERS} clients view this run already",
+                f"{MAX_VIEWERS} clients view this run already; try again later",
                 kind="rate_limit_error",
                 retry_after_s=5,
             )
@@ -61,7 +61,7 @@ class LiveFeed:
         """Raise an error where the next snapshot is awaited."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(problem)
-            self._next.exception()  # it counts as seen, though its viewer may have left
+            self._next.exception()  # mark it as retrieved, though its viewer may have left
 
     async def enter(self, view: LiveResponse) -> None:
         """Count a viewer; the first one starts the observer."""
@@ -70,7 +70,7 @@ class LiveFeed:
             self._watching = asyncio.create_task(self._watch())
 
     def leave(self, view: LiveResponse) -> None:
-        """Remove a viewer."""
+        """Remove a viewer; the observer ends without viewers."""
         self._viewers.discard(view)
 
     async def next(self) -> bytes:
@@ -97,10 +97,10 @@ class LiveFeed:
                 await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
         except UserError as error:
             self._over = unavailable("ended", str(error))
-        except Exception as error:  # a mistake of ours: not that the run has ended, nor that nobody looks
+        except Exception as error:  # a bug; without this, viewers would be told that the run has ended
             traceback.print_exc()
-            said = f"the run cannot be looked at: {type(error).__name__}; the server's log says more"
-            self._over = ApiError(500, "internal", said, kind="server_error")
+            message = f"the run cannot be observed: {type(error).__name__}; the server's log has the details"
+            self._over = ApiError(500, "internal", message, kind="server_error")
         finally:
             self._watching = None
             self._fail_next(self._over)

@@ -35,7 +35,7 @@ class Order(NamedTuple):
 class _Member:
     takes_bytes: int
     state: State = "asleep"
-    holders: int = 0
+    users: int = 0
     used_at: float = -math.inf
 
 
@@ -54,7 +54,7 @@ class RunPool:
     def state(self, name: str) -> State:
         return self._members[name].state
 
-    # ---- what requests do --------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------
     def request(self, name: str) -> None:
         """Note that a request waits for this package's run."""
         if name not in self._requested and self.state(name) in ("asleep", "leaving", "ending"):
@@ -67,14 +67,14 @@ class RunPool:
 
     def acquire(self, name: str) -> None:
         """Note that a request uses this run, which must be live, until `release`."""
-        self._members[name].holders += 1
+        self._members[name].users += 1
 
     def release(self, name: str, now: float) -> None:
         """Note that a request does not use this run any more."""
         member = self._members[name]
-        member.holders, member.used_at = member.holders - 1, now
+        member.users, member.used_at = member.users - 1, now
 
-    # ---- what runs do ------------------------------------------------------------------------------------------
+    # ---- runs --------------------------------------------------------------------------------------------------
     def starting(self, name: str) -> None:
         """Note that this run is being started."""
         self._members[name].state = "starting"
@@ -89,17 +89,17 @@ class RunPool:
         """Note that this run has ended."""
         self._members[name].state = "asleep"
 
-    # ---- what is to be done ------------------------------------------------------------------------------------
+    # ---- orders ------------------------------------------------------------------------------------------------
     def orders(self, now: float) -> list[Order]:
         """Return the orders that are due. Each order is returned once."""
         for member in self._members.values():
-            if member.state == "live" and not member.holders and now >= member.used_at + self._keep_alive_s:
+            if member.state == "live" and not member.users and now >= member.used_at + self._keep_alive_s:
                 member.state = "leaving"
         if self._requested:
             self._make_room(self._requested[0])
         orders = []
         for name, member in self._members.items():
-            if member.state == "leaving" and not member.holders:
+            if member.state == "leaving" and not member.users:
                 member.state = "ending"
                 orders.append(Order("end", name))
         while self._requested and self._can_start(self._requested[0]):
@@ -109,16 +109,16 @@ class RunPool:
 
     def due_at(self) -> float:
         """Return when the next run will have been unused for keep_alive_s; infinite if there is none."""
-        idle = [one.used_at for one in self._members.values() if one.state == "live" and not one.holders]
+        idle = [member.used_at for member in self._members.values() if member.state == "live" and not member.users]
         return min(idle, default=math.inf) + self._keep_alive_s
 
     def _make_room(self, name: str) -> None:
         """Mark live runs as leaving until this package's run fits, or no live run is left."""
         if self.state(name) != "asleep":
-            return  # its own is ending
+            return  # its last run is still ending
         missing_bytes = self._members[name].takes_bytes - self._limit_bytes + self._held_bytes(("starting", "live"))
-        live = [one for one in self._members.values() if one.state == "live"]
-        for member in sorted(live, key=lambda one: (one.holders > 0, one.used_at)):
+        live = [member for member in self._members.values() if member.state == "live"]
+        for member in sorted(live, key=lambda member: (member.users > 0, member.used_at)):
             if missing_bytes <= 0:
                 return
             member.state = "leaving"
@@ -131,4 +131,4 @@ class RunPool:
         return self.state(name) == "asleep" and fits
 
     def _held_bytes(self, states: Iterable[State]) -> int:
-        return sum(one.takes_bytes for one in self._members.values() if one.state in states)
+        return sum(member.takes_bytes for member in self._members.values() if member.state in states)

@@ -52,7 +52,7 @@ class ServedModel:
         self.name = package.manifest.name
         self.fingerprint = f"np_{package.manifest.id[:12]}"
         self.chat = PromptWriter(package)
-        self.infill: Infill  # of the gateway's, once it serves this
+        self.infill: Infill
         self.run: Run | None = None
         self._created = int(time.time())
 
@@ -87,10 +87,9 @@ class ServedModels:
         if name is None:
             return self._first
         if name not in self._by_name:
-            there = ", ".join(map(repr, self._by_name))
-            are = "is" if len(self._by_name) == 1 else "are"
-            said = f"the model {quoted(name)} is not served here; {there} {are}"
-            raise ApiError(404, "model_not_found", said, param="model")
+            served_names = ", ".join(map(repr, self._by_name))
+            message = f"the model {quoted(name)} is not served here; this server has {served_names}"
+            raise ApiError(404, "model_not_found", message, param="model")
         return self._by_name[name]
 
     def facts(self) -> list[dict[str, Any]]:
@@ -105,8 +104,7 @@ class ServedModels:
     def run_of(self, model: ServedModel) -> Run:
         """Return the run of a package. Raises ApiError if it has none."""
         if model.run is None:
-            said = f"{model.name} has no run now; the next request for it starts one"
-            raise unavailable("asleep", said)
+            raise unavailable("asleep", f"{model.name} has no run now; the next request for it starts one")
         return model.run
 
     def run_acquirer(self, model: ServedModel) -> AcquireRun:

@@ -1,8 +1,8 @@
 """The helper processes in which a gateway runs the chat templates of its models.
 
-A template that hangs or fills its memory ends its own job and a helper process, which the next job starts again. Jobs
-of one model run one after the other, so that a model holds one of several processes at most. A job that would wait
-longer than TURN_S is refused, so that a template that hangs collects no queue of them.
+A template that hangs or exceeds its memory limit ends its own job and a helper process; the next job starts a new one.
+Jobs of one model run one after the other, so that a model occupies at most one of several processes. A job that would
+wait longer than TURN_S is refused, so that no queue forms behind a template that hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TURN_S = 2 * JOB_S
 
 
 class TemplatePool:
-    """Runs jobs of `template_jobs.py`, in processes that start when they are needed. Belongs to one event loop.
+    """Runs jobs of `template_jobs.py` in processes that start when they are needed. Belongs to one event loop.
 
     growth_bytes: by how much jobs may make one process grow
     """
@@ -33,9 +33,13 @@ class TemplatePool:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def run(self, model: str, job: bytes, turn_s: float | None = None) -> bytes:
-        """Return the answer to a job of this model's template. turn_s: how many seconds the job waits for those before
-        it; None: TURN_S. Raises TemplateError, which names the limit that the template has reached, and Problem (503)
-        when the jobs before it take too long."""
+        """Run a job of this model's template and return its result.
+
+        turn_s: how many seconds the job may wait for earlier jobs; None means TURN_S
+
+        Raises TemplateError, which names the limit that the template has reached, and ApiError (503) if earlier jobs
+        take too long.
+        """
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(TURN_S if turn_s is None else turn_s):
@@ -58,6 +62,6 @@ class TemplatePool:
         return await self._free.get()
 
     def close(self) -> None:
-        """End the processes; who waits for a job is cancelled."""
+        """End the processes; callers that wait for a job are cancelled."""
         for helper in self._helpers:
             helper.close()
