@@ -13,7 +13,8 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.client.run_client import CoordinatorClient, Mailbox
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
 from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.openai.echo import empty_completion

@@ -17,11 +17,11 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
+from neuronpipe.services.gateway.client.mailbox import Mailbox
 from neuronpipe.services.gateway.client.run_client import (
     MAX_CLIENT_REQUESTS,
     MAX_SENT,
     CoordinatorClient,
-    Mailbox,
     new_request_id,
 )
 from neuronpipe.services.gateway.http.api_errors import ApiError

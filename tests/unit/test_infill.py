@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 from neuronpipe.protocol.messages.client import Accepted, Token, Tokenized
 from neuronpipe.protocol.messages.request import Generate, Tokenize
-from neuronpipe.services.gateway.client.run_client import CoordinatorClient, Mailbox
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.openai.infill import INFILL_FORMATS, Infill, InfillResponse, InfillTokens

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
-from neuronpipe.services.gateway.client.run_client import MAX_WAITING_BYTES, Mailbox
+from neuronpipe.services.gateway.client.mailbox import MAX_WAITING_BYTES, Mailbox
 from neuronpipe.services.gateway.http import request_body as bodies
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.memory_account import (

@@ -42,8 +42,8 @@ from neuronpipe.protocol.messages.client import (
 )
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
 from neuronpipe.services.gateway.client.fair_queue import FairQueue
+from neuronpipe.services.gateway.client.mailbox import Mailbox
 from neuronpipe.services.gateway.http.api_errors import ApiError, from_refusal, unavailable
-from neuronpipe.services.gateway.http.memory_account import MemoryCharge, message_bytes
 
 QUIET_S = 0.5
 TICK_S = 0.25
@@ -60,7 +60,6 @@ MAX_SENT = 64  # sequences at the coordinator; every run accepts so many
 EXTRA_SENT = 4  # beyond MAX_SENT, for clients that have no sequence at the coordinator
 MAX_CLIENT_REQUESTS = 1024  # sequences of one client, running or waiting; with so many its next request is refused
 MAX_REQUESTS = 4096  # sequences of all clients
-MAX_WAITING_BYTES = 512 << 10  # of a stream whose client does not read
 MAX_UNANSWERED = 200  # messages sent since the last reply; below the link's limit, so that a send never blocks
 log = logging.getLogger(__name__)
 _ids = itertools.count(1)
@@ -69,65 +68,6 @@ _ids = itertools.count(1)
 def new_request_id() -> str:
     """Return an id that no other request of this process has."""
     return f"r{next(_ids)}"
-
-
-class Mailbox:
-    """Messages that have arrived for one HTTP request, each with the number of its sequence.
-
-    charge: the memory charge of the HTTP request; waiting messages count towards it
-    blocked: True while the client does not read what is sent to it
-    overflow: called when a blocked client has more than MAX_WAITING_BYTES waiting or the memory account is full
-    """
-
-    def __init__(self) -> None:
-        self.can_wait = False  # once a sequence was accepted or queued here, a busy run makes it wait, not fail
-        self.charge: MemoryCharge | None = None
-        self.blocked = False
-        self.overflow: Callable[[], object] = lambda: None
-        self._messages: list[tuple[int, Message]] = []
-        self._waiting_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, number: int, message: Message) -> None:
-        """Append a message and wake the reader."""
-        self._messages.append((number, message))
-        if self.charge is not None:
-            self._count(message_bytes(message), self.charge)
-        self._wake()
-
-    def _count(self, more_bytes: int, charge: MemoryCharge) -> None:
-        fits = charge.account.has_room(more_bytes, charge)
-        self._waiting_bytes += more_bytes
-        charge.set(charge.held_bytes + more_bytes)
-        if self.blocked and (not fits or self._waiting_bytes > MAX_WAITING_BYTES):
-            self.overflow()
-
-    async def take(self, within_s: float | None = None) -> list[tuple[int, Message]]:
-        """Return all messages; wait for the first, at most within_s seconds (None: without limit).
-
-        Raises ApiError if a sequence was refused.
-        """
-        if not self._messages:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = None if within_s is None else loop.call_later(within_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        messages, self._messages = self._messages, []
-        if self.charge is not None:
-            self.charge.set(self.charge.held_bytes - self._waiting_bytes)
-        self._waiting_bytes = 0
-        for _, message in messages:
-            if isinstance(message, Refused):
-                raise from_refusal(message)
-        return messages
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 RunRequest = Generate | Score | Tokenize

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.client.run_client import CoordinatorClient, Mailbox, new_request_id
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient, new_request_id
 from neuronpipe.services.gateway.http.api_errors import prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import message_bytes
 from neuronpipe.services.gateway.openai.response_encoding import DONE, CompletionEncoder, EncodedLogprobs, usage

@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.client.run_client import MAX_SENT, AcquireRun, CoordinatorClient, Mailbox, RunRequest
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, AcquireRun, CoordinatorClient, RunRequest
 from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
 from neuronpipe.services.gateway.http.http_server import ABORT_KEY
 from neuronpipe.services.gateway.http.memory_account import charge_of
