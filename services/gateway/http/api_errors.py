@@ -17,8 +17,45 @@ REFUSALS = {
     "failed": (500, "server_error", "failed"),
     "ended_a_process": (500, "server_error", "request_ended_a_process"),
 }
-
-
+CODES: dict[str, tuple[int, str]] = {
+    "invalid_http": (400, "The request is not valid HTTP."),
+    "invalid_json": (400, "The body is not valid JSON."),
+    "invalid_value": (400, "A field has an invalid value; `param` names it."),
+    "missing_required_parameter": (400, "A required field is missing; `param` names it."),
+    "unsupported_parameter": (400, "A field is unknown or not supported; `param` names it."),
+    "unsupported_endpoint": (400, "The endpoint is not supported: embeddings."),
+    "messages_refused": (400, "The chat template refuses the conversation."),
+    "context_length_exceeded": (400, "The prompt leaves no room for a completion in the context."),
+    "answer_too_large": (400, "The log-probabilities are too large for a response that is sent whole."),
+    "disconnected": (400, "The client disconnected before the end of the body."),
+    "invalid_api_key": (401, "The key is missing or wrong."),
+    "host_not_allowed": (403, "Without a key, the Host header must name loopback."),
+    "origin_not_allowed": (403, "The request comes from a page of an origin that `--cors` does not name."),
+    "not_found": (404, "The path does not exist."),
+    "model_not_found": (404, "The model is not served."),
+    "method_not_allowed": (405, "The path does not accept this method."),
+    "body_too_slow": (408, "The body arrived too slowly."),
+    "body_too_large": (413, "The body exceeds the limit."),
+    "request_too_large": (413, "The request would take more memory than all requests together may."),
+    "unsupported_media_type": (415, "The body is not declared as JSON."),
+    "unsupported_encoding": (415, "The body is compressed."),
+    "rate_limit_exceeded": (429, "Too many sequences are running or waiting; try again after Retry-After seconds."),
+    "head_too_large": (431, "The headers exceed the limit."),
+    "failed": (500, "An error in the run."),
+    "internal": (500, "An error in the server; its log has the details."),
+    "chat_template_failed": (500, "The chat template fails; the message names its line or the limit."),
+    "request_ended_a_process": (500, "The request made processes die and is not run again."),
+    "cancelled": (503, "The run cancelled the request."),
+    "starting": (503, "The run is starting, or one of its processes is being restarted."),
+    "draining": (503, "The run or the server is ending."),
+    "ended": (503, "The run has ended."),
+    "restarting": (503, "The run has ended and is started again after Retry-After seconds."),
+    "asleep": (503, "The model has no run that could be observed; a request for it starts one."),
+    "too_many_connections": (503, "Too many connections are open."),
+    "memory_full": (503, "Other requests use the memory for requests; try again."),
+    "templates_busy": (503, "The chat templates of other requests take long; try again."),
+}
+"""Status and meaning of every error code, for the reference."""
 MAX_MESSAGE_CHARACTERS = 1000
 
 
