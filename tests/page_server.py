@@ -28,6 +28,7 @@ class PageServer(ThreadingHTTPServer):
     asked: the bodies of requests for answers
     replies: what the next answers are; "Fine." when there is none
     models: what is served; asleep: which of these have no run
+    template_errors: why the chat templates of these models fail
     chat: whether the models were trained to chat
     reason: why answers end
     snapshot: what is shown of the run, from one moment to the next
@@ -42,6 +43,7 @@ class PageServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.replies: deque[Reply] = deque()
         self.models, self.asleep = ["a-model"], set[str]()
+        self.template_errors: dict[str, str] = {}
         self.chat, self.reason = True, "stop"
         self.snapshot = run_snapshot()
         self.ended = threading.Event()
@@ -97,6 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._begin("text/event-stream")
             while not self.server.ended.wait(LIVE_EVERY_S):
                 self._event(self.server.snapshot | ({"model": query.removeprefix("model=")} if query else {}))
+        elif path == "/props":
+            error = self.server.template_errors.get(query.removeprefix("model="))
+            self._whole(200, json.dumps({"chat_template_error": error}).encode(), "application/json")
         elif self.path == "/v1/models":
             facts = {"chat_template": self.server.chat, "context_tokens": self.server.context_tokens}
             data = [{"id": name} | facts for name in self.server.models]
