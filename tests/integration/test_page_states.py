@@ -155,7 +155,6 @@ def test_a_chat_template_that_fails_is_reported_above_the_conversation(page: Pag
     assert page.eventually(lambda: not page["template-error"].is_displayed())
 
 
-
 # ---- several models ------------------------------------------------------------------------------------------
 def test_of_several_models_the_chosen_one_answers_and_its_run_is_shown(
     browser: webdriver.Chrome, server: PageServer
