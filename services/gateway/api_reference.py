@@ -47,6 +47,11 @@ SHARED_FIELDS: dict[str, tuple[type[BaseModel], ...]] = {
     "Fields of all three of OpenAI's endpoints": (ChatRequest, CompletionRequest, ResponsesRequest),
     "Further fields of chat and plain completions": (ChatRequest, CompletionRequest),
 }
+UNSUPPORTED_FIELDS: dict[type[BaseModel], tuple[str, ...]] = {
+    ChatRequest: ("audio", "moderation", "prediction", "web_search_options"),
+    ResponsesRequest: ("access_programs", "background_options", "context_management", "moderation"),
+}
+"""Fields of OpenAI's API that the models do not have, so that they are refused as any unknown field."""
 RANGE_KEYS = (
     ("minimum", "maximum", ""),
     ("minItems", "maxItems", " items"),
@@ -87,7 +92,10 @@ def text() -> str:
     for path, kind, summary in POST_ENDPOINTS:
         schema = schemas[kind.__name__]
         known = {name for title, kinds in SHARED_FIELDS.items() if kind in kinds for name in shared[title]}
-        sections.append(f"### POST {path}\n\n{summary}\n\n{_fields(schema, schema['properties'].keys() - known)}\n")
+        fields = _fields(schema, schema["properties"].keys() - known)
+        if kind in UNSUPPORTED_FIELDS:
+            fields += f"\n\nRefused: {', '.join(f'`{name}`' for name in UNSUPPORTED_FIELDS[kind])}."
+        sections.append(f"### POST {path}\n\n{summary}\n\n{fields}\n")
     sections += [MORE_POST, "## Objects in bodies\n"]
     for name, schema in schemas.items():
         if name not in roots and _is_reachable(name, schemas, roots):
@@ -165,7 +173,7 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:
         return f"`{str(field['const']).lower() if isinstance(field['const'], bool) else field['const']}`"
-    kind = field.get("type", "any")
+    kind = str(field.get("type", "any"))
     if kind == "null":
         return "null"
     if kind == "array":
