@@ -91,8 +91,8 @@ def text() -> str:
         listed |= names
     for path, kind, summary in POST_ENDPOINTS:
         schema = schemas[kind.__name__]
-        known = {name for title, kinds in SHARED_FIELDS.items() if kind in kinds for name in shared[title]}
-        fields = _fields(schema, schema["properties"].keys() - known)
+        shared_names = {name for title, kinds in SHARED_FIELDS.items() if kind in kinds for name in shared[title]}
+        fields = _fields(schema, schema["properties"].keys() - shared_names)
         if kind in UNSUPPORTED_FIELDS:
             fields += f"\n\nRefused: {', '.join(f'`{name}`' for name in UNSUPPORTED_FIELDS[kind])}."
         sections.append(f"### POST {path}\n\n{summary}\n\n{fields}\n")
@@ -112,8 +112,8 @@ def text() -> str:
 
 def _shared(schemas: dict[str, Any], kinds: Sequence[type[BaseModel]]) -> set[str]:
     """Return the names of the fields that are the same in all of these models."""
-    first, *others = (schemas[kind.__name__]["properties"] for kind in kinds)
-    return {name for name, field in first.items() if all(other.get(name) == field for other in others)}
+    first, *further = (schemas[kind.__name__]["properties"] for kind in kinds)
+    return {name for name, field in first.items() if all(fields.get(name) == field for fields in further)}
 
 
 def _by_status(codes: dict[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
@@ -127,7 +127,7 @@ def _is_reachable(name: str, schemas: dict[str, Any], roots: list[str]) -> bool:
         schema = pending.pop()
         if schema not in reached:
             reached.add(schema)
-            pending += [other for other in schemas if f"'{REFERENCE}{other}'" in str(schemas[schema])]
+            pending += [target for target in schemas if f"'{REFERENCE}{target}'" in str(schemas[schema])]
     return name in reached
 
 
