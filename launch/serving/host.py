@@ -22,7 +22,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,9 @@ from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
-from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S
+from neuronpipe.launch.supervisor.deaths import WITHIN_S, RestartBudget
 from neuronpipe.launch.supervisor.logs import close_descriptors
+from neuronpipe.launch.supervisor.replacement import ProcessKey
 from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
 from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.launch.supervisor.watchdog import Watchdog, sight_of
@@ -43,13 +43,14 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.memory_budget import gateway_bytes, templates_bytes
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.gateway_service import Hosted, serve_hosted
+from neuronpipe.services.gateway.gateway_service import HostedPackages, serve_hosted
 from neuronpipe.services.runtime.implementations import Implementations
 from neuronpipe.services.runtime.listener import HOSTED_NAME, Listener
 from neuronpipe.services.runtime.pulse import Pulse, shared_words
 
 LAST_WORDS_S = 3.0
 MAX_BYTES = 1 << 16
+GATEWAY: ProcessKey = ("gateway", 0)
 
 
 @dataclass
@@ -148,12 +149,14 @@ def shared_limit_bytes(arguments: argparse.Namespace, whole_bytes: int, offers: 
 class Host:
     """The packages by name. said: told in a line what begins and what ends."""
 
-    def __init__(self, offers: Mapping[str, Offer], hosted: Hosted, listener: Listener, said: Callable[[str], None]):
+    def __init__(
+        self, offers: Mapping[str, Offer], hosted: HostedPackages, listener: Listener, said: Callable[[str], None]
+    ):
         self._offers, self._hosted, self._listener, self._said = offers, hosted, listener, said
         self._link: socket.socket | None = None
         self._woken, self._waking = -1, -1
         self._gateway_pid = 0
-        self._gateway_deaths: deque[float] = deque()
+        self._gateway_budget, self._gateway_died = RestartBudget([GATEWAY]), False
         self._watchdog, self._pulses = Watchdog(), shared_words(1)
         self._rest = b""
 
@@ -271,7 +274,7 @@ class Host:
         for line in lines:
             said = json.loads(line)
             if "serving" in said:
-                if not self._gateway_deaths:
+                if not self._gateway_died:
                     serving()
             elif "start" in said:
                 self._start(said["start"])
@@ -284,13 +287,10 @@ class Host:
         self._gateway_pid = 0
         assert self._link is not None
         self._link.close()
-        deaths, now = self._gateway_deaths, time.monotonic()
-        deaths.append(now)
-        while deaths[0] < now - WITHIN_S:
-            deaths.popleft()
+        self._gateway_died = True
         code = os.waitstatus_to_exitcode(status)
-        if len(deaths) > RESTARTS:
-            raise UserError(f"the gateway died {len(deaths)} times within {WITHIN_S:.0f} s, the last time with {code}")
+        if (deaths := self._gateway_budget.count(GATEWAY, time.monotonic())) is not None:
+            raise UserError(f"the gateway died {deaths} times within {WITHIN_S:.0f} s, the last time with {code}")
         self._said(f"the gateway has ended with {code}; another one is started")
         self._start_gateway()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.runtime.listener import Listener
 
 FIRST_S, MOST_S = 1.0, 60.0
@@ -80,6 +80,6 @@ def refuse_for(listener: Listener, seconds: float, why: str, clock: Callable[[],
         server.server_close()
 
 
-def _problem(why: str, left_s: float) -> Problem:
+def _problem(why: str, left_s: float) -> ApiError:
     message = f"the run has ended and is started again in {max(0.0, left_s):.0f} s: {why}"
-    return Problem(503, "restarting", message, kind="server_error", retry_after_s=left_s)
+    return ApiError(503, "restarting", message, kind="server_error", retry_after_s=left_s)

@@ -38,7 +38,7 @@ from neuronpipe.plans.pull.package_library import package_names, packages_folder
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.gateway.gateway_service import Hosted, serve
+from neuronpipe.services.gateway.gateway_service import HostedPackages, serve
 from neuronpipe.services.runtime.implementations import Implementations
 from neuronpipe.services.runtime.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
 
@@ -132,7 +132,7 @@ def _serve_several(arguments: argparse.Namespace, paths: list[Path], key: str | 
     measured: list[str] = []
     offers = offered(arguments, paths, measured.append)
     whole_bytes = whole_limit_bytes(arguments, paths[0])
-    hosted = Hosted(
+    hosted = HostedPackages(
         packages=[(one.package, one.plan) for one in offers.values()],
         limit_bytes=shared_limit_bytes(arguments, whole_bytes, offers.values()),
         keep_alive_s=keep_alive_s,
@@ -232,7 +232,7 @@ def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> 
         raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
 
 
-def _say_several(arguments: argparse.Namespace, listener: Listener, hosted: Hosted) -> None:
+def _say_several(arguments: argparse.Namespace, listener: Listener, hosted: HostedPackages) -> None:
     models = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
     if arguments.json:
         said = {
