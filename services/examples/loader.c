@@ -1,15 +1,16 @@
-/* A loader in C, with nothing but libc, written from SPEC.md: one read at a time, no io_uring, no prefetch ahead of a demand.
+/* An example loader in C: libc and the client library (native/client), written from SPEC.md. It makes one read at a time, without io_uring,
+ * and prefetches only when no demand waits.
  *
- *     cc -O2 -o loader loader.c life.c wire.c place.c sha256.c -lm
+ *     cc -D_GNU_SOURCE -O2 -I../../native -o loader loader.c ../../native/client/{lifecycle,run_context,sha256,wire}.c -lm
  *     neuronpipe conformance loader --use argv:./loader
  *
- * It empties the workers' rings, reads what is absent into slots that the cache granted, checks it, publishes the words and wakes
- * who waits; and it lives the life of a service meanwhile. */
-#include "life.h"
-#include "place.h"
+ * The main loop drains the workers' request rings, reads absent clusters into slots that the cache granted, verifies their checksums,
+ * publishes the residency entries and wakes the waiting workers. In between it sends heartbeats and handles the cache's messages. */
+#include "client/lifecycle.h"
+#include "client/run_context.h"
+#include "client/sha256.h"
+#include "client/wire.h"
 #include "queue.h"
-#include "sha256.h"
-#include "wire.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -46,7 +47,7 @@ static uint64_t *board;
 static uint8_t *staging;
 static int bundles, doorbell;
 static uint64_t generation;
-static life alive;
+static lifecycle service;
 static wire cache = {.fd = -1};
 
 static void wake(uint32_t *word)
@@ -175,7 +176,7 @@ static void tell_slot_counts(int idle)
                                  parts[0].granted, parts[1].granted};
     if (!cache.open)
         return;
-    int due = told_fd != cache.fd || (!generation && life_now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
+    int due = told_fd != cache.fd || (!generation && lifecycle_now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
     for (int n = 1; n <= 2; n++)
         due |= 4 * figures[n] < 3 * told[n] || (figures[n + 2] && !told[n + 2]);
     if (!due)
@@ -186,7 +187,7 @@ static void tell_slot_counts(int idle)
     for (int n = 0; n < 7; n++)
         pack_number(&p, names[n], figures[n]);
     memcpy(told, figures, sizeof told);
-    told_at = life_now_ms();
+    told_at = lifecycle_now_ms();
     told_fd = cache.fd;
     wire_send(&cache, p.bytes, p.count);
 }
@@ -209,7 +210,7 @@ static void reset(uint64_t to)
             queue_empty(forgotten[n]);
     }
     answer("ResetDone");
-    life_become_available(&alive);
+    lifecycle_become_available(&service);
 }
 
 static uint32_t item(value list, size_t n)
@@ -268,7 +269,7 @@ static void verify(const char *manifest, const char *name, const void *bytes, si
     snprintf(path, sizeof path, "files/%s/sha256", name);
     sha256_text(bytes, count, sum);
     if (strcmp(sum, json_text(manifest, path)))
-        place_fail(name, "does not match the manifest's sha256; convert the model again");
+        run_fail(name, "does not match the manifest's sha256; convert the model again");
 }
 
 static void copy_verified(const char *package, const char *manifest, const char *name, const segment *fixed, const char *field)
@@ -277,10 +278,10 @@ static void copy_verified(const char *package, const char *manifest, const char 
     uint8_t *to = segment_field(fixed, field, shape);
     if (!shape[0])
         return;
-    char *file = place_read(package, name, &bytes);
+    char *file = run_read_file(package, name, &bytes);
     verify(manifest, name, file, bytes);
     if (bytes != shape[0])
-        place_fail(name, "has another size than its place in shared memory");
+        run_fail(name, "has another size than its place in shared memory");
     memcpy(to, file, bytes);
     free(file);
 }
@@ -319,7 +320,7 @@ static void open_part(int number, const segment *slots, const segment *residency
     p->free_slots = calloc(p->slot_count + 1, sizeof *p->free_slots);
     if (!p->free_slots || p->slot_bytes < p->moved_bytes || p->part_bytes < p->slot_bytes - p->moved_bytes ||
         p->moved_from > parts[0].part_bytes || p->moved_bytes > parts[0].part_bytes - p->moved_from)
-        place_fail("loader", "the slots do not suit the package");
+        run_fail("loader", "the slots do not suit the package");
     queue *const queues[] = {&p->demands, &p->guesses, &p->warm, &p->pinned};
     for (int n = 0; n < 4; n++)
         queue_create(queues[n], word_count);
@@ -332,8 +333,8 @@ static void open_all(const char *run, const char *package)
 {
     char path[4096];
     size_t shape[2], bytes;
-    const char *run_file = place_read(run, "run.json", NULL), *manifest = place_read(package, "manifest.json", NULL);
-    const char *plan = place_read(run, "plan.json", NULL);
+    const char *run_file = run_read_file(run, "run.json", NULL), *manifest = run_read_file(package, "manifest.json", NULL);
+    const char *plan = run_read_file(run, "plan.json", NULL);
     const segment residency = segment_open(run_file, "residency", 1), slots = segment_open(run_file, "slots", 1);
     const segment exchange = segment_open(run_file, "exchange", 0), boards = segment_open(run_file, "board", 1);
     for (uint32_t n = 0; n < 256; n++) {
@@ -354,14 +355,14 @@ static void open_all(const char *run, const char *package)
     open_part(0, &slots, &residency, manifest, plan);
     open_part(1, &slots, &residency, manifest, plan);
     stride_bytes = parts[0].part_bytes + parts[1].part_bytes;
-    sums = (uint32_t *)place_read(package, "checksums.bin", &bytes);
+    sums = (uint32_t *)run_read_file(package, "checksums.bin", &bytes);
     verify(manifest, "checksums.bin", sums, bytes);
     snprintf(path, sizeof path, "%s/bundles.bin", package);
     bundles = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
     if (bundles < 0)
         bundles = open(path, O_RDONLY | O_CLOEXEC); /* a file system without direct reads */
     if (bundles < 0 || posix_memalign((void **)&staging, PAGE, stride_bytes))
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     snprintf(path, sizeof path, "%s/doorbell", run);
     doorbell = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
     load_fixed(run_file, package, manifest);
@@ -375,8 +376,8 @@ static void hear(int listening)
     const uint8_t *map;
     if (poll(&ready, 1, 0) > 0)
         wire_accept(&cache, listening, "ROUTER");
-    alive.step = board[BOARD_READS];
-    while (life_hear(&alive, &bytes))
+    service.step = board[BOARD_READS];
+    while (lifecycle_receive(&service, &bytes))
         ; /* a loader gets its work from the cache */
     if (cache.fd >= 0 && !wire_receive(&cache))
         wire_close(&cache);
@@ -387,11 +388,11 @@ static void hear(int listening)
 static void sleep_until_needed(int listening)
 {
     char bells[64];
-    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {alive.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
+    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {service.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (!take_requests())
-        poll(sources, 4, alive.control.fd < 0 || !generation ? STOCK_MS : LIFE_WAIT_MS);
+        poll(sources, 4, service.control.fd < 0 || !generation ? STOCK_MS : LIFECYCLE_TICK_MS);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
     while (read(doorbell, bells, sizeof bells) > 0)
         ;
@@ -400,22 +401,22 @@ static void sleep_until_needed(int listening)
 int main(void)
 {
     char cache_path[4096];
-    const char *run = place_fact("RUN");
-    open_all(run, place_fact("PACKAGE"));
-    life_begin(&alive, run, "loader", "", 0, 0);
+    const char *run = run_environment("RUN");
+    open_all(run, run_environment("PACKAGE"));
+    lifecycle_begin(&service, run, "loader", "", 0, 0);
     snprintf(cache_path, sizeof cache_path, "%s/cache", run);
     const int listening = wire_listen(cache_path);
     if (listening < 0 || doorbell < 0)
-        place_fail(cache_path, strerror(errno));
-    while (!alive.draining) {
-        life_tick(&alive);
+        run_fail(cache_path, strerror(errno));
+    while (!service.draining) {
+        lifecycle_tick(&service);
         hear(listening);
         take_requests();
         const int busy = generation && read_some();
         tell_slot_counts(!busy);
-        if (!busy && !alive.draining)
+        if (!busy && !service.draining)
             sleep_until_needed(listening);
     }
-    life_end(&alive);
+    lifecycle_report_drained(&service);
     return 0;
 }

@@ -2,7 +2,7 @@
 #ifndef QUEUE_H
 #define QUEUE_H
 
-#include "place.h"
+#include "client/run_context.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -18,7 +18,7 @@ static inline void queue_create(queue *q, size_t size)
 {
     *q = (queue){.clusters = calloc(size, sizeof *q->clusters), .queued = calloc(size, 1), .size = size};
     if (!q->clusters || !q->queued)
-        place_fail("loader", "out of memory");
+        run_fail("loader", "out of memory");
 }
 
 static inline void queue_put(queue *q, uint32_t cluster)

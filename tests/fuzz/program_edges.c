@@ -2,8 +2,8 @@
  *     program_edges wire      standard input: records, each 4 bytes of length (little-endian) and what one peer sends before it is gone;
  *                             says of each message its type, its number `step`, and the sum of its array `tokens`
  *     program_edges json      standard input: a text; says what some paths hold */
-#include "place.h"
-#include "wire.h"
+#include "client/run_context.h"
+#include "client/wire.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 #include "graphs.h"
-#include "services/examples/place.h"
-#include "services/examples/sha256.h"
+#include "client/run_context.h"
+#include "client/sha256.h"
 
 #include <cmath>
 #include <cstdio>
@@ -16,7 +16,7 @@ static Scale scale_of(const char *json, const std::string &path)
 {
     const Scale scale = {json_real(json, (path + "/step").c_str()), static_cast<uint32_t>(json_number(json, (path + "/zero").c_str()))};
     if (!(scale.step > 0) || !std::isfinite(scale.step) || scale.zero > MOST)
-        place_fail(path.c_str(), SUITS);
+        run_fail(path.c_str(), SUITS);
     return scale;
 }
 
@@ -33,14 +33,14 @@ static std::string checked_file(const std::string &folder, const char *graph, si
 {
     const char *file = json_item(graph, "files", number), *checksum = json_item(graph, "sha256", number);
     if (!file || !checksum)
-        place_fail("files", SUITS);
+        run_fail("files", SUITS);
     const std::string name = text_of(file, "");
     size_t bytes = 0;
-    char *content = place_read(folder.c_str(), name.c_str(), &bytes), found[65];
+    char *content = run_read_file(folder.c_str(), name.c_str(), &bytes), found[65];
     sha256_text(content, bytes, found);
     free(content);
     if (text_of(checksum, "") != found)
-        place_fail((folder + "/" + name).c_str(), "does not match its checksum; make it again with `neuronpipe compile`");
+        run_fail((folder + "/" + name).c_str(), "does not match its checksum; make it again with `neuronpipe compile`");
     return folder + "/" + name;
 }
 
@@ -100,45 +100,45 @@ static Lengths lengths_of(const std::string &folder, const char *index, const ch
             break;
         const uint64_t tokens = json_number(length, "");
         if (tokens <= longest || tokens > MOST)
-            place_fail("tokens", SUITS);
+            run_fail("tokens", SUITS);
         longest = tokens;
         found.sessions.emplace_back(static_cast<uint32_t>(tokens), runtime.session(checked_file(folder, graph, n), prepared));
     }
     if (found.sessions.empty())
-        place_fail("tokens", SUITS);
+        run_fail("tokens", SUITS);
     return found;
 }
 
 Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t most_tokens, Runtime &runtime)
 {
     const std::string activation = shape.activation == NP_DRELU ? "drelu" : "relu";
-    char *text = place_read(folder.c_str(), "graphs.json", nullptr);
+    char *text = run_read_file(folder.c_str(), "graphs.json", nullptr);
     if (json_number(text, "version") != VERSION)
-        place_fail((folder + "/graphs.json").c_str(), "is of another version; make it again with `neuronpipe compile`");
+        run_fail((folder + "/graphs.json").c_str(), "is of another version; make it again with `neuronpipe compile`");
     const bool prepared = is_prepared(folder, text, runtime, numerics);
     const uint64_t of_one_product = json_number(text, "neurons");
     if (json_number(text, "width") != shape.width || text_of(text, "activation") != activation || of_one_product < shape.block_neurons ||
         of_one_product > INT32_MAX / shape.width)
-        place_fail((folder + "/graphs.json").c_str(), SUITS);
+        run_fail((folder + "/graphs.json").c_str(), SUITS);
     neurons = static_cast<uint32_t>(of_one_product);
     most_neurons = static_cast<uint32_t>(json_number(text, "most_neurons"));
     for (size_t n = 0; const char *one = json_item(text, "matrices", n); n++) {
         const uint64_t rows = json_number(one, "rows"), columns = json_number(one, "columns");
         if (!rows || !columns || rows > INT32_MAX || columns > INT32_MAX / rows)
-            place_fail("matrices", SUITS);
+            run_fail("matrices", SUITS);
         matrices.push_back({static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), scale_of(one, "x"), scale_of(one, "y"),
                             lengths_of(folder, text, one, most_tokens, prepared, runtime)});
     }
     const char *block = strstr(text, "\"feed_forward\"");
     if (!block || !json_has(text, "feed_forward"))
-        place_fail("feed_forward", SUITS);
+        run_fail("feed_forward", SUITS);
     by_token = text_of(text, "scaling") == "token";
     x = scale_of(text, "feed_forward/x");
     factor = scale_of(text, "feed_forward/factor");
     y = scale_of(text, "feed_forward/y");
     for (size_t n = 0; const char *one = json_item(text, "feed_forward/peaks", n); n++) {
         if (n == MAX_PEAKS)
-            place_fail("peaks", SUITS);
+            run_fail("peaks", SUITS);
         peaks.push_back({text_of(one, "name"), json_truth(one, "signed") != 0});
     }
     feed_forward = lengths_of(folder, text, block + strcspn(block, "{"), most_tokens, prepared, runtime);

@@ -20,14 +20,14 @@ static int chosen(const char *json, const char *path, std::initializer_list<Choi
             free(text);
             return choice.number;
         }
-    place_fail(path, "this worker does not know it; use our own prefill worker");
+    run_fail(path, "this worker does not know it; use our own prefill worker");
 }
 
 static uint32_t number(const char *json, const char *path)
 {
     const uint64_t found = json_number(json, path);
     if (found > INT32_MAX)
-        place_fail(path, "is out of range");
+        run_fail(path, "is out of range");
     return static_cast<uint32_t>(found);
 }
 
@@ -56,7 +56,7 @@ void Job::read_shape()
 {
     const char *m = manifest_;
     if (json_number(m, "version") != 3)
-        place_fail("manifest.json", "is of another version; convert the model again");
+        run_fail("manifest.json", "is of another version; convert the model again");
     shape = {};
     shape.type = shape.trigger_type = chosen(m, "quantization", {{"q8", NP_Q8}, {"q4", NP_Q4}});
     if (json_has(m, "layout/matrices/gate/quantization"))
@@ -73,7 +73,7 @@ void Job::read_shape()
         static_inputs = json_real(m, "npu/ranges/neurons/inputs");
     shape.activation_threshold = real_or(m, "model/activation_threshold", 0);
     if (!shape.gated || shape.activation_threshold != 0)
-        place_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
+        run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
     shape.width = number(m, "model/width");
     shape.neurons = number(m, "model/neurons");
     shape.query_heads = number(m, "model/query_heads");
@@ -107,7 +107,7 @@ void Job::read_shape()
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
         const uint32_t layers = number(kind, "layers");
         if (layers > MAX_LAYERS - layers_.size())
-            place_fail("model/layer_kinds", "has too many layers");
+            run_fail("model/layer_kinds", "has too many layers");
         layers_.insert(layers_.end(), layers, layer);
     }
     shape.layers = static_cast<uint32_t>(layers_.size());
@@ -121,7 +121,7 @@ void Job::move_scales(uint32_t from, uint32_t bytes)
         if (!bytes || place->scales_part != NP_TRIGGER)
             continue;
         if (place->scales < from || place->scales - from >= bytes || shape.slot_bytes[NP_VALUE] < bytes)
-            place_fail("plan.json", "moves scales that the package has elsewhere");
+            run_fail("plan.json", "moves scales that the package has elsewhere");
         place->scales_part = NP_VALUE;
         place->scales = shape.slot_bytes[NP_VALUE] - bytes + (place->scales - from);
     }
@@ -129,7 +129,7 @@ void Job::move_scales(uint32_t from, uint32_t bytes)
 
 void Job::read_plan()
 {
-    const uint32_t index = number(place_fact("INDEX"), "");
+    const uint32_t index = number(run_environment("INDEX"), "");
     threads = number(plan_, "compute/prefill_threads");
     sequences = number(plan_, "compute/sequences");
     logit_rows = number(plan_, "compute/logit_rows");
@@ -141,7 +141,7 @@ void Job::read_plan()
     shape.context_tokens = number(plan_, "compute/context_tokens");
     move_scales(number(plan_, "memory/moved_scales_from"), number(plan_, "memory/moved_scales_bytes"));
     if (!threads || !window_blocks)
-        place_fail("plan.json", "prefill has no threads, or no window");
+        run_fail("plan.json", "prefill has no threads, or no window");
     bool is_found = false;
     for (size_t n = 0; const char *process = json_item(plan_, "compute/processes", n); n++) {
         char *role = json_text(process, "role");
@@ -152,7 +152,7 @@ void Job::read_plan()
             uint8_t *next = static_cast<uint8_t *>(segment_field(&trace_, "next", rings));
             uint8_t *first = static_cast<uint8_t *>(segment_field(&trace_, "spans", spans));
             if (n >= rings[0] || n >= spans[0] || !spans[1] || spans[1] & (spans[1] - 1))
-                place_fail("trace", "has no ring for this process");
+                run_fail("trace", "has no ring for this process");
             shared_.trace.next = reinterpret_cast<uint64_t *>(next + n * LINE_WORDS * sizeof(uint32_t));
             shared_.trace.spans = reinterpret_cast<np_span *>(first + n * spans[1] * sizeof(np_span));
             shared_.trace.capacity = static_cast<uint32_t>(spans[1]);
@@ -162,7 +162,7 @@ void Job::read_plan()
     }
     first_window_ = static_cast<uint32_t>(cores.size()) + threads * index;
     if (!is_found || first_window_ + threads > windows_)
-        place_fail("plan.json", "has no such prefill worker");
+        run_fail("plan.json", "has no such prefill worker");
 }
 
 /* ---- shared memory --------------------------------------------------------------------------------------------------- */
@@ -171,7 +171,7 @@ template <typename T> static T *elements(const segment &s, const char *name, siz
 {
     size_t bytes;
     if (__builtin_mul_overflow(least, sizeof(T), &bytes) || segment_field_bytes(&s, name) < bytes)
-        place_fail(name, "is smaller in shared memory than the package and the plan say");
+        run_fail(name, "is smaller in shared memory than the package and the plan say");
     return static_cast<T *>(segment_field(&s, name, nullptr));
 }
 
@@ -261,7 +261,7 @@ const void *Job::tensor(const std::string &name, size_t bytes) const
     const char *first = json_item(header_.c_str(), path.c_str(), 0), *second = json_item(header_.c_str(), path.c_str(), 1);
     const uint64_t from = first ? json_number(first, "") : 0, end = second ? json_number(second, "") : 0;
     if (from > end || end > tensors_bytes_ || end - from != bytes)
-        place_fail(name.c_str(), "has another size than the model's shape says; convert the model again");
+        run_fail(name.c_str(), "has another size than the model's shape says; convert the model again");
     return tensors_ + from;
 }
 
@@ -291,7 +291,7 @@ void Job::open_fixed()
     for (; !np_word_load(loaded); )
         np_word_wait(loaded, 0, epoch, np_word_load(epoch), 0, WAIT_MS);
     if (bytes < sizeof length || (memcpy(&length, file, sizeof length), length > bytes - sizeof length))
-        place_fail("fixed.safetensors", "its header does not fit; convert the model again");
+        run_fail("fixed.safetensors", "its header does not fit; convert the model again");
     header_.assign(reinterpret_cast<const char *>(file) + sizeof length, length);
     tensors_ = file + sizeof length + length;
     tensors_bytes_ = bytes - sizeof length - length;
@@ -319,18 +319,18 @@ void Job::open_fixed()
 }
 
 /* ---- all of it --------------------------------------------------------------------------------------------------------- */
-Job::Job() : run_directory(place_fact("RUN")), fixed()
+Job::Job() : run_directory(run_environment("RUN")), fixed()
 {
-    run_file_ = place_read(run_directory.c_str(), "run.json", nullptr);
-    plan_ = place_read(run_directory.c_str(), "plan.json", nullptr);
-    manifest_ = place_read(place_fact("PACKAGE"), "manifest.json", nullptr);
+    run_file_ = run_read_file(run_directory.c_str(), "run.json", nullptr);
+    plan_ = run_read_file(run_directory.c_str(), "plan.json", nullptr);
+    manifest_ = run_read_file(run_environment("PACKAGE"), "manifest.json", nullptr);
     read_shape();
     open_segments();
     read_plan();
     const std::string bell = run_directory + "/doorbell";
     doorbell_ = open(bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
     if (doorbell_ < 0)
-        place_fail(bell.c_str(), strerror(errno));
+        run_fail(bell.c_str(), strerror(errno));
     const size_t heads_width = static_cast<size_t>(shape.query_heads) * shape.head_width;
     const size_t qkv = heads_width + 2 * static_cast<size_t>(shape.key_heads) * shape.head_width;
     inputs.resize(max_tokens * std::max<size_t>(shape.width, heads_width));

@@ -1,5 +1,5 @@
 /* What this process was given: its place in the run, the plan's figures, the package's shape, shared memory; in the engine's words. What does not
- * suit ends the run with a line (place_fail). One object, alive as long as the process. */
+ * suit ends the run with a line (run_fail). One object, alive as long as the process. */
 #ifndef JOB_H
 #define JOB_H
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "neuronpipe.h"
-#include "services/examples/place.h"
+#include "client/run_context.h"
 
 class Job {
 public:

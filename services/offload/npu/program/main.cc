@@ -9,7 +9,7 @@
 
 #include "job.h"
 #include "products.h"
-#include "services/examples/life.h"
+#include "client/lifecycle.h"
 #include "team.h"
 
 static const char USAGE[] = "npu-prefill [--graphs FOLDER] [--library FILE] [--provider cpu|qnn[:SOC]|qnn-emulated[:SOC]] [--plugins FOLDER]";
@@ -33,7 +33,7 @@ static Options options_of(int count, char **words)
     for (int n = 1; n < count; n += 2) {
         const auto found = known.find(words[n]);
         if (found == known.end() || n + 1 == count)
-            place_fail(words[n], USAGE);
+            run_fail(words[n], USAGE);
         *found->second = words[n + 1];
     }
     return o;
@@ -51,7 +51,7 @@ static uint32_t planned_neurons(const Job &job, uint32_t most)
 static std::string graphs_of(const Provider &provider, const Job &job)
 {
     const std::string kind = provider.soc ? "soc" + std::to_string(provider.soc) : "graphs";
-    return std::string(place_fact("PACKAGE")) + "/npu/" + kind + "-" + std::to_string(planned_neurons(job, MAX_PRODUCT_NEURONS));
+    return std::string(run_environment("PACKAGE")) + "/npu/" + kind + "-" + std::to_string(planned_neurons(job, MAX_PRODUCT_NEURONS));
 }
 
 /* Ends the run where graphs were made before the package chose other ranges. */
@@ -59,7 +59,7 @@ static void require_ranges(const Graphs &graphs, const Job &job)
 {
     const double planned = MARGIN * job.static_inputs, found = graphs.x.step * (MOST - MIDDLE);
     if (graphs.by_token ? job.static_inputs > 0 : !(std::fabs(found - planned) <= planned * 1e-6))
-        place_fail("graphs.json", "has other ranges than the package, which was profiled since; make it again with `neuronpipe compile`");
+        run_fail("graphs.json", "has other ranges than the package, which was profiled since; make it again with `neuronpipe compile`");
 }
 
 /* Of what computes here: the provider's arithmetic and the engine's. Graphs of another size than the worker in Python would make for this plan have
@@ -127,15 +127,15 @@ static void copy_keys_and_values(const Job &job, const Prefill &p)
         }
 }
 
-static void answer(life *alive, pack *p, unsigned entries, const char *type, const Prefill &ask)
+static void answer(lifecycle *service, pack *p, unsigned entries, const char *type, const Prefill &ask)
 {
     pack_map(p, entries + 3, type);
     pack_number(p, "step", ask.step);
     pack_number(p, "epoch", ask.epoch);
-    pack_number(p, "index", alive->index);
+    pack_number(p, "index", service->index);
 }
 
-static void say_failed(life *alive, const Job &job, const Team &team, int result, const Prefill &ask)
+static void say_failed(lifecycle *service, const Job &job, const Team &team, int result, const Prefill &ask)
 {
     char why[200];
     pack p;
@@ -148,13 +148,13 @@ static void say_failed(life *alive, const Job &job, const Team &team, int result
                  team.damaged_part == NP_TRIGGER ? "trigger" : "value");
     else
         snprintf(why, sizeof why, "the engine refused its arguments (%d)", result);
-    answer(alive, &p, 2, "StepFailed", ask);
+    answer(service, &p, 2, "StepFailed", ask);
     pack_text(&p, "code", result == NP_E_DAMAGED ? "damaged" : "mismatch");
     pack_text(&p, "message", why);
-    life_send(alive, &p);
+    lifecycle_send(service, &p);
 }
 
-static void work(life *alive, const Job &job, Team &team, const Prefill &ask)
+static void work(lifecycle *service, const Job &job, Team &team, const Prefill &ask)
 {
     const std::vector<int32_t> sequences(ask.tokens.size(), ask.sequence);
     std::vector<int32_t> positions(ask.tokens.size());
@@ -177,53 +177,53 @@ static void work(life *alive, const Job &job, Team &team, const Prefill &ask)
         result = team.compute(step);
     if (result == NP_OK) {
         const std::map<std::string, double> counters = team.counters();
-        answer(alive, &p, 1, "Prefilled", ask);
+        answer(service, &p, 1, "Prefilled", ask);
         pack_inner_map(&p, "counters", static_cast<unsigned>(counters.size()));
         for (const auto &counter : counters)
             pack_real(&p, counter.first.c_str(), counter.second);
-        life_send(alive, &p);
+        lifecycle_send(service, &p);
     } else if (result == NP_E_EPOCH) {
-        answer(alive, &p, 0, "StepAbandoned", ask);
-        life_send(alive, &p);
+        answer(service, &p, 0, "StepAbandoned", ask);
+        lifecycle_send(service, &p);
     } else {
-        say_failed(alive, job, team, result, ask);
+        say_failed(service, job, team, result, ask);
     }
 }
 
 /* ---- the loop ---------------------------------------------------------------------------------------------------------- */
-static void serve(life *alive, const Job &job, Team &team)
+static void serve(lifecycle *service, const Job &job, Team &team)
 {
     Prefill ask;
-    while (!alive->draining) {
+    while (!service->draining) {
         size_t bytes;
-        life_tick(alive);
-        while (const uint8_t *map = life_hear(alive, &bytes))
+        lifecycle_tick(service);
+        while (const uint8_t *map = lifecycle_receive(service, &bytes))
             if (understand(job, map, bytes, &ask)) {
-                alive->step = ask.step;
-                work(alive, job, team, ask);
+                service->step = ask.step;
+                work(service, job, team, ask);
             }
-        pollfd source = {alive->control.fd, POLLIN, 0};
-        if (!alive->draining)
-            poll(&source, 1, alive->control.fd < 0 ? LIFE_SOON_MS : LIFE_WAIT_MS);
+        pollfd source = {service->control.fd, POLLIN, 0};
+        if (!service->draining)
+            poll(&source, 1, service->control.fd < 0 ? LIFECYCLE_RETRY_MS : LIFECYCLE_TICK_MS);
     }
-    life_end(alive);
+    lifecycle_report_drained(service);
 }
 
 /* The runtime failed: a fresh process has a fresh one, and gets the step again. */
-static void say_lost(life *alive, const char *why)
+static void say_lost(lifecycle *service, const char *why)
 {
     pack p;
     pack_map(&p, 2, "Failed");
     pack_text(&p, "code", "internal");
     pack_text(&p, "message", why);
-    life_send(alive, &p);
+    lifecycle_send(service, &p);
     fprintf(stderr, "%s\n", why);
 }
 
 int main(int count, char **words)
 {
     const Options o = options_of(count, words);
-    life alive;
+    lifecycle service;
     try {
         const Provider provider = provider_named(o.provider);
         Job job;
@@ -235,15 +235,15 @@ int main(int count, char **words)
         Products products(job.shape, job.max_tokens, job.threads, graphs);
         Team team(job, products, std::min({job.window_blocks, job.shape.blocks, graphs.neurons / job.shape.block_neurons}));
         const std::string numerics = numerics_of(graphs, job);
-        life_begin(&alive, job.run_directory.c_str(), "prefill", numerics.c_str(), 1, 1);
+        lifecycle_begin(&service, job.run_directory.c_str(), "prefill", numerics.c_str(), 1, 1);
         try {
-            serve(&alive, job, team);
+            serve(&service, job, team);
         } catch (const RuntimeError &error) {
-            say_lost(&alive, error.what());
+            say_lost(&service, error.what());
             _Exit(1); /* threads may wait for each other */
         }
         _Exit(0);
     } catch (const RuntimeError &error) {
-        place_fail("npu-prefill", error.what());
+        run_fail("npu-prefill", error.what());
     }
 }

@@ -12,7 +12,7 @@ Team::Team(Job &job, Products &products, uint32_t product_blocks) : job_(job), p
         const np_shared shared = job.shared(n);
         engines_.push_back(np_engine_create(&job.shape, &job.fixed, &shared, &config, &wrong));
         if (!engines_.back())
-            place_fail(wrong ? wrong : "memory", wrong ? "the engine refuses it: it is out of its range, or contradicts another field"
+            run_fail(wrong ? wrong : "memory", wrong ? "the engine refuses it: it is out of its range, or contradicts another field"
                                                        : "the engine's private memory could not be allocated");
     }
 }

@@ -1,4 +1,4 @@
-#include "wire.h"
+#include "client/wire.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -26,7 +26,7 @@ int wire_listen(const char *path)
 {
     struct sockaddr_un address;
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    unlink(path); /* a loader before us left it */
+    unlink(path); /* a previous incarnation may have left the socket file */
     if (fd < 0 || !address_of(&address, path) || bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4) < 0)
         return -1;
     return fd;
@@ -54,12 +54,12 @@ static size_t property(uint8_t *to, const char *name, const char *text)
     to[0] = (uint8_t)n;
     memcpy(to + 1, name, n);
     memset(to + 1 + n, 0, 4);
-    to[4 + n] = (uint8_t)m; /* of a length in four bytes, big-endian, the last one */
+    to[4 + n] = (uint8_t)m; /* the length is four bytes, big-endian */
     memcpy(to + 5 + n, text, m);
     return 5 + n + m;
 }
 
-/* Greeting and READY command, at once: mechanism NULL has nothing to wait for in between. */
+/* Send the greeting and the READY command together: mechanism NULL needs no answer in between. */
 static void greet(wire *w, const char *type, const char *identity)
 {
     uint8_t greeting[GREETING_BYTES] = {0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 0, 'N', 'U', 'L', 'L'};
@@ -74,10 +74,10 @@ static void greet(wire *w, const char *type, const char *identity)
 
 static void begin(wire *w, int fd, const char *type, const char *identity)
 {
-    const struct timeval patience = {2, 0}; /* for a peer that does not read: then it is as good as gone */
+    const struct timeval timeout = {2, 0}; /* a peer that does not read for so long is treated as gone */
     wire_close(w);
     w->fd = fd;
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
     greet(w, type, identity);
 }
 
@@ -119,12 +119,12 @@ int wire_receive(wire *w)
             w->in = in;
             w->capacity += 65536 + w->capacity / 2;
         }
-        const ssize_t got = recv(w->fd, w->in + w->have, w->capacity - w->have, MSG_DONTWAIT);
-        if (got > 0) {
-            w->have += (size_t)got;
+        const ssize_t received = recv(w->fd, w->in + w->have, w->capacity - w->have, MSG_DONTWAIT);
+        if (received > 0) {
+            w->have += (size_t)received;
             continue;
         }
-        return got < 0 && (errno == EAGAIN || errno == EINTR);
+        return received < 0 && (errno == EAGAIN || errno == EINTR);
     }
 }
 
@@ -143,7 +143,7 @@ static void drop(wire *w, size_t bytes)
     w->have -= bytes;
 }
 
-static int keep_first(wire *w, const uint8_t *body, size_t bytes)
+static int copy_first_frame(wire *w, const uint8_t *body, size_t bytes)
 {
     free(w->first);
     w->first = malloc(bytes + 1);
@@ -155,7 +155,7 @@ static int keep_first(wire *w, const uint8_t *body, size_t bytes)
 
 const uint8_t *wire_next(wire *w, size_t *bytes)
 {
-    static uint8_t *body; /* of the message that was returned last */
+    static uint8_t *body; /* of the message that the last call returned */
     if (!w->greeted) {
         if (w->fd < 0 || w->have < GREETING_BYTES)
             return NULL;
@@ -181,8 +181,8 @@ const uint8_t *wire_next(wire *w, size_t *bytes)
         if (flags & COMMAND && size >= 6 && !memcmp(w->in + head, "\5READY", 6))
             w->open = 1;
         const int number = flags & COMMAND ? -1 : w->frames++, last = !(flags & (MORE | COMMAND));
-        int whole = 0;
-        if (number == 0 && !keep_first(w, w->in + head, size))
+        int is_complete = 0;
+        if (number == 0 && !copy_first_frame(w, w->in + head, size))
             abort();
         if (number == 1 && last && w->first_bytes == strlen(MAGIC) && !memcmp(w->first, MAGIC, strlen(MAGIC))) {
             free(body);
@@ -191,12 +191,12 @@ const uint8_t *wire_next(wire *w, size_t *bytes)
                 abort();
             memcpy(body, w->in + head, size);
             *bytes = size;
-            whole = 1;
+            is_complete = 1;
         }
         if (last)
             w->frames = 0;
         drop(w, head + size);
-        if (whole)
+        if (is_complete)
             return body;
     }
     return NULL;
@@ -225,7 +225,7 @@ void wire_send(wire *w, const uint8_t *map, size_t bytes)
 static void put(pack *p, const void *bytes, size_t count)
 {
     if (count > sizeof p->bytes - p->count)
-        abort(); /* our own messages are short */
+        abort(); /* this library's messages are shorter */
     memcpy(p->bytes + p->count, bytes, count);
     p->count += count;
 }
@@ -233,7 +233,7 @@ static void put(pack *p, const void *bytes, size_t count)
 static void put_text(pack *p, const char *text)
 {
     size_t count = strnlen(text, 256);
-    if (count > 255) /* cut, between characters */
+    if (count > 255) /* cut between characters */
         for (count = 255; count && ((uint8_t)text[count] & 0xc0) == 0x80;)
             count--;
     const uint8_t head[2] = {0xd9, (uint8_t)count};
@@ -241,13 +241,13 @@ static void put_text(pack *p, const char *text)
     put(p, text, count);
 }
 
-/* A tag, and the number behind it, big-endian. */
+/* A tag and the number after it, big-endian. */
 static void put_tagged(pack *p, uint8_t tag, uint64_t number, int bytes)
 {
     put(p, &tag, 1);
     while (bytes--) {
-        const uint8_t one = (uint8_t)(number >> 8 * bytes);
-        put(p, &one, 1);
+        const uint8_t byte = (uint8_t)(number >> 8 * bytes);
+        put(p, &byte, 1);
     }
 }
 
@@ -312,23 +312,23 @@ static value take_bytes(cursor *c, uint64_t count)
 
 static value take(cursor *c, int depth);
 
-/* kind: of the array or map that holds them. */
+/* Skip the items of an array or map. kind: what the returned value gets. */
 static value take_items(cursor *c, uint64_t items, int depth, int kind)
 {
-    value whole = {.kind = kind, .number = items, .bytes = c->at};
+    value container = {.kind = kind, .number = items, .bytes = c->at};
     while (items-- && !c->broken)
         take(c, depth - 1);
-    whole.count = (size_t)(c->at - whole.bytes);
-    return whole;
+    container.count = (size_t)(c->at - container.bytes);
+    return container;
 }
 
-static value other(cursor *c, size_t bytes)
+static value skip_number(cursor *c, size_t bytes)
 {
     take_number(c, bytes);
     return (value){.kind = '?'};
 }
 
-/* The next value; of floats, negative numbers, maps and extensions nothing but that they are there. */
+/* Parse the next value. Floats, negative numbers and maps are skipped as kind '?'. */
 static value take(cursor *c, int depth)
 {
     const uint8_t tag = (uint8_t)take_number(c, 1);
@@ -360,9 +360,9 @@ static value take(cursor *c, int depth)
     case 0xdb:
         return take_bytes(c, take_number(c, 4));
     case 0xca:
-        return other(c, 4);
+        return skip_number(c, 4);
     case 0xcb:
-        return other(c, 8);
+        return skip_number(c, 8);
     case 0xcc:
     case 0xcd:
     case 0xce:
@@ -372,7 +372,7 @@ static value take(cursor *c, int depth)
     case 0xd1:
     case 0xd2:
     case 0xd3:
-        return other(c, (size_t)1 << (tag - 0xd0));
+        return skip_number(c, (size_t)1 << (tag - 0xd0));
     case 0xdc:
         return take_items(c, take_number(c, 2), depth, 'a');
     case 0xdd:
@@ -383,7 +383,7 @@ static value take(cursor *c, int depth)
         return take_items(c, 2 * take_number(c, 4), depth, '?');
     default:
         if (tag < 0xe0)
-            c->broken = 1; /* extensions do not occur */
+            c->broken = 1; /* the protocol has no extension types */
         return (value){.kind = '?'};
     }
 }
@@ -397,13 +397,13 @@ value unpack_field(const uint8_t *map, size_t bytes, const char *name)
         entries = take_number(&c, tag == 0xde ? 2 : 4);
     else if (tag < 0x80 || tag >= 0x90)
         return (value){0};
-    value found = {0};
+    value result = {0};
     while (entries-- && !c.broken) {
         const value key = take(&c, MAX_DEPTH), content = take(&c, MAX_DEPTH);
         if (value_is(key, name))
-            found = content;
+            result = content;
     }
-    return c.broken || c.at != c.end ? (value){0} : found;
+    return c.broken || c.at != c.end ? (value){0} : result;
 }
 
 int value_is(value v, const char *text)
@@ -411,16 +411,16 @@ int value_is(value v, const char *text)
     return v.kind == 's' && v.count == strlen(text) && !memcmp(v.bytes, text, v.count);
 }
 
-int unpack_items(value array, int32_t *items, int most)
+int unpack_items(value array, int32_t *items, int max_items)
 {
-    if (array.kind != 'a' || most < 0 || array.number > (uint64_t)most)
+    if (array.kind != 'a' || max_items < 0 || array.number > (uint64_t)max_items)
         return -1;
     cursor c = {array.bytes, array.bytes + array.count, 0};
     for (uint64_t n = 0; n < array.number; n++) {
-        const value one = take(&c, 1);
-        if (one.kind != 'n' || one.number > INT32_MAX)
+        const value item = take(&c, 1);
+        if (item.kind != 'n' || item.number > INT32_MAX)
             return -1;
-        items[n] = (int32_t)one.number;
+        items[n] = (int32_t)item.number;
     }
     return (int)array.number;
 }

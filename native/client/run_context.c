@@ -1,4 +1,4 @@
-#include "place.h"
+#include "client/run_context.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 
 enum { HEADER_BYTES = 4096 };
 
-void place_fail(const char *what, const char *why)
+void run_fail(const char *what, const char *why)
 {
     char path[512];
     snprintf(path, sizeof path, "%s/failure", getenv("NEURONPIPE_RUN") ? getenv("NEURONPIPE_RUN") : ".");
@@ -30,28 +30,28 @@ void place_fail(const char *what, const char *why)
     exit(2);
 }
 
-const char *place_fact(const char *name)
+const char *run_environment(const char *name)
 {
     char variable[64];
     snprintf(variable, sizeof variable, "NEURONPIPE_%s", name);
-    const char *fact = getenv(variable);
-    if (!fact)
-        place_fail(variable, "not set; this program is started by neuronpipe --use");
-    return fact;
+    const char *text = getenv(variable);
+    if (!text)
+        run_fail(variable, "not set; this program is started by neuronpipe --use");
+    return text;
 }
 
-char *place_read(const char *folder, const char *name, size_t *bytes)
+char *run_read_file(const char *folder, const char *name, size_t *bytes)
 {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *file = fopen(path, "rb");
     if (!file || fseek(file, 0, SEEK_END))
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     const long size = ftell(file);
     char *text = malloc((size_t)size + 1);
     rewind(file);
     if (!text || fread(text, 1, (size_t)size, file) != (size_t)size)
-        place_fail(path, "cannot be read to its end");
+        run_fail(path, "cannot be read to its end");
     text[size] = 0;
     if (bytes)
         *bytes = (size_t)size;
@@ -59,7 +59,7 @@ char *place_read(const char *folder, const char *name, size_t *bytes)
     return text;
 }
 
-/* ---- JSON, of files that were checked when they were written ------------------------------------------------------- */
+/* ---- JSON: files of the run, validated when they were written ------------------------------------------------------- */
 static const char *after_blanks(const char *at)
 {
     return at + strspn(at, " \t\r\n");
@@ -91,7 +91,7 @@ static const char *after_value(const char *at)
     return at;
 }
 
-/* NULL: it is not there. */
+/* NULL if there is no such field. */
 static const char *json_look(const char *text, const char *path)
 {
     const char *at = after_blanks(text);
@@ -103,10 +103,10 @@ static const char *json_look(const char *text, const char *path)
             if (*at != '"')
                 return NULL;
             const char *key = at + 1;
-            const int found = !strncmp(key, name, length) && key[length] == '"';
+            const int matches = !strncmp(key, name, length) && key[length] == '"';
             at = after_blanks(after_text(at));
             at = after_blanks(at + (*at == ':'));
-            if (found)
+            if (matches)
                 break;
             at = after_blanks(after_value(at));
             at = after_blanks(at + (*at == ','));
@@ -120,7 +120,7 @@ static const char *json_find(const char *text, const char *path)
 {
     const char *at = json_look(text, path);
     if (!at)
-        place_fail(path, "no such field");
+        run_fail(path, "no such field");
     return at;
 }
 
@@ -149,7 +149,7 @@ const char *json_item(const char *text, const char *path, size_t number)
 {
     const char *at = json_find(text, path);
     if (*at != '[')
-        place_fail(path, "no array");
+        run_fail(path, "no array");
     for (at = after_blanks(at + 1); *at && *at != ']' && number--;) {
         at = after_blanks(after_value(at));
         at = after_blanks(at + (*at == ','));
@@ -163,9 +163,9 @@ char *json_text(const char *text, const char *path)
     const size_t length = (size_t)(after_value(at) - at);
     char *out = malloc(length + 1), *to = out;
     if (*at != '"' || !out)
-        place_fail(path, "no text");
+        run_fail(path, "no text");
     for (size_t n = 1; n + 1 < length; n++) {
-        if (at[n] == '\\') /* of the escapes only line ends and quotes occur here */
+        if (at[n] == '\\') /* only line ends, quotes and backslashes are escaped in these files */
             *to++ = at[++n] == 'n' ? '\n' : at[n];
         else
             *to++ = at[n];
@@ -189,12 +189,12 @@ segment segment_open(const char *run_file, const char *name, int writable)
              (unsigned long long)fd);
     s.fd = open(path, (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
     if (s.fd < 0)
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     s.memory = mmap(NULL, s.bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, s.fd, 0);
     if (s.memory == MAP_FAILED)
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     if (s.bytes < HEADER_BYTES || memcmp(s.memory, "NPSEG1\0", 8) || s.memory[8] != 1 || memcmp(s.memory + 24, &s.bytes, sizeof s.bytes))
-        place_fail(name, "is no segment of version 1 and of this size");
+        run_fail(name, "is no segment of version 1 and of this size");
     return s;
 }
 
@@ -212,15 +212,15 @@ int segment_is_sealed(const segment *s)
 void segment_seal(const segment *s)
 {
     if (fcntl(s->fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SEAL) < 0)
-        place_fail("fixed tensors", strerror(errno));
+        run_fail("fixed tensors", strerror(errno));
 }
 
-/* A line of a layout. Returns 0 for the layout's end. */
 typedef struct {
     char name[64], type[8];
     size_t lengths[8], count, offset, bytes;
 } field;
 
+/* Parse the next line of a layout. Returns 0 at its end. */
 static int take_field(const char **line, field *f)
 {
     char lengths[128];
@@ -228,14 +228,14 @@ static int take_field(const char **line, field *f)
     if (!**line)
         return 0;
     if (sscanf(*line, "%63s %7s %127s %zu", f->name, f->type, lengths, &f->offset) != 4)
-        place_fail("layout", "a line cannot be read");
+        run_fail("layout", "a line cannot be read");
     f->bytes = strtoul(f->type + 1, NULL, 10) / 8;
     for (char *at = lengths; *at && f->count < 8; at += *at == 'x') {
         f->lengths[f->count] = strtoull(at, &at, 10);
         if (*at && *at != 'x')
-            place_fail(f->name, "its lengths cannot be read");
+            run_fail(f->name, "its lengths cannot be read");
         if (__builtin_mul_overflow(f->bytes, f->lengths[f->count++], &f->bytes))
-            place_fail(f->name, "is too large");
+            run_fail(f->name, "is too large");
     }
     *line += strcspn(*line, "\n");
     *line += **line == '\n';
@@ -248,10 +248,10 @@ static field find_field(const segment *s, const char *name)
     for (const char *line = s->layout; take_field(&line, &f);)
         if (!strcmp(f.name, name)) {
             if (f.offset > s->bytes || f.bytes > s->bytes - f.offset)
-                place_fail(name, "lies outside of its segment");
+                run_fail(name, "lies outside of its segment");
             return f;
         }
-    place_fail(name, "no such field in its segment");
+    run_fail(name, "no such field in its segment");
 }
 
 segment segment_private(const char *run_file, const char *name)
@@ -264,7 +264,7 @@ segment segment_private(const char *run_file, const char *name)
         s.bytes = f.offset + f.bytes > s.bytes ? f.offset + f.bytes : s.bytes;
     s.memory = mmap(NULL, s.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (s.memory == MAP_FAILED)
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     return s;
 }
 
