@@ -72,8 +72,8 @@ void np_dot_panel(int type, const void *const *quants, const void *const *scales
  * From memory a row comes faster when it is fetched before its turn: `fetch` says what else to fetch with each row, or is NULL. */
 typedef struct {
     size_t row_bytes;          /* from the row's start on; more than the row where what lies behind it is wanted next */
-    const void *const *beside; /* [rows] something elsewhere, beside_bytes of it; or NULL */
-    size_t beside_bytes;
+    const void *const *prefetch; /* [rows] other memory to fetch with each row; or NULL */
+    size_t prefetch_bytes;
     size_t scale_bytes;        /* from the row's scales on; more than the row's where others behind them are wanted next */
 } np_fetch;
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
@@ -82,7 +82,7 @@ void np_dot_scattered(int type, const void *const *quants, const void *const *sc
 
 /* The same of those (row, token) pairs alone that are wanted: bit t of wanted[r], of 16 tokens at most. A row is read once for all tokens that want it.
  * Where a pair is not wanted `out` holds anything. wanted may be NULL: all are. */
-void np_dot_wanted(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
+void np_dot_masked(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
                    const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                    size_t out_stride);
 
@@ -292,7 +292,7 @@ enum {
     NP_REQUEST_TRIGGER = 0x1000000,
     NP_REQUEST_VALUE = 0x2000000,    /* with the trigger: one read of both */
     NP_REQUEST_PREFETCH = 0x4000000, /* it will be wanted; without this the step waits for the cluster */
-    NP_REQUEST_GUESS = 0x8000000     /* it may be wanted: read if nothing else is, until anybody asks for something without this */
+    NP_REQUEST_SPECULATIVE = 0x8000000     /* it may be wanted: read if nothing else is, until anybody asks for something without this */
 };
 typedef struct {
     uint32_t *tail, *head; /* each on a cache line of its own */
@@ -546,10 +546,10 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
     np_trace trace;                        /* this participant's own */
-    float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.outside; with config.held [T][width],
+    float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.external_products; with config.offload_blocks [T][width],
                                             * where the normed inputs are wanted, or NULL; else not looked at */
-    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], with config.outside; and with
-                                            * config.held where matrices are held, or NULL; else not looked at */
+    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], with config.external_products; and with
+                                            * config.offload_blocks where matrices are held, or NULL; else not looked at */
     uint8_t *activity;                     /* [layers][experts][blocks*block_neurons], this participant's own: bits of np_activity are set; or NULL */
 } np_shared;
 
@@ -563,14 +563,14 @@ typedef struct {
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
     int32_t hints;             /* 1: the predictor decides nothing; in steps of few tokens, where there is prefetch, the value parts of those
                                 * whom it names are asked for before their triggers are computed; experts before their router's input is there */
-    int32_t outside;           /* 1: another computes the products of layers: steps go by np_engine_begin and np_engine_next */
+    int32_t external_products;         /* 1: another computes the products of layers: steps go by np_engine_begin_external and np_engine_next_product */
     uint32_t product_blocks;   /* with outside: blocks of one product; at most window_blocks, of which a multiple of it is used */
-    int32_t held;              /* 1: another, who holds their weights, computes this participant's blocks: steps go by np_engine_begin_held and
-                                * np_engine_next_blocks; nothing else is computed here than norms, routes and a share of sums */
+    int32_t offload_blocks;            /* 1: another, who holds their weights, computes this participant's blocks: steps go by np_engine_begin_offload and
+                                * np_engine_next_offload; nothing else is computed here than norms, routes and a share of sums */
 } np_engine_config;
 
 /* Matrices that a participant may hold, besides blocks: those of attention in every layer, and that of the logits. */
-enum { NP_HELD_QKV = 1, NP_HELD_ATTENTION_OUTPUT = 2, NP_HELD_OUTPUT = 4 };
+enum { NP_OFFLOAD_QKV = 1, NP_OFFLOAD_ATTENTION_OUTPUT = 2, NP_OFFLOAD_OUTPUT = 4 };
 
 /* What the logits after a step's first `count` tokens make of given tokens, and which they find likeliest; in the memory of one process.
  * Of row t the first id is given; the others are written, greatest first, lowest id among equals; and with them the logarithms of the
@@ -579,7 +579,7 @@ typedef struct {
     uint32_t count, likely;
     int32_t *ids; /* [count][1 + likely] */
     double *logs; /* [count][1 + likely] */
-} np_ratings;
+} np_token_scores;
 
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
  * `logits_first` on into logit rows 0... Arrays are of `count` items. With `ratings`, the same for all participants, no logits are asked
@@ -589,15 +589,15 @@ typedef struct {
     uint32_t epoch;
     uint32_t participants, participant; /* how many compute it, and which of them this is */
     uint32_t first_block, end_block;    /* whose neurons it computes, in every layer and expert */
-    uint32_t held_blocks;               /* the first ones are of who holds their weights: nobody looks for their clusters, and their sums are
+    uint32_t offloaded_blocks;             /* the first ones are of who holds their weights: nobody looks for their clusters, and their sums are
                                          * those of nodes (np_sum_tree_on) */
-    uint32_t held_matrices;             /* NP_HELD_*: these are of the one participant who holds them, and nobody else computes their rows */
+    uint32_t offloaded_matrices;             /* NP_HELD_*: these are of the one participant who holds them, and nobody else computes their rows */
     uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
                                          * groups that share blocks are one too many */
     uint32_t count;
     const int32_t *sequences, *positions, *tokens;
     uint32_t logits_first, logits_count;
-    const np_ratings *ratings; /* or NULL */
+    const np_token_scores *token_scores; /* or NULL */
 } np_step;
 
 typedef struct np_engine np_engine;
@@ -620,7 +620,7 @@ enum { NP_PRODUCT_QKV = 1, NP_PRODUCT_ATTENTION_OUTPUT = 2, NP_PRODUCT_NEURONS =
 typedef struct {
     int32_t kind; /* NP_PRODUCT_* */
     uint32_t layer, tokens;
-    uint32_t number, of; /* which product of its turn this is, and of how many */
+    uint32_t number, count; /* which product of its turn this is, and of how many */
     uint32_t rows, columns;
     uint32_t inputs_stride, outputs_stride; /* elements from one token's to the next */
     const uint32_t *token; /* [tokens], ascending; or NULL */
@@ -636,14 +636,14 @@ typedef struct {
     const void *const *quants[3], *const *scales[3]; /* [rows] each, once they are open */
 } np_product_rows;
 
-/* A step whose products are computed outside (config.outside; native/README.md has its states). Each participant begins it, then calls
- * np_engine_next until that returns NP_OK: the step is over, or an error, as np_engine_step has it. Participant 0 gets 1 for each product
+/* A step whose products are computed outside (config.external_products; native/README.md has its states). Each participant begins it, then calls
+ * np_engine_next_product until that returns NP_OK: the step is over, or an error, as np_engine_step has it. Participant 0 gets 1 for each product
  * wanted, and calls again; after a turn's last product once all of the turn are computed. The others wait inside. The shape must be gated,
  * without a predictor that decides, and not NP_SILU or NP_F16. */
-int np_engine_begin(np_engine *engine, const np_step *step);
-int np_engine_next(np_engine *engine, np_product *wanted);
+int np_engine_begin_external(np_engine *engine, const np_step *step);
+int np_engine_next_product(np_engine *engine, np_product *wanted);
 /* The rows of participant 0's products, in the order in which those are wanted, and ahead of them: for one thread at a time, which may be another
- * than that of np_engine_next, between the return of np_engine_begin and np_engine_close_rows; the step before must be closed. np_engine_next_rows names the
+ * than that of np_engine_next_product, between the return of np_engine_begin_external and np_engine_close_rows; the step before must be closed. np_engine_next_rows names the
  * next rows and returns 1; NP_ROWS_UNKNOWN: which they are depends on a product that is not wanted yet; NP_OK: there are no more. np_engine_open_rows
  * waits until they are there, and says where: they stay until other rows are opened. Rows of before may be opened again. It
  * returns NP_OK, or an error as np_engine_step has it. np_engine_close_rows lets go of what is open. */
@@ -652,7 +652,7 @@ int np_engine_next_rows(np_engine *engine, np_product_rows *next);
 int np_engine_open_rows(np_engine *engine, np_product_rows *rows);
 void np_engine_close_rows(np_engine *engine);
 /* A product by the engine's own kernels, for `count` of its tokens: out[i*out_stride...] is that of tokens[i] alone. rows: open. */
-int np_engine_product(np_engine *engine, const np_product *product, const np_product_rows *rows, const uint32_t *tokens, uint32_t count, float *out,
+int np_engine_compute_product(np_engine *engine, const np_product *product, const np_product_rows *rows, const uint32_t *tokens, uint32_t count, float *out,
                       size_t out_stride);
 
 /* The tokens that one expert computes. A token and one of its experts are a pair; a group's pairs follow each other, by ascending token,
@@ -662,7 +662,7 @@ typedef struct {
 } np_group;
 
 /* Blocks that another computes, a GPU say, who holds their weights: of a layer the first `blocks` of every group's expert, for the group's
- * tokens. What is named here is good until the next np_engine_next_blocks. Token t's prepared vector lies at t * vector_stride. A block's
+ * tokens. What is named here is good until the next np_engine_next_offload. Token t's prepared vector lies at t * vector_stride. A block's
  * sum is its neurons' rows of Down in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that
  * of its blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. In numerics of its own the first node may have all, and the others zeros. */
 typedef struct {
@@ -675,32 +675,32 @@ typedef struct {
     const uint8_t *predicted;     /* as in np_shared, where a predictor decides which triggers are computed; else NULL */
     uint32_t mask_bytes, predicted_neurons; /* of a neuron's predictions; neurons of a group in `predicted` */
     const float *inputs;          /* [tokens][width] what the vectors were prepared from, where np_shared has room for it; else NULL */
-} np_wanted_blocks;
+} np_offloaded_blocks;
 
 /* All rows of a matrix that another computes, who holds it: out[t*out_stride + r] is row r times token t's prepared vector, and the row's
- * bias, with the bits of the kernels in use. What is named here is good until the next np_engine_next_blocks. */
+ * bias, with the bits of the kernels in use. What is named here is good until the next np_engine_next_offload. */
 typedef struct {
     int32_t matrix; /* one of NP_HELD_* */
-    uint32_t layer; /* 0 with NP_HELD_OUTPUT */
+    uint32_t layer; /* 0 with NP_OFFLOAD_OUTPUT */
     uint32_t tokens, rows, columns;
     const uint8_t *vectors;
     size_t vector_stride; /* in bytes */
     float *out;
     size_t out_stride;
-} np_wanted_rows;
+} np_offloaded_matrix;
 
-/* A step of a participant whose blocks another computes (config.held): it begins, then calls np_engine_next_blocks until that returns
+/* A step of a participant whose blocks another computes (config.offload_blocks): it begins, then calls np_engine_next_offload until that returns
  * NP_OK: the step is over, or an error, as np_engine_step has it. 1: the blocks of a layer are wanted; it gives their sums to
- * np_engine_put_sums and calls again. The first block must be 0, and the step's held_blocks end_block; where that is 0 no blocks are wanted.
- * NP_WANTED_ROWS, with held_matrices in the step: a matrix's rows are wanted, of which np_engine_wanted_rows says more; it calls again when
+ * np_engine_put_block_sums and calls again. The first block must be 0, and the step's held_blocks end_block; where that is 0 no blocks are wanted.
+ * NP_OFFLOADED_MATRIX, with held_matrices in the step: a matrix's rows are wanted, of which np_engine_offloaded_matrix says more; it calls again when
  * they are there. Quantized weights, no NP_SILU; with held_matrices, `outputs` in np_shared, which may be this participant's own, and `kv`. */
-enum { NP_WANTED_ROWS = 2 };
-int np_engine_begin_held(np_engine *engine, const np_step *step);
-int np_engine_next_blocks(np_engine *engine, np_wanted_blocks *wanted);
+enum { NP_OFFLOADED_MATRIX = 2 };
+int np_engine_begin_offload(np_engine *engine, const np_step *step);
+int np_engine_next_offload(np_engine *engine, np_offloaded_blocks *wanted);
 /* The sums of the blocks that are wanted: [pairs][nodes][width], `count` of them. They are copied, and meet with the others' in
- * np_engine_next_blocks. Returns NP_OK; or NP_E_ARGUMENT where no sums or another number of them is wanted. */
-int np_engine_put_sums(np_engine *engine, const float *sums, size_t count);
-void np_engine_wanted_rows(const np_engine *engine, np_wanted_rows *wanted); /* all zero where none are wanted */
+ * np_engine_next_offload. Returns NP_OK; or NP_E_ARGUMENT where no sums or another number of them is wanted. */
+int np_engine_put_block_sums(np_engine *engine, const float *sums, size_t count);
+void np_engine_offloaded_matrix(const np_engine *engine, np_offloaded_matrix *wanted); /* all zero where none are wanted */
 
 typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */
@@ -719,91 +719,92 @@ typedef struct {
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and resets them */
 
 /* ---- steps without messages (steps/) ------------------------------------------------------------------------- */
-/* A decode worker that has just computed listens on its lane for a while; the coordinator gives it the next step there. Words of a lane:
- *   state     AWAY: nobody looks at it. LISTENING: the worker waits (a futex word). RESERVED: the coordinator is about to give. GIVEN: it has.
- *             Worker: any -> AWAY or LISTENING when it comes to listen or has computed; LISTENING -> AWAY. Coordinator: LISTENING ->
+/* A decode worker's step channel, in shared memory (a "lane" in SPEC.md). A worker that has just computed a step listens on it for a while, and
+ * the coordinator sends the next step there instead of a message.
+ *   state     AWAY: the worker does not listen. LISTENING: it waits (a futex word). RESERVED: the coordinator is about to send. GIVEN: it has.
+ *             Worker: any -> AWAY, or LISTENING when it begins to listen or has computed; LISTENING -> AWAY. Coordinator: LISTENING ->
  *             RESERVED -> GIVEN, or back; LISTENING -> AWAY before it sends a message; any -> AWAY before it welcomes a worker.
- *   given     counts steps given; the coordinator, before GIVEN
- *   answered  `given` of the last step whose results are there; the worker, after results and counters, and after state
- * State, given and answered are sequentially consistent. A step that does not end well is answered by a message instead. */
-enum { NP_LANE_AWAY = 0, NP_LANE_LISTENING = 1, NP_LANE_RESERVED = 2, NP_LANE_GIVEN = 3 };
+ *   given     counts steps sent; written by the coordinator before GIVEN
+ *   answered  `given` of the last completed step; written by the worker after results, counters and state
+ * The three words are sequentially consistent. A step that ends with an error is answered by a message instead. */
+enum { NP_CHANNEL_AWAY = 0, NP_CHANNEL_LISTENING = 1, NP_CHANNEL_RESERVED = 2, NP_CHANNEL_GIVEN = 3 };
 typedef struct {
     uint32_t state, sleepers, given, answered, unused1[12];
-    uint64_t number; /* the step: fields of np_step */
-    uint64_t lanes;  /* of all its participants: bit n is lane n */
+    uint64_t number;   /* the step: fields of np_step */
+    uint64_t channels; /* of all its participants: bit n is channel n */
     uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count;
     uint32_t unused2[4];
     np_engine_counters counters;
-    uint64_t unused3; /* then int32_t sequences, positions, tokens, each [tokens of np_lanes] */
-} np_lane;
+    uint64_t unused3; /* then int32_t sequences, positions, tokens, each [tokens of np_step_channels] */
+} np_step_channel;
 typedef struct {
-    uint8_t *memory;     /* [count][np_lane_bytes(tokens)] */
+    uint8_t *memory;     /* [count][np_channel_bytes(tokens)] */
     uint32_t count;      /* at most 64 */
-    uint32_t tokens;     /* most of a step */
+    uint32_t tokens;     /* maximum of a step */
     uint32_t *finished;  /* word 0 grows when the last participant of a step has answered; word 1: sleepers on it */
-} np_lanes;
-uint32_t np_lane_bytes(uint32_t tokens);
-np_lane *np_lane_at(const np_lanes *lanes, uint32_t lane);
-int32_t *np_lane_numbers(const np_lanes *lanes, uint32_t lane, int which); /* 0 sequences, 1 positions, 2 tokens */
+} np_step_channels;
+uint32_t np_channel_bytes(uint32_t tokens);
+np_step_channel *np_channel_at(const np_step_channels *channels, uint32_t number);
+int32_t *np_channel_numbers(const np_step_channels *channels, uint32_t number, int which); /* 0 sequences, 1 positions, 2 tokens */
 
 typedef struct {
-    uint64_t step; /* number of the last one that was begun, and its epoch; 0: none was */
+    uint64_t step; /* number and epoch of the last step that was begun; 0: none was */
     uint32_t epoch, computed;
-} np_lane_served;
-/* Compute the steps that are given to this lane. Returns NP_OK after serve_ms: the worker does something else for a moment and must call
- * again, for it still counts as listening. NP_E_TIMEOUT: no step came for idle_ms, or the coordinator has a message; otherwise what
- * np_engine_step returned for a step that is not answered here. Then it does not listen any more. Spins for spin_us, and gives way meanwhile. */
-int np_lane_serve(np_engine *engine, const np_lanes *lanes, uint32_t lane, uint32_t spin_us, uint32_t idle_ms, uint32_t serve_ms,
-                  np_lane_served *served);
-/* The coordinator: make it look for messages, if it listens. Returns whether it did. */
-int np_lane_release(const np_lanes *lanes, uint32_t lane);
-/* The coordinator: forget what a worker left that is gone. */
-void np_lane_clear(const np_lanes *lanes, uint32_t lane);
+} np_channel_progress;
+/* The worker: compute the steps that arrive on this channel. Returns NP_OK after serve_ms: the worker may do something else for a moment and must
+ * call again, because it still counts as listening. NP_E_TIMEOUT: no step came for idle_ms, or the coordinator has a message. Any other
+ * value is np_engine_step's for a step that is not answered here. After these two it does not listen any more. Spins, yielding, for spin_us. */
+int np_channel_serve(np_engine *engine, const np_step_channels *channels, uint32_t number, uint32_t spin_us, uint32_t idle_ms, uint32_t serve_ms,
+                     np_channel_progress *progress);
+/* The coordinator: make a listening worker look for messages. Returns 1 if it was listening. */
+int np_channel_release(const np_step_channels *channels, uint32_t number);
+/* The coordinator: reset the channel of a worker that is gone. */
+void np_channel_clear(const np_step_channels *channels, uint32_t number);
 
-/* The coordinator's side: a thread that waits for steps to be finished. Where it was told how, it samples the tokens and gives the next step at
- * once, before anybody is told. One other thread calls the functions. */
-typedef struct np_relay np_relay;
+/* The coordinator's step pipeline: a thread that waits for the answers to a step. If the next step is prepared (np_pipeline_arm), it samples the
+ * tokens and sends that step before it wakes Python. Only one other thread may call these functions. */
+typedef struct np_step_pipeline np_step_pipeline;
 typedef struct {
-    np_lanes lanes;
+    np_step_channels channels;
     const uint32_t *epoch;
     np_barrier *barrier;
     uint32_t *claims;
     uint32_t claim_count;
     const float *logits; /* [rows][vocabulary] */
     uint32_t vocabulary;
-    int32_t *scratch;    /* as np_sample wants it; used between np_relay_arm and np_relay_take only */
-    int32_t wake;        /* a descriptor to write a byte to when a step is finished */
-} np_relay_config;
-/* Everything is kept. NULL when memory or threads are short. */
-np_relay *np_relay_create(const np_relay_config *config);
-void np_relay_destroy(np_relay *relay);
-/* Give a step to these lanes, `steps` in ascending order of lanes; barrier and claims are reset. Returns 1; 0, and nothing is changed but that none
- * of them listens any more, when not all of them listened; NP_E_ARGUMENT. */
-int np_relay_give(np_relay *relay, uint64_t lanes, const np_step *steps);
-/* What is to be done when the step is finished. how, uniforms, positions: [count]; kept until np_relay_take. The step after it is given unless
- * a token cannot be sampled or is one of `ends`. */
+    int32_t *scratch;    /* np_sample's; used between np_pipeline_arm and np_pipeline_collect only */
+    int32_t wake;        /* a descriptor: one byte is written when a step is finished */
+} np_pipeline_config;
+/* Pointers are kept. Returns NULL if memory or threads are short. */
+np_step_pipeline *np_pipeline_create(const np_pipeline_config *config);
+void np_pipeline_destroy(np_step_pipeline *pipeline);
+/* Send a step to these channels; steps: one per channel, ascending. Resets barrier and claims. Returns 1; 0 if a worker was not listening: nothing
+ * was sent, and none of them listens any more; or NP_E_ARGUMENT. */
+int np_pipeline_send(np_step_pipeline *pipeline, uint64_t channels, const np_step *steps);
+/* The next step. It is sent unless a token cannot be sampled or is one of `ends`. how, uniforms, positions: [count], kept until
+ * np_pipeline_collect. */
 typedef struct {
-    uint64_t number; /* of the next step */
+    uint64_t number;
     uint32_t count;
     const np_sampling *how;
     const double *uniforms;
-    const int32_t *positions; /* of the next step */
+    const int32_t *positions;
     const int32_t *ends;
     uint32_t end_count;
-} np_relay_next;
-/* Returns NP_OK; or NP_E_ARGUMENT when no step is under way, or another number of tokens. */
-int np_relay_arm(np_relay *relay, const np_relay_next *next);
-/* lanes: who has answered the step; all: whether that is everybody. sampled: tokens were sampled; passed: the next step was given, and is the one
- * under way now. Times in ns, 0 for what was not done. */
+} np_pipeline_next;
+/* Prepare the next step. Returns NP_OK, or NP_E_ARGUMENT if no step is under way or `count` differs from its tokens. */
+int np_pipeline_arm(np_step_pipeline *pipeline, const np_pipeline_next *next);
+/* channels: those that have answered. all_answered: the step is over. sampled: its tokens were sampled. next_sent: the next step was sent and is
+ * the one under way. Times in ns, 0 for what was not done. */
 typedef struct {
-    uint64_t lanes;
-    int32_t all, sampled, passed, unused;
-    uint64_t done_ns, sampled_ns, passed_ns;
+    uint64_t channels;
+    int32_t all_answered, sampled, next_sent, unused;
+    uint64_t done_ns, sampled_ns, next_sent_ns;
     const int32_t *tokens;
-    const np_engine_counters *counters; /* by lane; good until the next call, as tokens are */
-} np_relay_taken;
-/* What has happened, and disarm: nothing more is sampled or given before np_relay_arm. When everybody has answered, the step is over. */
-void np_relay_take(np_relay *relay, np_relay_taken *taken);
+    const np_engine_counters *counters; /* by channel; valid until the next call, like tokens */
+} np_pipeline_result;
+/* Get what has happened, and disarm: nothing is sampled or sent before the next np_pipeline_arm. */
+void np_pipeline_collect(np_step_pipeline *pipeline, np_pipeline_result *result);
 
 /* ---- processes (process/) ------------------------------------------------------------------------------------- */
 /* The kernel kills this process as soon as `parent` is gone, whatever it is waiting for. */

@@ -5,6 +5,7 @@ file(GLOB NP_SOURCES CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/flash/*.c
   ${CMAKE_CURRENT_LIST_DIR}/residency/*.c
   ${CMAKE_CURRENT_LIST_DIR}/engine/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/engine/offload/*.c
   ${CMAKE_CURRENT_LIST_DIR}/process/*.c
   ${CMAKE_CURRENT_LIST_DIR}/steps/*.c
   ${CMAKE_CURRENT_LIST_DIR}/trace/*.c)

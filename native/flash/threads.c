@@ -23,7 +23,7 @@ typedef struct {
     uint32_t *queue, queue_from, queue_count; /* ring of [depth] requests */
     piece_result *results;                    /* ring of [depth] */
     uint32_t results_from, results_count;
-    int stop, event; /* event: -1 until asked for */
+    int stop, event; /* event: -1 before it is watched */
     np_reader *reader;
 } pool_state;
 
@@ -54,7 +54,7 @@ static void *run_thread(void *argument)
         state->results[(state->results_from + state->results_count++) % reader->depth] = (piece_result){index, result};
         pthread_cond_signal(&state->done);
         if (state->event >= 0)
-            eventfd_write(state->event, 1); /* fails only when the counter is full, which is readable as well */
+            eventfd_write(state->event, 1); /* fails only if the counter is full, which is readable as well */
     }
     pthread_mutex_unlock(&state->lock);
     return NULL;
@@ -77,7 +77,7 @@ static void pool_close(np_reader *reader)
     free(state);
 }
 
-/* Starts what threads it can; one is enough. */
+/* Start as many threads as possible; one is enough. */
 static int start_threads(pool_state *state, uint32_t wanted)
 {
     int error = 0;
@@ -123,7 +123,7 @@ static void pool_start(np_reader *reader, uint32_t index)
 
 static void pool_flush(np_reader *reader)
 {
-    (void)reader; /* a started piece is with the threads already */
+    (void)reader; /* started pieces are in the threads' queue already */
 }
 
 static int pool_take(np_reader *reader, uint32_t *index, int32_t *result)

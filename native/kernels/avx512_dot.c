@@ -98,7 +98,7 @@ NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const n
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
-    np_prefetch_beside(rows, r);
+    np_prefetch_extra(rows, r);
     for (; g + NP_BLOCK_GROUPS <= groups; g += NP_BLOCK_GROUPS)
         sum = dot(type, row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, sum);
     return g < groups ? dot(type, row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;

@@ -99,7 +99,7 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
     if (!wanted) return;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
-    np_prefetch_beside(rows, r);
+    np_prefetch_extra(rows, r);
     for (size_t g = 0; g < groups; g += NP_BLOCK_GROUPS, turned++) {
         const np_block *block = groups - g < NP_BLOCK_GROUPS ? end : &whole;
         const uint16_t *scales = (const uint16_t *)(const void *)row.scales + g;

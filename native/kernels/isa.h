@@ -114,12 +114,12 @@ NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
 NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead), 0, 2); }
 
 /* What the row function, which fetches quants, leaves of a row that comes soon: scales, and what lies behind the quants. */
-NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
+NP_INLINE void np_prefetch_extra(const np_rows *rows, size_t r) {
     if (!rows->scales_at || r + NP_AHEAD_ROWS >= rows->rows) return;
     const uint8_t *quants = rows->quants_at[r + NP_AHEAD_ROWS], *scales = rows->scales_at[r + NP_AHEAD_ROWS];
     for (size_t i = rows->quant_bytes; i < rows->fetch.row_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
-    for (size_t i = 0; rows->fetch.beside && i < rows->fetch.beside_bytes; i += 64)
-        __builtin_prefetch((const uint8_t *)rows->fetch.beside[r + NP_AHEAD_ROWS] + i, 0, 2);
+    for (size_t i = 0; rows->fetch.prefetch && i < rows->fetch.prefetch_bytes; i += 64)
+        __builtin_prefetch((const uint8_t *)rows->fetch.prefetch[r + NP_AHEAD_ROWS] + i, 0, 2);
     const size_t scale_bytes = rows->scale_bytes > rows->fetch.scale_bytes ? rows->scale_bytes : rows->fetch.scale_bytes;
     for (size_t i = 0; i < scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
@@ -134,7 +134,7 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
             const np_row row = np_row_at(&job->rows, r);                                            \
             const size_t ahead = np_ahead_bytes(&job->rows, r);                                     \
             const float bias = job->bias ? job->bias[r] : 0.0f;                                     \
-            np_prefetch_beside(&job->rows, r);                                                      \
+            np_prefetch_extra(&job->rows, r);                                                      \
             for (size_t first = 0; first < job->tokens;) {                                          \
                 const size_t left = job->tokens - first;                                            \
                 const uint8_t *activation = job->activations + first * stride;                      \
@@ -159,7 +159,7 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
         for (size_t r = 0; r < rows->rows; r++) {                                                             \
             const np_row row = np_row_at(rows, r);                                                            \
             const size_t ahead = np_ahead_bytes(rows, r);                                                     \
-            np_prefetch_beside(rows, r);                                                                      \
+            np_prefetch_extra(rows, r);                                                                      \
             for (size_t i = 0; ahead && i < rows->quant_bytes; i += 64) np_prefetch(row.quants + i, ahead);   \
             ROW(row.quants, row.scales, rows->n, a[r], y);                                                    \
         }                                                                                                     \

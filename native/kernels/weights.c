@@ -46,7 +46,7 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
     if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 
-void np_dot_wanted(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
+void np_dot_masked(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
                    const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                    size_t out_stride) {
     np_dot_job job = {
@@ -67,7 +67,7 @@ void np_dot_wanted(int type, const void *const *quants, const void *const *scale
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
                       const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                       size_t out_stride) {
-    np_dot_wanted(type, quants, scales, NULL, rows, n, fetch, activations, activation_stride_bytes, tokens, out, out_stride);
+    np_dot_masked(type, quants, scales, NULL, rows, n, fetch, activations, activation_stride_bytes, tokens, out, out_stride);
 }
 
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y) {

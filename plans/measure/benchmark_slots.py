@@ -130,8 +130,8 @@ class Neurons:
             "np_fetch *",
             {
                 "row_bytes": self._slot_bytes[place.part] if self._own_slot and matrix == 0 else 0,
-                "beside": _pointers(beside) if matrix == 1 else ffi.NULL,
-                "beside_bytes": self._quant_bytes,
+                "prefetch": _pointers(beside) if matrix == 1 else ffi.NULL,
+                "prefetch_bytes": self._quant_bytes,
             },
         )
         type_ = self.trigger_type if matrix == 0 else self.type

@@ -60,9 +60,9 @@ class Relay:
         self.wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         claims = ffi.from_buffer("uint32_t[]", memory.view("exchange", "claims"))
         self._config = ffi.new(
-            "np_relay_config *",
+            "np_pipeline_config *",
             {
-                "lanes": self._lanes.native[0],
+                "channels": self._lanes.native[0],
                 "epoch": ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch")),
                 "barrier": ffi.cast("np_barrier *", ffi.from_buffer(memory.view("exchange", "barriers"))),
                 "claims": claims,
@@ -74,9 +74,9 @@ class Relay:
             },
         )
         for lane in range(self._lanes.count):  # of workers that listen to a coordinator that is gone
-            lib.np_lane_clear(self._lanes.native, lane)
-        self._native = lib.np_relay_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
-        self._taken = ffi.new("np_relay_taken *")
+            lib.np_channel_clear(self._lanes.native, lane)
+        self._native = lib.np_pipeline_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
+        self._taken = ffi.new("np_pipeline_result *")
         self._given: SendStep | None = None  # the step under way here
         self._owed: dict[ProcessKey, int] = {}  # who has not answered it, with their lanes
         self._ahead: Ahead | None = None  # what the thread was told
@@ -86,7 +86,7 @@ class Relay:
 
     def close(self) -> None:
         """End the thread."""
-        lib.np_relay_destroy(self._native)
+        lib.np_pipeline_destroy(self._native)
         self._native = ffi.NULL
 
     # ---- giving ----------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Relay:
         lanes = {process: process[1] for process in action.processes}
         steps, keep = _native_steps(message, action.processes)
         mask = sum(1 << lane for lane in lanes.values())
-        if lib.np_relay_give(self._native, mask, steps) != 1:
+        if lib.np_pipeline_send(self._native, mask, steps) != 1:
             return False
         del keep  # it was copied
         self._given, self._owed = action, lanes
@@ -113,7 +113,7 @@ class Relay:
         how, uniforms, self._keep = self._sampler.prepare(ahead.rows)
         positions, ends = ffi.new("int32_t[]", ahead.positions), ffi.new("int32_t[]", ahead.ends)
         following = ffi.new(
-            "np_relay_next *",
+            "np_pipeline_next *",
             {
                 "number": ahead.number,
                 "count": len(ahead.rows),
@@ -126,7 +126,7 @@ class Relay:
         )
         self._keep += [how, uniforms, positions, ends]
         self._ahead = ahead
-        lib.np_relay_arm(self._native, following)
+        lib.np_pipeline_arm(self._native, following)
 
     def passed(self, action: SendStep) -> Done | None:
         """When a step is to be sent: how the one before ended, if this one was passed on already. Then it is the one
@@ -163,9 +163,9 @@ class Relay:
         if self._given is None:
             return []
         taken, step = self._taken, self._given.message
-        lib.np_relay_take(self._native, taken)
+        lib.np_pipeline_collect(self._native, taken)
         ahead, self._ahead, self._keep = self._ahead, None, []
-        lanes = int(taken.lanes)
+        lanes = int(taken.channels)
         there = {process: lane for process, lane in self._owed.items() if lanes >> lane & 1}
         answers = []
         if there:
@@ -174,7 +174,7 @@ class Relay:
                 summed_counters([taken.counters + n for n in there.values()])
             ]
             answers = [Answer(one, step.step, step.epoch, sums) for one, sums in zip(there, counters, strict=True)]
-        if taken.all:
+        if taken.all_answered:
             self._end(taken, ahead)
         return answers
 
@@ -182,8 +182,8 @@ class Relay:
         assert self._given is not None
         message, processes = self._given.message, self._given.processes
         tokens = tuple(taken.tokens[0 : len(message.tokens)]) if taken.sampled else None
-        self.done = Done(tokens, int(taken.done_ns), int(taken.sampled_ns), int(taken.passed_ns))
-        if taken.passed:
+        self.done = Done(tokens, int(taken.done_ns), int(taken.sampled_ns), int(taken.next_sent_ns))
+        if taken.next_sent:
             assert ahead is not None
             assert tokens is not None
             assert isinstance(message, Step)
@@ -201,7 +201,7 @@ class Relay:
         """It is gone, or a new one: nothing is expected of it."""
         self._owed.pop(process, None)
         if process[0] == "decode" and process[1] < self._lanes.count:
-            lib.np_lane_clear(self._lanes.native, process[1])
+            lib.np_channel_clear(self._lanes.native, process[1])
 
     def answered(self, process: ProcessKey) -> None:
         """By a message."""
@@ -211,7 +211,7 @@ class Relay:
         """A message follows: who listens looks for it now."""
         role, _, index = peer.partition("-")
         if role == "decode" and int(index) < self._lanes.count:
-            lib.np_lane_release(self._lanes.native, int(index))
+            lib.np_channel_release(self._lanes.native, int(index))
 
 
 def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, list[Any]]:

@@ -64,7 +64,7 @@ static void check_wanted(const scattered *s, const char *isa) {
     for (size_t tokens = 1; tokens <= TOKENS; tokens += tokens < 6 ? 1 : 5) {
         for (int r = 0; r < ROWS; r++) wanted[r] = (uint16_t)(r % 4 ? random_bits() & (r % 4 == 1 ? random_bits() : 0xffff) : r % 8 ? 0xffff : 0);
         for (size_t t = 0; t < TOKENS; t++) out[t][ROWS] = 77.0f;
-        np_dot_wanted(s->type, as_rows(s->quants), as_rows(s->scales), wanted, ROWS, s->n, NULL, activations, stride, tokens, out[0], ROWS + 1);
+        np_dot_masked(s->type, as_rows(s->quants), as_rows(s->scales), wanted, ROWS, s->n, NULL, activations, stride, tokens, out[0], ROWS + 1);
         for (size_t t = 0; t < tokens; t++)
             for (int r = 0; r < ROWS; r++) {
                 if (!(wanted[r] >> t & 1)) continue;

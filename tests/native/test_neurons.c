@@ -1,6 +1,7 @@
 /* Neurons of many tokens in one step: each token gets the bits that it gets by itself, whoever else wants the same rows; and nobody who is not
  * predicted has a value. The feed-forward of one layer, with weights at random, in every layout, with a predictor and without. */
-#include "engine/engine.h"
+#include "engine/feed_forward.h"
+#include "engine/step.h"
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -82,8 +83,8 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
     np_engine *engine = np_engine_create(&s->shape, &fixed, &shared, &config, &wrong);
     CHECK(engine != NULL, "refused: %s", wrong ? wrong : "memory");
     if (!engine) exit(checks_report());
-    CHECK(np_engine_take_step(engine, &step) == NP_OK, "%u tokens", count);
-    CHECK(np_engine_feed_forward(engine, 0) >= 0, "%u tokens", count);
+    CHECK(np_begin_step(engine, &step) == NP_OK, "%u tokens", count);
+    CHECK(np_feed_forward(engine, 0) >= 0, "%u tokens", count);
     np_engine_read_counters(engine, &s->counters);
     np_engine_destroy(engine);
 }

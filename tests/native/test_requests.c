@@ -128,11 +128,11 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
 static void test_a_guess_is_read_while_nothing_else_is_and_dropped_by_the_next_request(void)
 {
     np_loader *loader = start_with_rings("threads");
-    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
+    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_SPECULATIVE);
     grant(loader, 0, 0, 4);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 80);
-    put(0, 81 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
+    put(0, 81 | NP_REQUEST_TRIGGER | NP_REQUEST_SPECULATIVE);
     put(0, 82 | NP_REQUEST_TRIGGER | NP_REQUEST_PREFETCH); /* in the same turn: the guess was not begun */
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 82);

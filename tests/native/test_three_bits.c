@@ -70,7 +70,7 @@ static void check_dots(const rows_twice *rows, const char *isa) {
                              rows->stride, tokens, out[k][0], ROWS);
         check_same(out[0], out[1], sizeof out[0], isa, "scattered", rows->n, tokens);
         for (int k = 0; k < 2 && tokens <= 16; k++)
-            np_dot_wanted(k ? NP_Q4 : NP_Q3, at(k ? rows->four : rows->three), at(rows->scales), wanted, ROWS, rows->n, NULL,
+            np_dot_masked(k ? NP_Q4 : NP_Q3, at(k ? rows->four : rows->three), at(rows->scales), wanted, ROWS, rows->n, NULL,
                           rows->activations, rows->stride, tokens, out[k][0], ROWS);
         for (size_t t = 0; t < tokens && tokens <= 16; t++)
             for (int r = 0; r < ROWS; r++)

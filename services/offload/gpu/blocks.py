@@ -53,7 +53,7 @@ def built_program(context: Any, name: str, options: list[str]) -> Any:
 
 class HeldBlocks:
     """The first `blocks` blocks, for steps of so many tokens, in the order of sums of this set of instructions. `load`
-    each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h, as
+    each layer's weights before the first step. Calling it computes np_offloaded_blocks of native/neuronpipe.h, as
     ComputeBlocks of participant.py says; OpenCL's errors are raised as they are, and it is of no use after one."""
 
     def __init__(self, device: Device, manifest: Manifest, *, blocks: int, tokens: int, instructions: str) -> None:

@@ -32,7 +32,8 @@ class _Matrix:
 
 class HeldMatrices:
     """Those of these names, for steps of so many tokens, in the order of sums of this set of instructions. tensors: the
-    package's fixed ones, by name. queue: of the same device. Calling it computes np_wanted_rows of native/neuronpipe.h;
+    package's fixed ones, by name. queue: of the same device. Calling it computes np_offloaded_matrix of
+    native/neuronpipe.h;
     OpenCL's errors are raised as they are, and it is of no use after one."""
 
     def __init__(

@@ -105,7 +105,7 @@ class TrialSteps:
         self._keep: list[Any] = []
 
     def wanted(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
-        """np_wanted_blocks. predicted: which neurons' triggers are named for which texts, as `fired_of` has it."""
+        """np_offloaded_blocks. predicted: which neurons' triggers are named for which texts, as `fired_of` has it."""
         model, each = self._manifest.model, self._manifest.model.experts_per_token
         pairs = texts * each
         if model.experts == 1:
@@ -120,7 +120,7 @@ class TrialSteps:
             mask = ffi.from_buffer("uint8_t[]", bits)
             self._keep.append(bits)
         made = ffi.new(
-            "np_wanted_blocks *",
+            "np_offloaded_blocks *",
             {
                 "layer": layer, "tokens": texts, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
                 "group": group, "pair_token": token, "pair_weight": weight,

@@ -250,7 +250,7 @@ np_engine_config Job::config(uint32_t product_blocks) const
     c.bundle = bundle_;
     c.prefetch = prefetch_;
     c.pipeline = pipeline_;
-    c.outside = 1;
+    c.external_products = 1;
     return c;
 }
 

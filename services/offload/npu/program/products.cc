@@ -261,7 +261,7 @@ int Products::compute(const np_product &wanted)
         waiting_.push_back(work);
         changed_.notify_all();
     }
-    const size_t may_run = wanted.number + 1 < wanted.of ? 1 : 0;
+    const size_t may_run = wanted.number + 1 < wanted.count ? 1 : 0;
     int result = NP_OK;
     while (result == NP_OK && running_.size() > may_run)
         result = finish();

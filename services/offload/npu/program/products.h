@@ -12,7 +12,7 @@ public:
     /* A step of this engine; it is over, or was left. */
     void begin(np_engine *engine);
     void end();
-    /* Have what the engine wants computed into its outputs; after a turn's last product all of the turn are. NP_OK, or an error as np_engine_next
+    /* Have what the engine wants computed into its outputs; after a turn's last product all of the turn are. NP_OK, or an error as np_engine_next_product
      * has it. Throws RuntimeError. */
     int compute(const np_product &wanted);
     /* Of the last step: as those of the worker in Python. */

@@ -215,7 +215,7 @@ bool RowsAhead::until(const std::function<bool()> &is_so)
         }
         int result = np_engine_open_rows(engine_, &asked->place);
         if (result >= 0)
-            result = np_engine_product(engine_, asked->product, &asked->place, &asked->token, 1, asked->out, asked->stride);
+            result = np_engine_compute_product(engine_, asked->product, &asked->place, &asked->token, 1, asked->out, asked->stride);
         std::lock_guard<std::mutex> lock(mutex_);
         asked->is_done = true;
         failure_ = result < 0 ? result : failure_;

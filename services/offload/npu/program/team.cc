@@ -65,12 +65,12 @@ void Team::work(size_t number, np_step step)
         pin(job_.cores[number]);
     np_engine_read_counters(engine, &counters); /* a step that was abandoned left its own */
     step.participant = step.sharer = static_cast<uint32_t>(number);
-    int result = np_engine_begin(engine, &step);
+    int result = np_engine_begin_external(engine, &step);
     const bool is_first = number == 0 && result >= 0;
     if (is_first)
         products_.begin(engine);
     try {
-        while (result >= 0 && (result = np_engine_next(engine, &wanted)) == 1)
+        while (result >= 0 && (result = np_engine_next_product(engine, &wanted)) == 1)
             result = products_.compute(wanted);
     } catch (const std::exception &error) {
         return end(NP_OK, error.what());

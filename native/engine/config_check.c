@@ -1,12 +1,11 @@
-/* Whether what an engine is made of fits together: what is wrong is named by its field. */
-#include "engine.h"
+#include "engine/config_check.h"
 
 #include <math.h>
 
 enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
 
-/* The first of these conditions that does not hold, or NULL. */
-#define FIRST_WRONG(...)                                                  \
+/* Return the field of the first condition that does not hold, or NULL. */
+#define FIRST_ERROR(...)                                                  \
     do {                                                                  \
         const struct {                                                    \
             const char *field;                                            \
@@ -18,9 +17,9 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
         return NULL;                                                      \
     } while (0)
 
-static const char *wrong_size(const np_shape *s)
+static const char *invalid_size(const np_shape *s)
 {
-    FIRST_WRONG({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
+    FIRST_ERROR({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
                 {"trigger_type", s->trigger_type == s->type || (s->trigger_type == NP_Q3 && s->type == NP_Q4 && s->gated)},
                 {"embedding_type", s->embedding_type == s->type || (s->embedding_type == NP_Q8 && s->type == NP_Q4)},
                 {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
@@ -47,23 +46,23 @@ static const char *wrong_size(const np_shape *s)
                 {"predictor_rank", !s->predictor_rank || (s->predictor_type != NP_Q3 && np_quant_bytes(s->predictor_type, s->predictor_rank) > 0)});
 }
 
-static const char *wrong_layout(const np_shape *s)
+static const char *invalid_layout(const np_shape *s)
 {
     const uint64_t stored = (uint64_t)s->clusters * s->cluster_neurons;
-    FIRST_WRONG({"cluster_neurons", s->cluster_neurons > 0},
+    FIRST_ERROR({"cluster_neurons", s->cluster_neurons > 0},
                 {"block_neurons", s->block_neurons && s->cluster_neurons && s->block_neurons % s->cluster_neurons == 0 &&
                                       s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS},
                 {"blocks", stored <= (uint64_t)s->blocks * s->block_neurons},
                 {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->experts * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
 }
 
-/* Whether `rows` of so many bytes from `offset` on lie within a slot of `part`. */
+/* True if a cluster's rows of row_bytes from `offset` on lie within a slot of `part`. */
 static int fits(const np_shape *s, uint32_t part, uint32_t offset, size_t row_bytes)
 {
     return part < NP_PARTS && offset + (uint64_t)s->cluster_neurons * row_bytes <= s->slot_bytes[part];
 }
 
-/* part: where its rows must be. */
+/* True if a matrix lies in this part and fits its slots. */
 static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part)
 {
     const int type = part == NP_TRIGGER ? s->trigger_type : s->type;
@@ -72,29 +71,29 @@ static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t p
            fits(s, place->scales_part, place->scales, np_scale_bytes(type, s->width));
 }
 
-static const char *wrong_place(const np_shape *s)
+static const char *invalid_place(const np_shape *s)
 {
-    FIRST_WRONG({"gate", !s->gated || is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER)},
+    FIRST_ERROR({"gate", !s->gated || is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER)},
                 {"down", is_placed(s, &s->down, NP_VALUE)});
 }
 
-/* Whether all of a layer's products are ones that another may be asked for. */
-static int may_be_outside(const np_engine_config *p, const np_shape *s)
+/* True if an external runtime can compute all of a layer's products. */
+static int may_have_external_products(const np_engine_config *p, const np_shape *s)
 {
     return s->gated && s->activation != NP_SILU && s->type != NP_F16 && (!s->predictor_rank || p->hints);
 }
 
-static const char *wrong_config(const np_engine_config *p, const np_shape *s)
+static const char *invalid_config(const np_engine_config *p, const np_shape *s)
 {
-    FIRST_WRONG({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
+    FIRST_ERROR({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
                 {"window_blocks", p->window_blocks > 0},
-                {"outside", !p->outside || may_be_outside(p, s)},
-                {"product_blocks", !p->outside || (p->product_blocks && p->product_blocks <= p->window_blocks)},
-                {"held", !p->held || (!p->outside && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
-                {"partial_tokens", p->outside || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
+                {"external_products", !p->external_products || may_have_external_products(p, s)},
+                {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
+                {"offload_blocks", !p->offload_blocks || (!p->external_products && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
+                {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
 }
 
-static const char *wrong_layer(const np_shape *s, const np_fixed *fixed)
+static const char *invalid_layer(const np_shape *s, const np_fixed *fixed)
 {
     for (uint32_t n = 0; s->activation == NP_SILU && n < s->layers; n++)
         if (!(fixed->layers[n].silent_below >= 0.0f && isfinite(fixed->layers[n].silent_below)))
@@ -102,18 +101,18 @@ static const char *wrong_layer(const np_shape *s, const np_fixed *fixed)
     return NULL;
 }
 
-const char *np_engine_wrong_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
+const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
 {
-    const char *wrong = wrong_size(shape);
+    const char *wrong = invalid_size(shape);
     if (!wrong)
-        wrong = wrong_layout(shape);
+        wrong = invalid_layout(shape);
     if (!wrong)
-        wrong = wrong_place(shape);
+        wrong = invalid_place(shape);
     if (!wrong)
-        wrong = wrong_config(config, shape);
+        wrong = invalid_config(config, shape);
     if (!wrong)
-        wrong = wrong_layer(shape, fixed);
-    if (!wrong && config->outside && !(shared->inputs && shared->outputs))
+        wrong = invalid_layer(shape, fixed);
+    if (!wrong && config->external_products && !(shared->inputs && shared->outputs))
         wrong = shared->inputs ? "outputs" : "inputs";
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))
         wrong = shared->ranks ? "predicted" : "ranks";

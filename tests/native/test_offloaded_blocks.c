@@ -43,7 +43,7 @@ static np_engine *made(stage *s, const void *zeros, int held) {
         .inputs = s->inputs[0], .outputs = s->outputs[0],
     };
     const np_engine_config config = {.sequences = TEXTS, .max_tokens = TEXTS, .logit_rows = 1, .window_blocks = BLOCKS,
-                                     .partial_tokens = TEXTS, .pipeline = 1, .held = held};
+                                     .partial_tokens = TEXTS, .pipeline = 1, .offload_blocks = held};
     const char *wrong;
     np_engine *engine = np_engine_create(&shape, &fixed, &shared, &config, &wrong);
     CHECK(engine != NULL, "refused: %s", wrong ? wrong : "memory");
@@ -54,7 +54,7 @@ static np_engine *made(stage *s, const void *zeros, int held) {
 
 static np_step step_of(uint32_t held, uint32_t texts) {
     static const int32_t sequences[TEXTS] = {0, 1}, zero[TEXTS];
-    return (np_step){.participants = 1, .sharers = 1, .end_block = held, .held_blocks = held, .count = texts, .sequences = sequences,
+    return (np_step){.participants = 1, .sharers = 1, .end_block = held, .offloaded_blocks = held, .count = texts, .sequences = sequences,
                      .positions = zero, .tokens = zero};
 }
 
@@ -69,10 +69,10 @@ static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts
             for (int j = 0; j < WIDTH; j++) s->partials[t][b][j] = (uint32_t)b < held ? NAN : random_float();
     for (int t = 0; t <= TEXTS; t++)
         for (int j = 0; j < WIDTH; j++) s->inputs[t][j] = NAN;
-    CHECK(np_engine_begin_held(engine, &step) == NP_OK, "held %u, texts %u", held, texts);
-    np_wanted_blocks blocks;
+    CHECK(np_engine_begin_offload(engine, &step) == NP_OK, "held %u, texts %u", held, texts);
+    np_offloaded_blocks blocks;
     uint32_t layers = 0;
-    for (int more; (more = np_engine_next_blocks(engine, &blocks)) != NP_OK; layers++) {
+    for (int more; (more = np_engine_next_offload(engine, &blocks)) != NP_OK; layers++) {
         CHECK(more == 1 && blocks.blocks == held && blocks.pairs == texts && blocks.layer == layers, "held %u: %d", held, more);
         if (more != 1)
             break;
@@ -80,10 +80,10 @@ static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts
             CHECK(t < texts ? blocks.inputs[t * WIDTH] == 0 && blocks.inputs[t * WIDTH + WIDTH - 1] == 0 : isnan(s->inputs[t][0]),
                   "inputs of text %u of %u", t, texts);
         for (size_t i = 0; i < count; i++) sums[i] = random_float();
-        CHECK(np_engine_put_sums(engine, sums, count + 1) == NP_E_ARGUMENT, "one sum too many");
-        CHECK(np_engine_put_sums(engine, sums, count - 1) == NP_E_ARGUMENT, "one sum too few");
-        CHECK(np_engine_put_sums(engine, zeros_of_step, count) == NP_OK, "held %u, texts %u", held, texts);
-        CHECK(np_engine_put_sums(engine, sums, count) == NP_OK, "given again, they replace those of before");
+        CHECK(np_engine_put_block_sums(engine, sums, count + 1) == NP_E_ARGUMENT, "one sum too many");
+        CHECK(np_engine_put_block_sums(engine, sums, count - 1) == NP_E_ARGUMENT, "one sum too few");
+        CHECK(np_engine_put_block_sums(engine, zeros_of_step, count) == NP_OK, "held %u, texts %u", held, texts);
+        CHECK(np_engine_put_block_sums(engine, sums, count) == NP_OK, "given again, they replace those of before");
         for (uint32_t t = 0; t < texts; t++) {
             float all[BLOCKS][WIDTH], sum[WIDTH];
             memcpy(all, s->partials[t], sizeof all);
@@ -99,34 +99,34 @@ static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts
     CHECK(layers == (held ? LAYERS : 0), "held %u: %u layers", held, layers);
     for (uint32_t t = 0; t < texts && held; t++)
         CHECK(memcmp(s->residual[t], wanted[t], sizeof wanted[t]) == 0, "held %u, text %u", held, t);
-    CHECK(np_engine_put_sums(engine, sums, count) == NP_E_ARGUMENT, "after the step");
+    CHECK(np_engine_put_block_sums(engine, sums, count) == NP_E_ARGUMENT, "after the step");
     free(sums);
     free(zeros_of_step);
 }
 
 static void test_refusals(np_engine *engine) {
-    np_wanted_blocks blocks;
+    np_offloaded_blocks blocks;
     float sums[WIDTH] = {0};
-    CHECK(np_engine_put_sums(engine, sums, WIDTH) == NP_E_ARGUMENT, "before any step");
+    CHECK(np_engine_put_block_sums(engine, sums, WIDTH) == NP_E_ARGUMENT, "before any step");
     np_step step = step_of(1, 1);
-    step.held_blocks = 2;
-    CHECK(np_engine_begin_held(engine, &step) == NP_E_ARGUMENT, "others take it that more is held");
-    CHECK(np_engine_next_blocks(engine, &blocks) == NP_E_ARGUMENT, "the step was refused");
+    step.offloaded_blocks = 2;
+    CHECK(np_engine_begin_offload(engine, &step) == NP_E_ARGUMENT, "others take it that more is held");
+    CHECK(np_engine_next_offload(engine, &blocks) == NP_E_ARGUMENT, "the step was refused");
     const np_step one = step_of(1, 1);
-    CHECK(np_engine_step(engine, &one) == NP_E_ARGUMENT, "its steps go by np_engine_begin_held");
+    CHECK(np_engine_step(engine, &one) == NP_E_ARGUMENT, "its steps go by np_engine_begin_offload");
     step = step_of(1, 1);
-    step.held_matrices = NP_HELD_QKV;
-    CHECK(np_engine_begin_held(engine, &step) == NP_E_ARGUMENT, "nobody is there to attend");
+    step.offloaded_matrices = NP_OFFLOAD_QKV;
+    CHECK(np_engine_begin_offload(engine, &step) == NP_E_ARGUMENT, "nobody is there to attend");
     step = step_of(BLOCKS + 1, 1);
-    CHECK(np_engine_begin_held(engine, &step) == NP_E_ARGUMENT, "more blocks than there are");
+    CHECK(np_engine_begin_offload(engine, &step) == NP_E_ARGUMENT, "more blocks than there are");
     step = step_of(1, 1);
-    CHECK(np_engine_begin_held(engine, &step) == NP_OK && np_engine_next_blocks(engine, &blocks) == 1, "one block");
-    CHECK(np_engine_next_blocks(engine, &blocks) == NP_E_ARGUMENT, "its sums were not given");
-    CHECK(np_engine_put_sums(engine, sums, WIDTH) == NP_E_ARGUMENT, "the step has ended");
+    CHECK(np_engine_begin_offload(engine, &step) == NP_OK && np_engine_next_offload(engine, &blocks) == 1, "one block");
+    CHECK(np_engine_next_offload(engine, &blocks) == NP_E_ARGUMENT, "its sums were not given");
+    CHECK(np_engine_put_block_sums(engine, sums, WIDTH) == NP_E_ARGUMENT, "the step has ended");
 }
 
 /* ---- whole matrices beside blocks --------------------------------------------------------------------------------- */
-enum { ALL_MATRICES = NP_HELD_QKV | NP_HELD_ATTENTION_OUTPUT | NP_HELD_OUTPUT };
+enum { ALL_MATRICES = NP_OFFLOAD_QKV | NP_OFFLOAD_ATTENTION_OUTPUT | NP_OFFLOAD_OUTPUT };
 
 typedef struct {
     np_engine *engine;
@@ -145,7 +145,7 @@ static np_step step_of_holder(uint32_t matrices, uint32_t texts) {
     np_step step = step_of(BLOCKS, texts);
     step.participants = 2;
     step.participant = 1;
-    step.held_matrices = matrices;
+    step.offloaded_matrices = matrices;
     step.logits_count = 1;
     return step;
 }
@@ -161,31 +161,31 @@ static np_step step_of_other(uint32_t matrices, uint32_t texts) {
  * whatever their number, and nothing of them is written. */
 static void give_rows(np_engine *engine, stage *s, uint32_t layer, uint32_t texts, float gained[TEXTS][WIDTH], float values[TEXTS][WIDTH]) {
     static float sums[TEXTS * BLOCKS * WIDTH], before[TEXTS][BLOCKS][WIDTH];
-    np_wanted_rows rows;
-    np_engine_wanted_rows(engine, &rows);
-    const int is_output = rows.matrix == NP_HELD_OUTPUT;
+    np_offloaded_matrix rows;
+    np_engine_offloaded_matrix(engine, &rows);
+    const int is_output = rows.matrix == NP_OFFLOAD_OUTPUT;
     CHECK(rows.matrix && rows.layer == (is_output ? 0 : layer) && rows.columns == WIDTH && rows.out_stride == rows.rows, "matrix %d", rows.matrix);
-    CHECK(rows.rows == (is_output ? (uint32_t)VOCABULARY : rows.matrix == NP_HELD_QKV ? 3u * WIDTH : (uint32_t)WIDTH), "%u rows", rows.rows);
+    CHECK(rows.rows == (is_output ? (uint32_t)VOCABULARY : rows.matrix == NP_OFFLOAD_QKV ? 3u * WIDTH : (uint32_t)WIDTH), "%u rows", rows.rows);
     CHECK(rows.tokens == (is_output ? 1 : texts), "%u tokens", rows.tokens);
     memcpy(before, s->partials, sizeof before);
     for (size_t i = 0; i < sizeof sums / sizeof *sums; i++) sums[i] = random_float();
     for (size_t rest = 1; rest <= sizeof sums / sizeof *sums / WIDTH; rest++)
-        CHECK(np_engine_put_sums(engine, sums, rest * WIDTH) == NP_E_ARGUMENT, "matrix %d is wanted, no sums", rows.matrix);
-    CHECK(np_engine_put_sums(engine, sums, 0) == NP_E_ARGUMENT && memcmp(before, s->partials, sizeof before) == 0, "matrix %d", rows.matrix);
+        CHECK(np_engine_put_block_sums(engine, sums, rest * WIDTH) == NP_E_ARGUMENT, "matrix %d is wanted, no sums", rows.matrix);
+    CHECK(np_engine_put_block_sums(engine, sums, 0) == NP_E_ARGUMENT && memcmp(before, s->partials, sizeof before) == 0, "matrix %d", rows.matrix);
     for (uint32_t t = 0; t < rows.tokens; t++)
         for (uint32_t r = 0; r < rows.rows; r++) {
             const float value = (float)(int32_t)(random_bits() % 64) / 8; /* exact as f16 */
             rows.out[t * rows.out_stride + r] = value;
-            if (rows.matrix == NP_HELD_ATTENTION_OUTPUT)
+            if (rows.matrix == NP_OFFLOAD_ATTENTION_OUTPUT)
                 gained[t][r] += value;
-            else if (rows.matrix == NP_HELD_QKV && r >= 2 * WIDTH)
+            else if (rows.matrix == NP_OFFLOAD_QKV && r >= 2 * WIDTH)
                 values[t][r - 2 * WIDTH] = value;
         }
 }
 
 /* A step of two participants, of whom one holds all blocks and these matrices. Rows and sums are wanted each in its time. */
 static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_t matrices, uint32_t texts) {
-    const uint32_t nodes = np_tree_nodes(BLOCKS), order[] = {NP_HELD_QKV, NP_HELD_ATTENTION_OUTPUT, 0};
+    const uint32_t nodes = np_tree_nodes(BLOCKS), order[] = {NP_OFFLOAD_QKV, NP_OFFLOAD_ATTENTION_OUTPUT, 0};
     const size_t count = (size_t)texts * nodes * WIDTH;
     float sums[TEXTS * BLOCKS * WIDTH], gained[TEXTS][WIDTH] = {{0}}, values[TEXTS][WIDTH] = {{0}}, logits[VOCABULARY] = {0};
     memset(s->claims, 0, sizeof s->claims);
@@ -198,17 +198,17 @@ static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_
     pthread_t thread;
     if (pthread_create(&thread, NULL, work, &peer))
         exit(1);
-    CHECK(np_engine_begin_held(holder, &step) == NP_OK, "matrices %u", matrices);
-    CHECK(np_engine_put_sums(holder, sums, count) == NP_E_ARGUMENT, "nothing is wanted yet");
-    np_wanted_blocks blocks;
-    np_wanted_rows rows;
+    CHECK(np_engine_begin_offload(holder, &step) == NP_OK, "matrices %u", matrices);
+    CHECK(np_engine_put_block_sums(holder, sums, count) == NP_E_ARGUMENT, "nothing is wanted yet");
+    np_offloaded_blocks blocks;
+    np_offloaded_matrix rows;
     int more = 1;
     for (uint32_t layer = 0; layer < LAYERS; layer++)
         for (int stage_of = 0; stage_of < 3; stage_of++) {
             if (order[stage_of] && !(matrices & order[stage_of]))
                 continue;
-            more = np_engine_next_blocks(holder, &blocks);
-            if (more != (order[stage_of] ? NP_WANTED_ROWS : 1)) { /* the other waits at a barrier for good */
+            more = np_engine_next_offload(holder, &blocks);
+            if (more != (order[stage_of] ? NP_OFFLOADED_MATRIX : 1)) { /* the other waits at a barrier for good */
                 fprintf(stderr, "matrices %u, layer %u, stage %d: %d\n", matrices, layer, stage_of, more);
                 exit(1);
             }
@@ -216,54 +216,54 @@ static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_
                 give_rows(holder, s, layer, texts, gained, values);
                 continue;
             }
-            np_engine_wanted_rows(holder, &rows);
+            np_engine_offloaded_matrix(holder, &rows);
             CHECK(!rows.matrix && !rows.out, "no rows are wanted with blocks");
             CHECK(blocks.layer == layer && blocks.blocks == BLOCKS && blocks.pairs == texts, "layer %u", layer);
-            for (uint32_t t = 0; matrices & NP_HELD_QKV && t < texts; t++) /* one position: attention is its values */
+            for (uint32_t t = 0; matrices & NP_OFFLOAD_QKV && t < texts; t++) /* one position: attention is its values */
                 CHECK(memcmp(s->attention[t], values[t], sizeof values[t]) == 0, "values of text %u", t);
             for (size_t i = 0; i < count; i++) sums[i] = (float)(int32_t)(random_bits() % 64) / 8; /* exact in any order */
             for (size_t i = 0; i < count; i++) gained[i / (nodes * WIDTH)][i % WIDTH] += sums[i];
-            CHECK(np_engine_put_sums(holder, sums, count) == NP_OK, "layer %u", layer);
+            CHECK(np_engine_put_block_sums(holder, sums, count) == NP_OK, "layer %u", layer);
         }
-    more = np_engine_next_blocks(holder, &blocks);
-    if (matrices & NP_HELD_OUTPUT) {
-        CHECK(more == NP_WANTED_ROWS, "the output: %d", more);
+    more = np_engine_next_offload(holder, &blocks);
+    if (matrices & NP_OFFLOAD_OUTPUT) {
+        CHECK(more == NP_OFFLOADED_MATRIX, "the output: %d", more);
         give_rows(holder, s, 0, texts, gained, values);
         memcpy(logits, s->logits, sizeof logits);
-        more = np_engine_next_blocks(holder, &blocks);
+        more = np_engine_next_offload(holder, &blocks);
     }
-    CHECK(more == NP_OK && np_engine_next_blocks(holder, &blocks) == NP_OK, "matrices %u: %d", matrices, more);
+    CHECK(more == NP_OK && np_engine_next_offload(holder, &blocks) == NP_OK, "matrices %u: %d", matrices, more);
     pthread_join(thread, NULL);
     CHECK(peer.done == NP_OK, "the other: %d", peer.done);
     for (uint32_t t = 0; t < texts; t++)
         CHECK(memcmp(s->residual[t], gained[t], sizeof gained[t]) == 0, "matrices %u, text %u", matrices, t);
     CHECK(memcmp(s->logits, logits, sizeof logits) == 0, "matrices %u: logits", matrices);
-    CHECK(np_engine_put_sums(holder, sums, count) == NP_E_ARGUMENT, "after the step");
+    CHECK(np_engine_put_block_sums(holder, sums, count) == NP_E_ARGUMENT, "after the step");
 }
 
 /* A step that is over while a matrix is wanted, because somebody was lost: the late rows and sums move nothing, and the step that comes
  * again begins from its start. */
 static void test_step_that_ends_inside(np_engine *holder, np_engine *other, stage *s) {
     static float sums[BLOCKS * WIDTH];
-    np_wanted_blocks blocks;
-    np_wanted_rows rows;
+    np_offloaded_blocks blocks;
+    np_offloaded_matrix rows;
     worker peer = {.engine = other, .step = step_of_other(ALL_MATRICES, 1)};
     np_step step = step_of_holder(ALL_MATRICES, 1);
     pthread_t thread;
     memset(s->claims, 0, sizeof s->claims);
     if (pthread_create(&thread, NULL, work, &peer))
         exit(1);
-    CHECK(np_engine_begin_held(holder, &step) == NP_OK && np_engine_next_blocks(holder, &blocks) == NP_WANTED_ROWS, "rows of qkv");
+    CHECK(np_engine_begin_offload(holder, &step) == NP_OK && np_engine_next_offload(holder, &blocks) == NP_OFFLOADED_MATRIX, "rows of qkv");
     np_word_store(&s->epoch, s->epoch + 1);
-    CHECK(np_engine_next_blocks(holder, &blocks) == NP_E_EPOCH, "the step is over");
+    CHECK(np_engine_next_offload(holder, &blocks) == NP_E_EPOCH, "the step is over");
     pthread_join(thread, NULL);
     CHECK(peer.done == NP_E_EPOCH, "the other: %d", peer.done);
-    CHECK(np_engine_next_blocks(holder, &blocks) == NP_E_EPOCH, "it stays over");
-    CHECK(np_engine_put_sums(holder, sums, (size_t)np_tree_nodes(BLOCKS) * WIDTH) == NP_E_ARGUMENT, "sums that come late");
-    np_engine_wanted_rows(holder, &rows);
+    CHECK(np_engine_next_offload(holder, &blocks) == NP_E_EPOCH, "it stays over");
+    CHECK(np_engine_put_block_sums(holder, sums, (size_t)np_tree_nodes(BLOCKS) * WIDTH) == NP_E_ARGUMENT, "sums that come late");
+    np_engine_offloaded_matrix(holder, &rows);
     CHECK(!rows.matrix && !rows.out, "nothing is wanted of a step that is over");
-    CHECK(np_engine_begin_held(holder, &step) == NP_E_EPOCH, "a step of the epoch before");
-    CHECK(np_engine_next_blocks(holder, &blocks) == NP_E_EPOCH, "a step of the epoch before");
+    CHECK(np_engine_begin_offload(holder, &step) == NP_E_EPOCH, "a step of the epoch before");
+    CHECK(np_engine_next_offload(holder, &blocks) == NP_E_EPOCH, "a step of the epoch before");
     np_word_store(&s->epoch, 0);
     memset(&s->barrier, 0, sizeof s->barrier); /* as the coordinator does before a step */
 }
@@ -273,7 +273,7 @@ static void test_blocks_of_two(np_engine *other, stage *s) {
     step.first_block = BLOCKS - 1;
     CHECK(np_engine_step(other, &step) == NP_E_ARGUMENT, "it would compute a block whose sums another puts there");
     step.first_block = step.end_block = 0;
-    step.held_matrices = ALL_MATRICES + 1;
+    step.offloaded_matrices = ALL_MATRICES + 1;
     CHECK(np_engine_step(other, &step) == NP_E_ARGUMENT, "an unknown matrix");
 }
 

@@ -11,13 +11,13 @@
 
 #include "neuronpipe.h"
 #include "require.h"
-#include "steps/lane.h"
+#include "steps/step_channel.h"
 #include "sync/clock.h"
 
 enum { WORKERS = 3, TOKENS = 2, VOCABULARY = 96, PART = VOCABULARY / WORKERS, CLAIMS = 4, END = 5, ALL = (1 << WORKERS) - 1 };
 
 typedef struct {
-    uint8_t lanes[4096];
+    uint8_t channels[4096];
     uint32_t finished[16], epoch[16], claims[CLAIMS];
     np_barrier barrier;
     float logits[TOKENS][VOCABULARY];
@@ -25,8 +25,8 @@ typedef struct {
 } shared_state;
 
 static shared_state *shared;
-static np_lanes lanes;
-static np_relay *relay;
+static np_step_channels channels;
+static np_step_pipeline *relay;
 static int wake[2];
 static int32_t scratch[3 * VOCABULARY];
 static pid_t workers[WORKERS];
@@ -59,9 +59,9 @@ static int compute(void *who, const np_step *step, np_engine_counters *counters)
 
 static void work(uint32_t own)
 {
-    np_lane_served served;
+    np_channel_progress served;
     while (!np_word_load(&shared->quit)) {
-        const int done = np_lane_serve_by(compute, &own, &lanes, own, own * 50, 5, 3, &served);
+        const int done = np_serve_channel(compute, &own, &channels, own, own * 50, 5, 3, &served);
         REQUIRE(done == NP_OK || done == NP_E_TIMEOUT || done == NP_E_EPOCH);
         if (done == NP_E_TIMEOUT)
             np_word_add(&shared->idle[own], 1);
@@ -82,10 +82,10 @@ static void start_worker(uint32_t own)
 static void start(void)
 {
     memset(shared, 0, sizeof *shared);
-    lanes = (np_lanes){shared->lanes, WORKERS, TOKENS, shared->finished};
-    REQUIRE(WORKERS * np_lane_bytes(TOKENS) <= sizeof shared->lanes);
+    channels = (np_step_channels){shared->channels, WORKERS, TOKENS, shared->finished};
+    REQUIRE(WORKERS * np_channel_bytes(TOKENS) <= sizeof shared->channels);
     REQUIRE(pipe2(wake, O_NONBLOCK) == 0);
-    const np_relay_config config = {.lanes = lanes,
+    const np_pipeline_config config = {.channels = channels,
                                     .epoch = shared->epoch,
                                     .barrier = &shared->barrier,
                                     .claims = shared->claims,
@@ -96,7 +96,7 @@ static void start(void)
                                     .wake = wake[1]};
     for (uint32_t i = 0; i < WORKERS; i++)
         start_worker(i);
-    relay = np_relay_create(&config);
+    relay = np_pipeline_create(&config);
     REQUIRE(relay);
 }
 
@@ -108,7 +108,7 @@ static void stop(void)
         REQUIRE(waitpid(workers[i], &status, 0) == workers[i]);
         REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
-    np_relay_destroy(relay);
+    np_pipeline_destroy(relay);
     close(wake[0]);
     close(wake[1]);
 }
@@ -139,7 +139,7 @@ static void give(uint64_t number, const int32_t *positions, const int32_t *token
                              .positions = positions,
                              .tokens = tokens};
     int given;
-    while ((given = np_relay_give(relay, ALL, steps)) == 0)
+    while ((given = np_pipeline_send(relay, ALL, steps)) == 0)
         usleep(200);
     REQUIRE_EQUAL(given, 1);
 }
@@ -150,20 +150,20 @@ static const int32_t ends[] = {END};
 
 static int arm(uint64_t number, const int32_t *positions)
 {
-    const np_relay_next next = {number, TOKENS, greedy, uniforms, positions, ends, 1};
-    return np_relay_arm(relay, &next);
+    const np_pipeline_next next = {number, TOKENS, greedy, uniforms, positions, ends, 1};
+    return np_pipeline_arm(relay, &next);
 }
 
-static np_relay_taken await(void)
+static np_pipeline_result await(void)
 {
-    np_relay_taken taken;
+    np_pipeline_result taken;
     char byte;
     for (;;) {
         struct pollfd ready = {wake[0], POLLIN, 0};
         REQUIRE(poll(&ready, 1, 10000) == 1);
         REQUIRE(read(wake[0], &byte, 1) == 1);
-        np_relay_take(relay, &taken);
-        if (taken.all)
+        np_pipeline_collect(relay, &taken);
+        if (taken.all_answered)
             return taken;
     }
 }
@@ -179,11 +179,11 @@ static void test_texts(uint32_t count, uint32_t by_hand_every)
         for (int row = 0; row < TOKENS; row++)
             following[row] = positions[row] + 1;
         const int armed = number % by_hand_every != 0 && arm(number + 1, following) == NP_OK;
-        const np_relay_taken taken = await();
-        REQUIRE_EQUAL(taken.lanes, ALL);
+        const np_pipeline_result taken = await();
+        REQUIRE_EQUAL(taken.channels, ALL);
         for (uint32_t i = 0; i < WORKERS; i++)
             REQUIRE_EQUAL(taken.counters[i].neurons, number); /* this step's, though the next one may be under way */
-        REQUIRE(taken.sampled == armed && taken.passed <= armed);
+        REQUIRE(taken.sampled == armed && taken.next_sent <= armed);
         for (int row = 0; row < TOKENS; row++) {
             const int32_t next = expected_token(tokens[row], positions[row]);
             if (taken.sampled)
@@ -191,11 +191,11 @@ static void test_texts(uint32_t count, uint32_t by_hand_every)
             tokens[row] = next;
             positions[row] = following[row];
         }
-        passed += (uint32_t)taken.passed;
-        if (!taken.passed)
+        passed += (uint32_t)taken.next_sent;
+        if (!taken.next_sent)
             give(number + 1, positions, tokens);
         else
-            REQUIRE(taken.done_ns <= taken.sampled_ns && taken.sampled_ns <= taken.passed_ns);
+            REQUIRE(taken.done_ns <= taken.sampled_ns && taken.sampled_ns <= taken.next_sent_ns);
     }
     await();
     REQUIRE_EQUAL(shared->begun, WORKERS * (count + 1));
@@ -212,8 +212,8 @@ static void test_what_was_taken_stays(void)
     give(1, positions, tokens);
     REQUIRE_EQUAL(arm(2, following), NP_OK);
     np_word_store(&shared->stall, 0);
-    const np_relay_taken taken = await();
-    REQUIRE(taken.passed);
+    const np_pipeline_result taken = await();
+    REQUIRE(taken.next_sent);
     if (arm(3, third) == NP_OK) {
         struct pollfd ready = {wake[0], POLLIN, 0};
         REQUIRE(poll(&ready, 1, 10000) == 1);
@@ -234,11 +234,11 @@ static void test_an_end_token_passes_nothing_on(void)
     const int32_t biased[] = {END};
     const float biases[] = {100.0f};
     how[1].biased = biased, how[1].biases = biases, how[1].biased_count = 1;
-    const np_relay_next next = {2, TOKENS, how, uniforms, following, ends, 1};
-    REQUIRE_EQUAL(np_relay_arm(relay, &next), NP_OK);
+    const np_pipeline_next next = {2, TOKENS, how, uniforms, following, ends, 1};
+    REQUIRE_EQUAL(np_pipeline_arm(relay, &next), NP_OK);
     np_word_store(&shared->stall, 0);
-    const np_relay_taken taken = await();
-    REQUIRE(taken.sampled && !taken.passed);
+    const np_pipeline_result taken = await();
+    REQUIRE(taken.sampled && !taken.next_sent);
     REQUIRE_EQUAL(taken.tokens[0], expected_token(0, 0));
     REQUIRE_EQUAL(taken.tokens[1], END);
     REQUIRE_EQUAL(shared->begun, WORKERS);
@@ -248,16 +248,16 @@ static void test_an_end_token_passes_nothing_on(void)
 static void test_who_takes_first_is_not_run_ahead_of(void)
 {
     const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
-    np_relay_taken taken;
+    np_pipeline_result taken;
     start();
     shared->stall = 2;
     give(1, positions, tokens);
     REQUIRE_EQUAL(arm(2, following), NP_OK);
-    np_relay_take(relay, &taken);
-    REQUIRE(!taken.all && !(taken.lanes & 2));
+    np_pipeline_collect(relay, &taken);
+    REQUIRE(!taken.all_answered && !(taken.channels & 2));
     np_word_store(&shared->stall, 0);
     taken = await();
-    REQUIRE(!taken.sampled && !taken.passed);
+    REQUIRE(!taken.sampled && !taken.next_sent);
     REQUIRE_EQUAL(shared->begun, WORKERS);
     stop();
 }
@@ -265,7 +265,7 @@ static void test_who_takes_first_is_not_run_ahead_of(void)
 static void test_a_new_epoch_ends_a_step(void)
 {
     const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
-    np_relay_taken taken;
+    np_pipeline_result taken;
     start();
     shared->stall = 3;
     give(1, positions, tokens);
@@ -273,19 +273,19 @@ static void test_a_new_epoch_ends_a_step(void)
     uint32_t *words[] = {&shared->barrier.phase};
     np_epoch_advance(shared->epoch, words, 1);
     hear();
-    np_relay_take(relay, &taken);
-    REQUIRE(!taken.all && !taken.sampled && !taken.passed);
+    np_pipeline_collect(relay, &taken);
+    REQUIRE(!taken.all_answered && !taken.sampled && !taken.next_sent);
     np_word_store(&shared->stall, 0);
     give(1, positions, tokens); /* again, when they have left */
     taken = await();
-    REQUIRE(taken.all && !taken.sampled);
+    REQUIRE(taken.all_answered && !taken.sampled);
     stop();
 }
 
 static void test_one_that_was_killed_holds_nobody_up(void)
 {
     const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
-    np_relay_taken taken;
+    np_pipeline_result taken;
     start();
     shared->stall = 1;
     give(1, positions, tokens);
@@ -294,20 +294,20 @@ static void test_one_that_was_killed_holds_nobody_up(void)
         usleep(200);
     kill(workers[0], SIGKILL);
     REQUIRE(waitpid(workers[0], NULL, 0) == workers[0]);
-    np_lane_clear(&lanes, 0);
+    np_channel_clear(&channels, 0);
     uint32_t *words[] = {&shared->barrier.phase};
     np_epoch_advance(shared->epoch, words, 1);
     np_word_store(&shared->stall, 0);
     hear(); /* now: a notice that comes later would have the next step looked at before it is done */
-    np_relay_take(relay, &taken);
-    REQUIRE(!taken.all && !(taken.lanes & 1) && !taken.passed); /* what it owed is not taken for an answer */
+    np_pipeline_collect(relay, &taken);
+    REQUIRE(!taken.all_answered && !(taken.channels & 1) && !taken.next_sent); /* what it owed is not taken for an answer */
     start_worker(0);
     np_word_store(&shared->stall, 2); /* the step is not finished before it is known what follows */
     give(1, positions, tokens);
     REQUIRE_EQUAL(arm(2, following), NP_OK);
     np_word_store(&shared->stall, 0);
     taken = await();
-    REQUIRE(taken.all && taken.sampled);
+    REQUIRE(taken.all_answered && taken.sampled);
     REQUIRE_EQUAL(taken.tokens[0], expected_token(3, 0));
     stop();
 }
@@ -316,26 +316,26 @@ static void test_one_that_was_killed_holds_nobody_up(void)
 static void test_a_message_is_looked_for(void)
 {
     uint32_t own = 1;
-    np_lane_served served;
+    np_channel_progress served;
     memset(shared, 0, sizeof *shared);
-    lanes = (np_lanes){shared->lanes, WORKERS, TOKENS, shared->finished};
+    channels = (np_step_channels){shared->channels, WORKERS, TOKENS, shared->finished};
     const pid_t child = fork();
     REQUIRE(child >= 0);
     if (child == 0) {
         const uint64_t began = np_clock_ns();
-        REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, own, 0, 20000, 20000, &served), NP_E_TIMEOUT);
+        REQUIRE_EQUAL(np_serve_channel(compute, &own, &channels, own, 0, 20000, 20000, &served), NP_E_TIMEOUT);
         REQUIRE(np_clock_ns() - began < 10000000000ull);
         REQUIRE_EQUAL(served.step, 0);
         _exit(0);
     }
-    while (!np_lane_release(&lanes, 1))
+    while (!np_channel_release(&channels, 1))
         usleep(200);
     int status = 0;
     REQUIRE(waitpid(child, &status, 0) == child);
     REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    REQUIRE(!np_lane_release(&lanes, 1)); /* nobody listens */
-    REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, own, 0, 1, 1, &served), NP_E_TIMEOUT);
-    REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, WORKERS, 0, 1, 1, &served), NP_E_ARGUMENT);
+    REQUIRE(!np_channel_release(&channels, 1)); /* nobody listens */
+    REQUIRE_EQUAL(np_serve_channel(compute, &own, &channels, own, 0, 1, 1, &served), NP_E_TIMEOUT);
+    REQUIRE_EQUAL(np_serve_channel(compute, &own, &channels, WORKERS, 0, 1, 1, &served), NP_E_ARGUMENT);
 }
 
 static void test_steps_out_of_range_are_refused(void)
@@ -345,9 +345,9 @@ static void test_steps_out_of_range_are_refused(void)
     start();
     for (uint32_t i = 0; i < WORKERS; i++)
         steps[i] = (np_step){.participants = WORKERS, .count = TOKENS + 1, .sequences = numbers, .positions = numbers, .tokens = numbers};
-    REQUIRE_EQUAL(np_relay_give(relay, ALL, steps), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_relay_give(relay, 1 << WORKERS, steps), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_relay_give(relay, 0, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_pipeline_send(relay, ALL, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_pipeline_send(relay, 1 << WORKERS, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_pipeline_send(relay, 0, steps), NP_E_ARGUMENT);
     REQUIRE_EQUAL(arm(1, numbers), NP_E_ARGUMENT); /* no step is under way */
     stop();
 }
