@@ -166,7 +166,7 @@ np_filler *np_filler_start(np_loader *loader)
     pthread_mutex_init(&filler->lock, NULL);
     pthread_cond_init(&filler->work, NULL);
     np_condition_init(&filler->done);
-    if (filler->queued && filler->filled && np_thread_start(&filler->thread, NP_LEAST_STACK_BYTES, run_thread, filler) == 0)
+    if (filler->queued && filler->filled && np_thread_start(&filler->thread, NP_MIN_STACK_BYTES, run_thread, filler) == 0)
         return filler;
     free_all(filler);
     return NULL;

@@ -82,7 +82,7 @@ static int start_threads(pool_state *state, uint32_t wanted)
 {
     int error = 0;
     while (error == 0 && state->thread_count < wanted) {
-        error = np_thread_start(&state->threads[state->thread_count], NP_LEAST_STACK_BYTES, run_thread, state);
+        error = np_thread_start(&state->threads[state->thread_count], NP_MIN_STACK_BYTES, run_thread, state);
         state->thread_count += error == 0;
     }
     return state->thread_count ? 0 : error;
