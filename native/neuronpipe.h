@@ -1,9 +1,8 @@
 /* neuronpipe: the public header of the native library.
  *
- * cffi reads everything between the two cdef markers (bind.py), so there are plain declarations only. Conventions: sizes are in bytes where the
- * name says _bytes, else in elements. Functions that can fail return a negative NP_E_* code. A function allocates memory only where its
- * comment says so. No function takes Python's lock.
- */
+ * cffi reads everything between the two cdef markers (bind.py), so there are plain declarations only. Conventions:
+ * sizes are in bytes where the name says _bytes, else in elements. Functions that can fail return a negative NP_E_*
+ * code. A function allocates memory only where its comment says so. No function takes Python's lock. / */
 #ifndef NEURONPIPE_H
 #define NEURONPIPE_H
 #include <stddef.h>
@@ -28,27 +27,29 @@ enum {
 };
 
 /* ---- weights ------------------------------------------------------------------------------------------- */
-/* A matrix consists of rows of `n` weights. Quantized rows have groups of 32 weights; a row's quants are contiguous, its fp16 scales are stored
- * separately. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low nibble) and
- * j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. q3: 12 bytes a group, w = s*(code-4) with a
- * code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row with the same weights and scales. */
+/* A matrix consists of rows of `n` weights. Quantized rows have groups of 32 weights; a row's quants are contiguous,
+ * its fp16 scales are stored separately. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low
+ * nibble) and j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. q3: 12 bytes a
+ * group, w = s*(code-4) with a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row
+ * with the same weights and scales. */
 enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3 };
 
 size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
 size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
 
 /* ---- kernels (kernels/) -------------------------------------------------------------------------------- */
-/* Choose the instruction set: "scalar", "avx2", "avx512", "amx", "neon", "dotprod", or NULL for the best one of this machine. Returns the name
- * in use; NULL, and changes nothing, if the machine lacks it. np_isa_names lists those of this machine, separated by commas. */
+/* Choose the instruction set: "scalar", "avx2", "avx512", "amx", "neon", "dotprod", or NULL for the best one of this
+ * machine. Returns the name in use; NULL, and changes nothing, if the machine lacks it. np_isa_names lists those of
+ * this machine, separated by commas. */
 const char *np_isa_select(const char *name);
 const char *np_isa_name(void);
 const char *np_isa_names(void);
 /* The reason why "amx" is not among them; NULL if it is. The first call asks the kernel for the tile registers. */
 const char *np_isa_amx_lacks(void);
 
-/* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; q8, q4 and q3 rows read
- * int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4 and for q3 are the same.
- * 64-byte aligned buffers of np_activation_bytes. */
+/* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; q8, q4 and q3
+ * rows read int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4 and
+ * for q3 are the same. 64-byte aligned buffers of np_activation_bytes. */
 size_t np_activation_bytes(int type, size_t n);
 void np_activation_prepare(int type, const float *x, size_t n, void *activation);
 
@@ -58,18 +59,21 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const void *activations, size_t activation_stride_bytes, size_t tokens,
                  const float *bias, float *out, size_t out_stride);
 
-/* Many tokens: their activations are packed into a panel once, for all rows. A panel is valid for rows of its type and n (q4 panels for q3 as
- * well) and for the instruction set in use when it was prepared. 64-byte aligned buffers of np_panel_bytes, which is 0 where np_quant_bytes is. */
+/* Many tokens: their activations are packed into a panel once, for all rows. A panel is valid for rows of its type and
+ * n (q4 panels for q3 as well) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
+ * np_panel_bytes, which is 0 where np_quant_bytes is. */
 size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
 
-/* out[t*out_stride + r] with the bits of np_dot_rows, for rows at arbitrary addresses and all tokens of the panel. Threads may share a panel.
- * Needs 100 KiB of stack, 400 KiB on amx. Faster than np_dot_rows from about 16 tokens on. */
+/* out[t*out_stride + r] with the bits of np_dot_rows, for rows at arbitrary addresses and all tokens of the panel.
+ * Threads may share a panel. Needs 100 KiB of stack, 400 KiB on amx. Faster than np_dot_rows from about 16 tokens
+ * on. */
 void np_dot_panel(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, const void *panel,
                   size_t tokens, const float *bias, float *out, size_t out_stride);
 
-/* Rows at arbitrary addresses: out[t*out_stride + r] = dot(row at quants[r] with scales[r], activation t), with the bits of np_dot_rows. Rows are
- * prefetched from memory a few rows ahead; `fetch` (or NULL) names what to prefetch with each row. */
+/* Rows at arbitrary addresses: out[t*out_stride + r] = dot(row at quants[r] with scales[r], activation t), with the
+ * bits of np_dot_rows. Rows are prefetched from memory a few rows ahead; `fetch` (or NULL) names what to prefetch with
+ * each row. */
 typedef struct {
     size_t row_bytes;          /* from the row's start on: more than the row if what lies behind it is needed next */
     const void *const *prefetch; /* [rows] other memory to fetch with each row; or NULL */
@@ -80,21 +84,22 @@ void np_dot_scattered(int type, const void *const *quants, const void *const *sc
                       const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                       size_t out_stride);
 
-/* The same for some (row, token) pairs only: those with bit t set in token_masks[r]; at most 16 tokens. A row is read once for all of its tokens.
- * `out` is undefined for the other pairs. token_masks may be NULL: all pairs. */
+/* The same for some (row, token) pairs only: those with bit t set in token_masks[r]; at most 16 tokens. A row is read
+ * once for all of its tokens. `out` is undefined for the other pairs. token_masks may be NULL: all pairs. */
 void np_dot_masked(int type, const void *const *quants, const void *const *scales, const uint16_t *token_masks, size_t rows, size_t n,
                    const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                    size_t out_stride);
 
-/* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and on the list (rows and factors, in order) only; a list split in two may give
- * other bits. On avx512 the factors of q8 and q4 rows are rounded: within 32 rows and one group, by at most half a 32639th of the largest
- * |a * scale|. A factor or scale that is not finite makes all of its columns not finite. Not for q3. Needs 25 KiB of stack. */
+/* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and on the list (rows and factors, in order) only; a list
+ * split in two may give other bits. On avx512 the factors of q8 and q4 rows are rounded: within 32 rows and one group,
+ * by at most half a 32639th of the largest |a * scale|. A factor or scale that is not finite makes all of its columns
+ * not finite. Not for q3. Needs 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
-/* Convert rows of q8, q4 or q3 to signed bytes, `out_stride` apart, with one scale each: w[r][j] ~ row_scales[r] * out[r*out_stride + j], rounded
- * to nearest even; a row's largest magnitude becomes 127. The same bits on every instruction set. A row with a scale that is not finite gets
- * NaN as its scale, and zeros. Returns NP_OK; or NP_E_ARGUMENT, and writes nothing, for another type, if n is no multiple of 32 or
- * out_stride < n. */
+/* Convert rows of q8, q4 or q3 to signed bytes, `out_stride` apart, with one scale each: w[r][j] ~ row_scales[r] *
+ * out[r*out_stride + j], rounded to nearest even; a row's largest magnitude becomes 127. The same bits on every
+ * instruction set. A row with a scale that is not finite gets NaN as its scale, and zeros. Returns NP_OK; or
+ * NP_E_ARGUMENT, and writes nothing, for another type, if n is no multiple of 32 or out_stride < n. */
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales);
 
@@ -113,8 +118,9 @@ void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t 
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
-/* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads. queries and out: [heads, width].
- * A head's bits do not depend on the others. scores: scratch of min(heads, 4) * positions floats. */
+/* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads.
+ * queries and out: [heads, width]. A head's bits do not depend on the others. scores: scratch of min(heads, 4) *
+ * positions floats. */
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
                float scale, float *scores, float *out);
 
@@ -123,16 +129,17 @@ void np_add(const float *x, size_t n, float *y);
 
 /* out[j] = sum over i < count of rows[i*stride + j], pairwise in a fixed tree over i: ((0+1)+(2+3))+((4+5)+...). */
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
-/* The same bits if the first `summed` rows (at most `count`) were summed before, into the nodes of the tree that they make up: one node per bit
- * set in `summed`, from the highest, each the sum of 2^bit rows, stored in the place of its first row. Their other places are not read. */
+/* The same bits if the first `summed` rows (at most `count`) were summed before, into the nodes of the tree that they
+ * make up: one node per bit set in `summed`, from the highest, each the sum of 2^bit rows, stored in the place of its
+ * first row. Their other places are not read. */
 void np_sum_tree_on(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out);
 /* The number of nodes that the first `rows` rows make up, and the first row of a node. */
 uint32_t np_tree_nodes(uint32_t rows);
 uint32_t np_tree_node_first(uint32_t rows, uint32_t node);
 
 /* ---- sampling (kernels/sample.c) ------------------------------------------------------------------------ */
-/* Options of sampling, applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. Neutral values (a penalty of 1 or 0,
- * no bias, allowed = NULL) leave a logit's bits unchanged. */
+/* Options of sampling, applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. Neutral
+ * values (a penalty of 1 or 0, no bias, allowed = NULL) leave a logit's bits unchanged. */
 typedef struct {
     float temperature;              /* <= 0: greedy; the lowest id of equal logits */
     int32_t top_k;                  /* only the k most likely tokens; 0: all */
@@ -149,19 +156,20 @@ typedef struct {
     size_t biased_count;
     const uint8_t *allowed;         /* NULL, or n bits: an id may be sampled if bit id % 8 of byte id / 8 is set */
 } np_sampling;
-/* Sample an id. uniform: in [0, 1). Returns NP_E_ARGUMENT if a logit is NaN, n is 0, or an id or option is out of range; NP_E_BANNED if biases and
- * allowed leave no token. scratch: 3*n words of 4 bytes. */
+/* Sample an id. uniform: in [0, 1). Returns NP_E_ARGUMENT if a logit is NaN, n is 0, or an id or option is out of
+ * range; NP_E_BANNED if biases and allowed leave no token. scratch: 3*n words of 4 bytes. */
 int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double uniform, int32_t *scratch);
 /* A uniform number in [0, 1) from (seed, counter), so that a repeated step gets the same number. */
 double np_uniform(uint64_t seed, uint64_t counter);
-/* The ids of the `count` <= n greatest logits, greatest first; of equal logits, the lowest id first. For small counts: O(n * count) at worst. */
+/* The ids of the `count` <= n greatest logits, greatest first; of equal logits, the lowest id first. For small counts:
+ * O(n * count) at worst. */
 void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids);
 /* Natural logarithms of the softmax probabilities of `count` ids, in double precision; NAN for an id out of range. */
 void np_log_probabilities(const float *logits, size_t n, const int32_t *ids, size_t count, double *out);
 
 /* ---- waiting (sync/) ------------------------------------------------------------------------------------- */
-/* All words are in shared memory. Every wait ends with NP_E_EPOCH once *epoch != expected_epoch; it spins for at most spin_us, then sleeps on a
- * futex (not a private one: several processes wait). */
+/* All words are in shared memory. Every wait ends with NP_E_EPOCH once *epoch != expected_epoch; it spins for at most
+ * spin_us, then sleeps on a futex (not a private one: several processes wait). */
 typedef struct {
     uint32_t arrived;    /* number of participants that arrived in the current phase */
     uint32_t phase;      /* incremented when the last participant arrives; the futex word */
@@ -187,8 +195,8 @@ int np_word_wait(const uint32_t *word, uint32_t old_value, const uint32_t *epoch
 uint32_t np_epoch_advance(uint32_t *epoch, uint32_t **words, size_t count);
 
 /* ---- flash reader (flash/) -------------------------------------------------------------------------------- */
-/* Reads of one file: with direct I/O if the file system supports it, by io_uring ("io_uring") or a pool of pread threads ("threads"). For one
- * thread. Completions arrive in any order. */
+/* Reads of one file: with direct I/O if the file system supports it, by io_uring ("io_uring") or a pool of pread
+ * threads ("threads"). For one thread. Completions arrive in any order. */
 typedef struct np_reader np_reader;
 typedef struct {
     uint64_t tag;
@@ -196,33 +204,37 @@ typedef struct {
     uint32_t unused;
 } np_completion;
 
-/* engine: "io_uring", "threads", or NULL for the best available. depth: maximal reads in flight, 1 to 4096. Allocates. On errors returns NULL and
- * sets *error to errno. np_reader_close waits for reads in flight. */
+/* engine: "io_uring", "threads", or NULL for the best available. depth: maximal reads in flight, 1 to 4096. Allocates.
+ * On errors returns NULL and sets *error to errno. np_reader_close waits for reads in flight. */
 np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error);
 void np_reader_close(np_reader *reader);
 const char *np_reader_engine(const np_reader *reader);
 int np_reader_direct(const np_reader *reader);        /* 1 if the page cache is bypassed */
 uint32_t np_reader_alignment(const np_reader *reader); /* of offset, length and address, in bytes, at most 4096; 1 without direct I/O */
-/* Submit reads. Returns how many were accepted, from the first on: fewer than count if the queue is full; NP_E_ARGUMENT if one is misaligned. */
+/* Submit reads. Returns how many were accepted, from the first on: fewer than count if the queue is full; NP_E_ARGUMENT
+ * if one is misaligned. */
 int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t *bytes, void *const *targets,
                      const uint64_t *tags, size_t count);
-/* Get up to max_count completions; wait until there are min_count, for at most timeout_ms (-1: no limit). Returns their number. */
+/* Get up to max_count completions; wait until there are min_count, for at most timeout_ms (-1: no limit). Returns their
+ * number. */
 int np_reader_reap(np_reader *reader, np_completion *out, size_t min_count, size_t max_count, int timeout_ms);
-/* An event descriptor, readable when there may be completions: read it, then reap until fewer than max_count come. Created by the first call.
- * Returns -errno on errors. */
+/* An event descriptor, readable when there may be completions: read it, then reap until fewer than max_count come.
+ * Created by the first call. Returns -errno on errors. */
 int np_reader_event_fd(np_reader *reader);
-/* Register the memory that reads go to, which makes them cheaper (io_uring, within the limit on locked memory). Returns 1 if the kernel accepted
- * it, else 0; reads work in both cases. NULL, 0: unregister it, before it is unmapped. */
+/* Register the memory that reads go to, which makes them cheaper (io_uring, within the limit on locked memory). Returns
+ * 1 if the kernel accepted it, else 0; reads work in both cases. NULL, 0: unregister it, before it is unmapped. */
 int np_reader_register(np_reader *reader, void *memory, size_t bytes);
 uint32_t np_reader_in_flight(const np_reader *reader);
 
 uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli; start with 0 */
 
 /* ---- residency (residency/) -------------------------------------------------------------------------------- */
-/* The parts of a cluster: the rows that decide whether a neuron fires, and the others. Arrays by part are indexed by these. */
+/* The parts of a cluster: the rows that decide whether a neuron fires, and the others. Arrays by part are indexed by
+ * these. */
 enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
 
-/* A residency entry, one 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned, 28-30 uses.
+/* A residency entry, one 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned, 28-30
+ * uses.
  *   from     to       by      ordering
  *   absent   loading  loader  claims the cluster; bits 0-23: the slot that it is read for
  *   loading  present  loader  release: the bytes are in the slot before the entry changes
@@ -235,8 +247,7 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   bit 27   set      loader, on request; cache, of a present entry (np_pins_follow)
  *   bit 27   cleared  cache, of a present entry
  *   uses     changed  cache, of a present entry: how often it found bit 26 set, minus how often not; 0 after loading
- * The other bits of an absent entry are undefined: compare states with NP_ENTRY_STATE_MASK.
- */
+ * The other bits of an absent entry are undefined: compare states with NP_ENTRY_STATE_MASK. / */
 enum {
     NP_ENTRY_SLOT_MASK = 0xffffff,
     NP_ENTRY_STATE_MASK = 0x3000000,
@@ -250,16 +261,16 @@ enum {
     NP_MAX_USES = 7
 };
 
-/* Look up a cluster: mark a present entry as referenced and return it. If it is present, the slot stays valid while this worker's window covers
- * the cluster; reading an entry in any other way guarantees nothing. */
+/* Look up a cluster: mark a present entry as referenced and return it. If it is present, the slot stays valid while
+ * this worker's window covers the cluster; reading an entry in any other way guarantees nothing. */
 uint32_t np_entry_look(uint32_t *word);
 
-/* A worker's window: the clusters whose slots it may be reading, published by np_long_store before it looks up their entries. 64 bits: first
- * cluster << 32 | end cluster; 0: none. It covers both parts. */
+/* A worker's window: the clusters whose slots it may be reading, published by np_long_store before it looks up their
+ * entries. 64 bits: first cluster << 32 | end cluster; 0: none. It covers both parts. */
 
-/* CLOCK with usage counts: from *hand on, evict up to max_slots present, unpinned entries that no window covers. The hand turns a reference bit
- * into a use; without the bit it removes a use; an entry with neither becomes absent. Writes the freed slots and returns their number.
- * windows: sequentially consistent 64-bit words. */
+/* CLOCK with usage counts: from *hand on, evict up to max_slots present, unpinned entries that no window covers. The
+ * hand turns a reference bit into a use; without the bit it removes a use; an entry with neither becomes absent. Writes
+ * the freed slots and returns their number. windows: sequentially consistent 64-bit words. */
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots);
 
@@ -271,13 +282,14 @@ size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, siz
 
 /* Set free[slot] to 0 for all slots below slot_count that present entries name. */
 void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t slot_count);
-/* Empty the slots from first_slot on: present entries that name one become absent, pinned ones as well, unless a window covers them. Returns the
- * number of entries left: call it again until it is 0. Nothing may be loading into these slots. */
+/* Empty the slots from first_slot on: present entries that name one become absent, pinned ones as well, unless a window
+ * covers them. Returns the number of entries left: call it again until it is 0. Nothing may be loading into these
+ * slots. */
 size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count);
 
-/* Pin the first keep[ffn] clusters of each feed-forward, and unpin the others below widest[ffn] (residency/pins.c). Returns how many clusters to pin
- * are not present yet; writes the ids of the first max_absent absent ones, padded with UINT32_MAX. others: loading entries that will be
- * pinned although they should not be. */
+/* Pin the first keep[ffn] clusters of each feed-forward, and unpin the others below widest[ffn] (residency/pins.c).
+ * Returns how many clusters to pin are not present yet; writes the ids of the first max_absent absent ones, padded with
+ * UINT32_MAX. others: loading entries that will be pinned although they should not be. */
 size_t np_pins_follow(uint32_t *words, size_t ffns, size_t clusters, const uint32_t *keep, const uint32_t *widest, uint32_t *absent,
                       size_t max_absent, size_t *others);
 
@@ -301,13 +313,13 @@ typedef struct {
     uint32_t *asleep;      /* one for all rings of a loader */
     int32_t doorbell;      /* a descriptor: one byte is written to it if the loader sleeps; -1: none */
 } np_requests;
-/* Put up to `count` entries, and ring the doorbell if the loader sleeps. Returns how many fit. To put more, wait for `head` to change: the loader
- * wakes its sleepers when it has drained a full ring. */
+/* Put up to `count` entries, and ring the doorbell if the loader sleeps. Returns how many fit. To put more, wait for
+ * `head` to change: the loader wakes its sleepers when it has drained a full ring. */
 uint32_t np_requests_put(const np_requests *requests, const uint32_t *entries, uint32_t count);
 
 /* ---- trace (trace/) ---------------------------------------------------------------------------------------------- */
-/* A ring of the latest spans of one writer, for any number of readers. next: the number of spans ever put (release, after the span and before the
- * next span's bytes). */
+/* A ring of the latest spans of one writer, for any number of readers. next: the number of spans ever put (release,
+ * after the span and before the next span's bytes). */
 typedef struct {
     uint64_t start_ns, end_ns; /* CLOCK_MONOTONIC */
     uint16_t kind, layer;
@@ -343,15 +355,17 @@ uint64_t np_trace_now(void);
 void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns);
 /* Put a span that ended at end_ns. */
 void np_trace_add(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns, uint64_t end_ns);
-/* Copy another process's spans from number *from on, as far as they are intact, to out [capacity]. Returns their number, and sets *from to the
- * number of the first: greater than before if the ring was overwritten. NP_E_ARGUMENT if *from is greater than the number of spans put. */
+/* Copy another process's spans from number *from on, as far as they are intact, to out [capacity]. Returns their
+ * number, and sets *from to the number of the first: greater than before if the ring was overwritten. NP_E_ARGUMENT if
+ * *from is greater than the number of spans put. */
 int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
 
 /* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
-/* Queues cluster ids, claims their entries, reads them, verifies checksums, copies them into free slots, publishes the entries, wakes waiters.
- * A part of the bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots + s*slot_bytes and holds the first bytes of its
- * part. With moved_bytes, slots of part 1 also hold that many bytes of part 0 at their end (co-located scales): both parts are then read and
- * verified together, so that values can be computed without a slot of part 0. */
+/* Queues cluster ids, claims their entries, reads them, verifies checksums, copies them into free slots, publishes the
+ * entries, wakes waiters. A part of the bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots
+ * + s*slot_bytes and holds the first bytes of its part. With moved_bytes, slots of part 1 also hold that many bytes of
+ * part 0 at their end (co-located scales): both parts are then read and verified together, so that values can be
+ * computed without a slot of part 0. */
 typedef struct np_loader np_loader;
 typedef struct {
     uint64_t base_offset, stride_bytes; /* of the bundle file */
@@ -389,56 +403,65 @@ typedef struct {
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
-/* parts: trigger and value, of the same clusters. arrivals: a futex word, incremented after entries become present or failed. queue_capacity:
- * maximal queued clusters of one kind and priority, at most 32768. Allocates, among others, a staging buffer per read of the reader's depth.
- * Returns NULL if memory is short, or if a part contradicts itself, the reading or the reader's alignment. The reader must outlive the loader and
- * have no other user; np_loader_destroy waits for reads in flight. Entries that an earlier loader left loading become absent. */
+/* parts: trigger and value, of the same clusters. arrivals: a futex word, incremented after entries become present or
+ * failed. queue_capacity: maximal queued clusters of one kind and priority, at most 32768. Allocates, among others, a
+ * staging buffer per read of the reader's depth. Returns NULL if memory is short, or if a part contradicts itself, the
+ * reading or the reader's alignment. The reader must outlive the loader and have no other user; np_loader_destroy waits
+ * for reads in flight. Entries that an earlier loader left loading become absent. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
                             uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
-/* Add free slots. Returns count; or NP_E_ARGUMENT, and adds none, if a slot is out of range, free already or being filled. A count of 0 means that
- * the cache can free none now: until the next grant, pairs that lack this part's slots are read as two parts. */
+/* Add free slots. Returns count; or NP_E_ARGUMENT, and adds none, if a slot is out of range, free already or being
+ * filled. A count of 0 means that the cache can free none now: until the next grant, pairs that lack this part's slots
+ * are read as two parts. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
-/* Queue clusters. parts: NP_REQUEST_TRIGGER, _VALUE, or both for one read. priority: 0 demand, 1 prefetch, 2 speculative. flags: NP_ENTRY_PINNED or 0.
- * Returns how many were accepted, from the first on: fewer than count if the queue is full. Entries that are not absent are pinned if
- * requested, and counted (already_there). A cluster that is queued at a lower priority may be requested again. */
+/* Queue clusters. parts: NP_REQUEST_TRIGGER, _VALUE, or both for one read. priority: 0 demand, 1 prefetch, 2
+ * speculative. flags: NP_ENTRY_PINNED or 0. Returns how many were accepted, from the first on: fewer than count if the
+ * queue is full. Entries that are not absent are pinned if requested, and counted (already_there). A cluster that is
+ * queued at a lower priority may be requested again. */
 int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);
-/* Add clusters to the warm-up: they are loaded in the order of the file while nothing else waits, those with NP_ENTRY_PINNED first. Meanwhile reads
- * for demands and prefetches bring the warm-up clusters of their stretch of most_read_bytes as well. When no slot is left, clusters without
- * the flag are dropped. Returns NP_OK or NP_E_ARGUMENT. */
+/* Add clusters to the warm-up: they are loaded in the order of the file while nothing else waits, those with
+ * NP_ENTRY_PINNED first. Meanwhile reads for demands and prefetches bring the warm-up clusters of their stretch of
+ * most_read_bytes as well. When no slot is left, clusters without the flag are dropped. Returns NP_OK or
+ * NP_E_ARGUMENT. */
 int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags);
-/* Attach request rings: every turn takes their entries, and np_loader_serve waits for the first ring's doorbell. Invalid entries are counted as
- * refused and dropped; a ring with an impossible tail is emptied. A demand whose queue is full stays in its ring. Each of the following may be
- * NULL. board: where every turn stores the first NP_LOADER_BOARD counters. epoch: the run's; in a new epoch, failed entries of earlier ones become
- * absent. in_flight: where every turn stores the number of reads in flight. trace: where np_loader_serve puts a span per batch of reads. Copies
- * `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
+/* Attach request rings: every turn takes their entries, and np_loader_serve waits for the first ring's doorbell.
+ * Invalid entries are counted as refused and dropped; a ring with an impossible tail is emptied. A demand whose queue
+ * is full stays in its ring. Each of the following may be NULL. board: where every turn stores the first
+ * NP_LOADER_BOARD counters. epoch: the run's; in a new epoch, failed entries of earlier ones become absent. in_flight:
+ * where every turn stores the number of reads in flight. trace: where np_loader_serve puts a span per batch of reads.
+ * Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
 enum { NP_LOADER_BOARD = 11 };
 int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
                      const uint32_t *epoch, uint32_t *in_flight, const np_trace *trace);
-/* Run turns, and sleep while there is nothing to do. Returns 1 when the caller is needed: one of `descriptors` (at most 8) is readable, a quarter of a
- * part's free slots was used since the call, or clusters begin to wait for slots. Returns 0 after timeout_ms; NP_E_ARGUMENT; NP_E_IO if
- * waiting fails. While reads are in flight it spins for at most spin_us before it sleeps. */
+/* Run turns, and sleep while there is nothing to do. Returns 1 when the caller is needed: one of `descriptors` (at most
+ * 8) is readable, a quarter of a part's free slots was used since the call, or clusters begin to wait for slots.
+ * Returns 0 after timeout_ms; NP_E_ARGUMENT; NP_E_IO if waiting fails. While reads are in flight it spins for at most
+ * spin_us before it sleeps. */
 int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t count, int timeout_ms, uint32_t spin_us);
-/* Land completed reads, take requests, submit reads. A failed read is repeated as a demand: at most twice after I/O errors, once after a wrong
- * checksum; each failure is counted. If reads are in flight, waits up to timeout_ms (-1: no limit) for one completion. Returns the number of
- * clusters published or failed; call it until it returns 0 before sleeping on the reader's event descriptor. */
+/* Land completed reads, take requests, submit reads. A failed read is repeated as a demand: at most twice after I/O
+ * errors, once after a wrong checksum; each failure is counted. If reads are in flight, waits up to timeout_ms (-1: no
+ * limit) for one completion. Returns the number of clusters published or failed; call it until it returns 0 before
+ * sleeping on the reader's event descriptor. */
 int np_loader_turn(np_loader *loader, int timeout_ms);
-/* Finish reads in flight (published as usual), then drop free slots, queued prefetches and the warm-up. Demands stay queued: a step waits for them and
- * requests them only once. Afterwards no entry is loading, and the cache may grant every slot that no present entry names. */
+/* Finish reads in flight (published as usual), then drop free slots, queued prefetches and the warm-up. Demands stay
+ * queued: a step waits for them and requests them only once. Afterwards no entry is loading, and the cache may grant
+ * every slot that no present entry names. */
 void np_loader_reset(np_loader *loader);
-/* Return the memory of a part's slots from first_slot on to the system, whole pages only. No present entry may name one. Returns NP_OK;
- * NP_E_ARGUMENT if one is granted or there is no such part; NP_E_IO if the system refuses. */
+/* Return the memory of a part's slots from first_slot on to the system, whole pages only. No present entry may name
+ * one. Returns NP_OK; NP_E_ARGUMENT if one is granted or there is no such part; NP_E_IO if the system refuses. */
 int np_loader_trim(np_loader *loader, int part, uint32_t first_slot);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
 /* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
-/* An engine is one participant of a step. Several engines over the same shared memory compute a step together: each claims the next head, rows or
- * block of neurons. Results do not depend on which participant claims what: a row, head or block is always computed as a whole, by the same
- * kernel, in index order. Participants and their blocks may change with every step. */
+/* An engine is one participant of a step. Several engines over the same shared memory compute a step together: each
+ * claims the next head, rows or block of neurons. Results do not depend on which participant claims what: a row, head
+ * or block is always computed as a whole, by the same kernel, in index order. Participants and their blocks may change
+ * with every step. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
-/* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the layer's input instead,
- * predictors the residual stream before the feed-forward's norm. */
+/* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the
+ * layer's input instead, predictors the residual stream before the feed-forward's norm. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP_READS_RESIDUAL = 3 };
 /* The weights of the chosen experts, from their router values: softmax, or sigmoids divided by their sum. */
 enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
@@ -486,8 +509,8 @@ typedef struct {
     const float *weight, *bias; /* bias: only with NP_NORM_LAYER */
 } np_norm;
 
-/* A neuron is predicted if score + bias > 0 on all sides. The first side approximates the trigger; the second, for gated models only, the sign of the
- * up product. */
+/* A neuron is predicted if score + bias > 0 on all sides. The first side approximates the trigger; the second, for
+ * gated models only, the sign of the up product. */
 typedef struct {
     np_matrix input;        /* [rank, width] */
     np_matrix sides[2];     /* [neurons, rank]; sides[1].quants NULL: only the trigger */
@@ -516,12 +539,12 @@ typedef struct {
     const np_layer *layers;
 } np_fixed;
 
-/* What a neuron did since its byte was zeroed, for any token: its trigger was computed (in predicted mode: it was predicted); it fired, so its value
- * part was needed; its value was not zero. */
+/* What a neuron did since its byte was zeroed, for any token: its trigger was computed (in predicted mode: it was
+ * predicted); it fired, so its value part was needed; its value was not zero. */
 enum np_activity { NP_TRIGGERED = 1, NP_FIRED = 2, NP_ACTIVE = 4 };
 
-/* Memory that the participants share. T: maximal tokens of a step; P = T * experts_per_token: maximal pairs of a token and one of its experts; G: the
- * minimum of P and experts. */
+/* Memory that the participants share. T: maximal tokens of a step; P = T * experts_per_token: maximal pairs of a token
+ * and one of its experts; G: the minimum of P and experts. */
 typedef struct {
     float *residual;   /* [T][width] */
     float *queries;    /* [T][query_heads*head_width] */
@@ -565,21 +588,23 @@ typedef struct {
     int32_t offload_blocks;    /* 1: an offload backend computes this participant's blocks: np_engine_begin_offload, np_engine_next_offload */
 } np_engine_config;
 
-/* Matrices that an offload backend may compute besides blocks: those of attention in every layer, and that of the logits. */
+/* Matrices that an offload backend may compute besides blocks: those of attention in every layer, and that of the
+ * logits. */
 enum { NP_OFFLOAD_QKV = 1, NP_OFFLOAD_ATTENTION_OUTPUT = 2, NP_OFFLOAD_OUTPUT = 4 };
 
-/* Scores of target tokens after each of a step's first `count` tokens; in the memory of one process. Row t: the first id is the target, set by the
- * caller; the others receive the `likely` most likely ids, greatest logit first, of equal logits the lowest id first. logs receives the
- * log-probabilities of all ids of a row, after token t. */
+/* Scores of target tokens after each of a step's first `count` tokens; in the memory of one process. Row t: the first
+ * id is the target, set by the caller; the others receive the `likely` most likely ids, greatest logit first, of equal
+ * logits the lowest id first. logs receives the log-probabilities of all ids of a row, after token t. */
 typedef struct {
     uint32_t count, likely;
     int32_t *ids; /* [count][1 + likely] */
     double *logs; /* [count][1 + likely] */
 } np_token_scores;
 
-/* A step of one participant: one pass of `count` tokens over all layers, then the logits of `logits_count` tokens from `logits_first` on, into logit
- * rows from 0 on. Arrays have `count` items. With `token_scores`, the same for all participants, logits_count is 0: logits are computed and
- * read for as many tokens at a time as there are logit rows. */
+/* A step of one participant: one pass of `count` tokens over all layers, then the logits of `logits_count` tokens from
+ * `logits_first` on, into logit rows from 0 on. Arrays have `count` items. With `token_scores`, the same for all
+ * participants, logits_count is 0: logits are computed and read for as many tokens at a time as there are logit
+ * rows. */
 typedef struct {
     uint64_t number;
     uint32_t epoch;
@@ -599,19 +624,20 @@ typedef struct {
 typedef struct np_engine np_engine;
 
 uint32_t np_engine_claims(uint32_t layers);
-/* Create an engine. All pointers are kept. Allocates. On errors returns NULL: *wrong is the name of a field of shape, shared or config that is out of
- * range or contradicts another one; or NULL if memory is short. */
+/* Create an engine. All pointers are kept. Allocates. On errors returns NULL: *wrong is the name of a field of shape,
+ * shared or config that is out of range or contradicts another one; or NULL if memory is short. */
 np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
                             const char **wrong);
 void np_engine_destroy(np_engine *engine);
-/* Compute this participant's share of a step, together with the others. Validates all fields. Returns NP_OK, NP_E_ARGUMENT, NP_E_EPOCH or
- * NP_E_DAMAGED. */
+/* Compute this participant's share of a step, together with the others. Validates all fields. Returns NP_OK,
+ * NP_E_ARGUMENT, NP_E_EPOCH or NP_E_DAMAGED. */
 int np_engine_step(np_engine *engine, const np_step *step);
 
-/* An external product: a matrix times each token's input, computed by the runtime of a neural processor for example. Input t is row token[t] of
- * `inputs` (row t if token is NULL); output t is row t of `outputs`. NP_PRODUCT_NEURONS has three matrices: output t[j] is the sum over the
- * neurons r of activation(gate r * input, up r * input) * down[r][j], added to the present content, which is zero before a group's first product.
- * The `count` products of a turn have the same inputs and outputs, which are valid until the end of the turn. */
+/* An external product: a matrix times each token's input, computed by the runtime of a neural processor for example.
+ * Input t is row token[t] of `inputs` (row t if token is NULL); output t is row t of `outputs`. NP_PRODUCT_NEURONS has
+ * three matrices: output t[j] is the sum over the neurons r of activation(gate r * input, up r * input) * down[r][j],
+ * added to the present content, which is zero before a group's first product. The `count` products of a turn have the
+ * same inputs and outputs, which are valid until the end of the turn. */
 enum { NP_PRODUCT_QKV = 1, NP_PRODUCT_ATTENTION_OUTPUT = 2, NP_PRODUCT_NEURONS = 3 };
 typedef struct {
     int32_t kind; /* NP_PRODUCT_* */
@@ -632,34 +658,39 @@ typedef struct {
     const void *const *quants[3], *const *scales[3]; /* [rows] each, set by np_engine_open_rows */
 } np_product_rows;
 
-/* A step with external products (config.external_products). Each participant begins it, then calls np_engine_next_product until it returns NP_OK (the
- * step is over) or an error of np_engine_step. For participant 0 it returns 1 for each product; after a turn's last product the next call must
- * wait until all products of the turn are computed. The other participants wait inside. Requires a gate, a quantized type, no NP_SILU, and no
- * predictor that decides. */
+/* A step with external products (config.external_products). Each participant begins it, then calls
+ * np_engine_next_product until it returns NP_OK (the step is over) or an error of np_engine_step. For participant 0 it
+ * returns 1 for each product; after a turn's last product the next call must wait until all products of the turn are
+ * computed. The other participants wait inside. Requires a gate, a quantized type, no NP_SILU, and no predictor that
+ * decides. */
 int np_engine_begin_external(np_engine *engine, const np_step *step);
 int np_engine_next_product(np_engine *engine, np_product *product);
-/* The rows of participant 0's products, in the order of the products and ahead of them. For one thread at a time, which may differ from that of
- * np_engine_next_product; from the return of np_engine_begin_external to np_engine_close_rows, and the rows of the step before must be closed.
- * np_engine_next_rows describes the next rows and returns 1; NP_ROWS_UNKNOWN if they depend on a product that is not requested yet; NP_OK if there
- * are no more. np_engine_open_rows waits until rows are resident and sets their addresses, valid until other rows are opened. Earlier rows may be
- * opened again. Returns NP_OK, or an error of np_engine_step. np_engine_close_rows closes the window. */
+/* The rows of participant 0's products, in the order of the products and ahead of them. For one thread at a time, which
+ * may differ from that of np_engine_next_product; from the return of np_engine_begin_external to np_engine_close_rows,
+ * and the rows of the step before must be closed. np_engine_next_rows describes the next rows and returns 1;
+ * NP_ROWS_UNKNOWN if they depend on a product that is not requested yet; NP_OK if there are no more.
+ * np_engine_open_rows waits until rows are resident and sets their addresses, valid until other rows are opened.
+ * Earlier rows may be opened again. Returns NP_OK, or an error of np_engine_step. np_engine_close_rows closes the
+ * window. */
 enum { NP_ROWS_UNKNOWN = 2 };
 int np_engine_next_rows(np_engine *engine, np_product_rows *next);
 int np_engine_open_rows(np_engine *engine, np_product_rows *rows);
 void np_engine_close_rows(np_engine *engine);
-/* Compute a product by the engine's kernels for `count` of its tokens: out[i*out_stride...] is the output of tokens[i]. rows: open. */
+/* Compute a product by the engine's kernels for `count` of its tokens: out[i*out_stride...] is the output of tokens[i].
+ * rows: open. */
 int np_engine_compute_product(np_engine *engine, const np_product *product, const np_product_rows *rows, const uint32_t *tokens, uint32_t count, float *out,
                       size_t out_stride);
 
-/* The tokens that one expert computes. A token and one of its experts are a pair. A group's pairs are consecutive, ascending by token; groups are
- * ascending by expert. A dense layer has one group of all tokens. */
+/* The tokens that one expert computes. A token and one of its experts are a pair. A group's pairs are consecutive,
+ * ascending by token; groups are ascending by expert. A dense layer has one group of all tokens. */
 typedef struct {
     uint32_t expert, first, count; /* pairs [first, first+count) */
 } np_group;
 
-/* Offloaded blocks XX Token t's prepared vector lies at t * vector_stride. A block's
- * sum is its neurons' rows of Down in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that
- * of its blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. In numerics of its own the first node may have all, and the others zeros. */
+/* Offloaded blocks XX Token t's prepared vector lies at t * vector_stride. A block's sum is its neurons' rows of Down
+ * in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that of its
+ * blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. In numerics of its own the first node may have all,
+ * and the others zeros. */
 typedef struct {
     uint32_t layer, tokens, pairs, blocks, groups;
     const np_group *group;        /* [groups] */
@@ -672,8 +703,8 @@ typedef struct {
     const float *inputs;          /* [tokens][width] what the vectors were prepared from; NULL if np_shared has no `inputs` */
 } np_offloaded_blocks;
 
-/* An offloaded matrix: out[t*out_stride + r] is row r times token t's prepared vector, plus the row's bias, with the bits of the kernels in use.
- * Pointers are valid until the next np_engine_next_offload. */
+/* An offloaded matrix: out[t*out_stride + r] is row r times token t's prepared vector, plus the row's bias, with the
+ * bits of the kernels in use. Pointers are valid until the next np_engine_next_offload. */
 typedef struct {
     int32_t matrix; /* one of NP_OFFLOAD_* */
     uint32_t layer; /* 0 with NP_OFFLOAD_OUTPUT */
@@ -684,16 +715,18 @@ typedef struct {
     size_t out_stride;
 } np_offloaded_matrix;
 
-/* A step of the participant with an offload backend (config.offload_blocks). It begins the step, then calls np_engine_next_offload until that returns
- * NP_OK (the step is over) or an error of np_engine_step. 1: compute the blocks of a layer, pass their sums to np_engine_put_block_sums, and call
- * again. NP_OFFLOADED_MATRIX: compute the matrix that np_engine_offloaded_matrix describes, and call again. first_block must be 0 and
- * offloaded_blocks equal to end_block; if this is 0 there are no blocks to compute. Requires quantized weights and no NP_SILU; offloaded
- * matrices require `kv` and `outputs` in np_shared. */
+/* A step of the participant with an offload backend (config.offload_blocks). It begins the step, then calls
+ * np_engine_next_offload until that returns NP_OK (the step is over) or an error of np_engine_step. 1: compute the
+ * blocks of a layer, pass their sums to np_engine_put_block_sums, and call again. NP_OFFLOADED_MATRIX: compute the
+ * matrix that np_engine_offloaded_matrix describes, and call again. first_block must be 0 and offloaded_blocks equal to
+ * end_block; if this is 0 there are no blocks to compute. Requires quantized weights and no NP_SILU; offloaded matrices
+ * require `kv` and `outputs` in np_shared. */
 enum { NP_OFFLOADED_MATRIX = 2 };
 int np_engine_begin_offload(np_engine *engine, const np_step *step);
 int np_engine_next_offload(np_engine *engine, np_offloaded_blocks *blocks);
-/* Deliver the sums of the pending blocks: [pairs][nodes][width], `count` floats. They are copied; the next np_engine_next_offload adds them to those of
- * the other blocks. Returns NP_OK; or NP_E_ARGUMENT if no blocks are pending or count differs. */
+/* Deliver the sums of the pending blocks: [pairs][nodes][width], `count` floats. They are copied; the next
+ * np_engine_next_offload adds them to those of the other blocks. Returns NP_OK; or NP_E_ARGUMENT if no blocks are
+ * pending or count differs. */
 int np_engine_put_block_sums(np_engine *engine, const float *sums, size_t count);
 void np_engine_offloaded_matrix(const np_engine *engine, np_offloaded_matrix *out); /* all zero if none is pending */
 
@@ -714,8 +747,8 @@ typedef struct {
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and reset them */
 
 /* ---- steps without messages (steps/) ------------------------------------------------------------------------- */
-/* A decode worker's step channel, in shared memory (a "lane" in SPEC.md). A worker that has just computed a step listens on it for a while, and
- * the coordinator sends the next step there instead of a message.
+/* A decode worker's step channel, in shared memory (a "lane" in SPEC.md). A worker that has just computed a step
+ * listens on it for a while, and the coordinator sends the next step there instead of a message.
  *   state     AWAY: the worker does not listen. LISTENING: it waits (a futex word). RESERVED: the coordinator is about to send. GIVEN: it has.
  *             Worker: any -> AWAY, or LISTENING when it begins to listen or has computed; LISTENING -> AWAY. Coordinator: LISTENING ->
  *             RESERVED -> GIVEN, or back; LISTENING -> AWAY before it sends a message; any -> AWAY before it welcomes a worker.
@@ -746,9 +779,10 @@ typedef struct {
     uint64_t step; /* number and epoch of the last step that was begun; 0: none was */
     uint32_t epoch, computed;
 } np_channel_progress;
-/* The worker: compute the steps that arrive on this channel. Returns NP_OK after serve_ms: the worker may do something else for a moment and must
- * call again, because it still counts as listening. NP_E_TIMEOUT: no step came for idle_ms, or the coordinator has a message. Any other
- * value is np_engine_step's for a step that is not answered here. After these two it does not listen any more. Spins, yielding, for spin_us. */
+/* The worker: compute the steps that arrive on this channel. Returns NP_OK after serve_ms: the worker may do something
+ * else for a moment and must call again, because it still counts as listening. NP_E_TIMEOUT: no step came for idle_ms,
+ * or the coordinator has a message. Any other value is np_engine_step's for a step that is not answered here. After
+ * these two it does not listen any more. Spins, yielding, for spin_us. */
 int np_channel_serve(np_engine *engine, const np_step_channels *channels, uint32_t number, uint32_t spin_us, uint32_t idle_ms, uint32_t serve_ms,
                      np_channel_progress *progress);
 /* The coordinator: make a listening worker look for messages. Returns 1 if it was listening. */
@@ -756,8 +790,9 @@ int np_channel_release(const np_step_channels *channels, uint32_t number);
 /* The coordinator: reset the channel of a worker that is gone. */
 void np_channel_clear(const np_step_channels *channels, uint32_t number);
 
-/* The coordinator's step pipeline: a thread that waits for the answers to a step. If the next step is prepared (np_pipeline_arm), it samples the
- * tokens and sends that step before it wakes Python. Only one other thread may call these functions. */
+/* The coordinator's step pipeline: a thread that waits for the answers to a step. If the next step is prepared
+ * (np_pipeline_arm), it samples the tokens and sends that step before it wakes Python. Only one other thread may call
+ * these functions. */
 typedef struct np_step_pipeline np_step_pipeline;
 typedef struct {
     np_step_channels channels;
@@ -773,11 +808,11 @@ typedef struct {
 /* Pointers are kept. Returns NULL if memory or threads are short. */
 np_step_pipeline *np_pipeline_create(const np_pipeline_config *config);
 void np_pipeline_destroy(np_step_pipeline *pipeline);
-/* Send a step to these channels; steps: one per channel, ascending. Resets barrier and claims. Returns 1; 0 if a worker was not listening: nothing
- * was sent, and none of them listens any more; or NP_E_ARGUMENT. */
+/* Send a step to these channels; steps: one per channel, ascending. Resets barrier and claims. Returns 1; 0 if a worker
+ * was not listening: nothing was sent, and none of them listens any more; or NP_E_ARGUMENT. */
 int np_pipeline_send(np_step_pipeline *pipeline, uint64_t channels, const np_step *steps);
-/* The next step. It is sent unless a token cannot be sampled or is one of `ends`. how, uniforms, positions: [count], kept until
- * np_pipeline_collect. */
+/* The next step. It is sent unless a token cannot be sampled or is one of `ends`. how, uniforms, positions: [count],
+ * kept until np_pipeline_collect. */
 typedef struct {
     uint64_t number;
     uint32_t count;
@@ -789,8 +824,8 @@ typedef struct {
 } np_pipeline_next;
 /* Prepare the next step. Returns NP_OK, or NP_E_ARGUMENT if no step is under way or `count` differs from its tokens. */
 int np_pipeline_arm(np_step_pipeline *pipeline, const np_pipeline_next *next);
-/* channels: those that have answered. all_answered: the step is over. sampled: its tokens were sampled. next_sent: the next step was sent and is
- * the one under way. Times in ns, 0 for what was not done. */
+/* channels: those that have answered. all_answered: the step is over. sampled: its tokens were sampled. next_sent: the
+ * next step was sent and is the one under way. Times in ns, 0 for what was not done. */
 typedef struct {
     uint64_t channels;
     int32_t all_answered, sampled, next_sent, unused;
@@ -807,19 +842,21 @@ int np_process_die_with(int32_t parent);
 int np_process_name(const char *name); /* as shown by `ps` and `top`; 15 characters */
 /* Return freed memory that the C library keeps to the kernel, if the library supports it. */
 void np_memory_give_back(void);
-/* Have the C library map allocations of at least so many bytes, if it supports this: they return to the kernel when freed. Otherwise freed memory may
- * stay, fragmented, depending on the order of all allocations. */
+/* Have the C library map allocations of at least so many bytes, if it supports this: they return to the kernel when
+ * freed. Otherwise freed memory may stay, fragmented, depending on the order of all allocations. */
 void np_memory_map_from(size_t bytes);
-/* Return the whole pages within these bytes of a memory file to the kernel; they then read as zeros in every mapping. Returns NP_OK or -errno. */
+/* Return the whole pages within these bytes of a memory file to the kernel; they then read as zeros in every mapping.
+ * Returns NP_OK or -errno. */
 int np_file_give_back(int32_t file, uint64_t offset, uint64_t bytes);
 /* Ask for huge pages, an optimization. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
-/* Lock the pages of this mapping in memory, each when it is first touched. Fails beyond RLIMIT_MEMLOCK. Returns NP_OK or -errno. */
+/* Lock the pages of this mapping in memory, each when it is first touched. Fails beyond RLIMIT_MEMLOCK. Returns NP_OK
+ * or -errno. */
 int np_memory_lock(const void *memory, size_t bytes);
 
-/* Read memory, to measure its bandwidth: pieces of piece_bytes (a multiple of 64), one of every `every` (1 to 1024), ascending at pseudo-random
- * places. `every` turns (0, 1, ...) read each piece once. sum: the exclusive or of all 8-byte words read. Returns the bytes read; 0 for
- * an invalid argument. */
+/* Read memory, to measure its bandwidth: pieces of piece_bytes (a multiple of 64), one of every `every` (1 to 1024),
+ * ascending at pseudo-random places. `every` turns (0, 1, ...) read each piece once. sum: the exclusive or of all
+ * 8-byte words read. Returns the bytes read; 0 for an invalid argument. */
 uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint32_t turn, uint64_t *sum);
 
 /* cdef end */

@@ -1,5 +1,6 @@
-/* A service's lifecycle, from SPEC.md section 5: connect to the coordinator, send Hello and heartbeats, notice that the coordinator was
- * restarted, and drain. Call lifecycle_tick every LIFECYCLE_TICK_MS, and lifecycle_receive when the control socket is readable. */
+/* A service's lifecycle, from SPEC.md section 5: connect to the coordinator, send Hello and heartbeats, notice that the
+ * coordinator was restarted, and drain. Call lifecycle_tick every LIFECYCLE_TICK_MS, and lifecycle_receive when the
+ * control socket is readable. */
 #ifndef NEURONPIPE_LIFECYCLE_H
 #define NEURONPIPE_LIFECYCLE_H
 #include "client/wire.h"
@@ -25,7 +26,8 @@ typedef struct {
 void lifecycle_begin(lifecycle *l, const char *run, const char *role, const char *numerics, uint64_t slots, int available);
 /* Connect, send Hello or send a heartbeat, whichever is due. */
 void lifecycle_tick(lifecycle *l);
-/* The next message that is not about the lifecycle, valid until the next call; NULL if there is none. A Reject ends the process. */
+/* The next message that is not about the lifecycle, valid until the next call; NULL if there is none. A Reject ends the
+ * process. */
 const uint8_t *lifecycle_receive(lifecycle *l, size_t *bytes);
 void lifecycle_become_available(lifecycle *l);
 void lifecycle_send(lifecycle *l, const pack *p);

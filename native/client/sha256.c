@@ -16,7 +16,8 @@ static uint32_t fraction(long double x)
     return (uint32_t)((x - floorl(x)) * 4294967296.0L);
 }
 
-/* FIPS 180-4 defines the constants as fractional parts of the first primes' square roots (8, `start`) and cube roots (64, `round`). */
+/* FIPS 180-4 defines the constants as fractional parts of the first primes' square roots (8, `start`) and cube roots
+ * (64, `round`). */
 static void constants(uint32_t start[8], uint32_t round[64])
 {
     for (int count = 0, n = 2; count < 64; n++) {

@@ -22,10 +22,11 @@ int wire_listen(const char *path);                                              
 void wire_connect(wire *w, const char *path, const char *type, const char *identity); /* w->fd stays -1 if nobody listens */
 void wire_accept(wire *w, int listening, const char *type);                           /* closes the connection to an earlier peer */
 void wire_close(wire *w);
-/* Read what has arrived. Returns 0 if the peer has closed the connection; then take the remaining messages and close it. */
+/* Read what has arrived. Returns 0 if the peer has closed the connection; then take the remaining messages and close
+ * it. */
 int wire_receive(wire *w);
-/* The msgpack body of the next message whose first frame is the magic, valid until the next call on any connection; NULL if there is none.
- * Closes the connection if the peer violates ZMTP. */
+/* The msgpack body of the next message whose first frame is the magic, valid until the next call on any connection;
+ * NULL if there is none. Closes the connection if the peer violates ZMTP. */
 const uint8_t *wire_next(wire *w, size_t *bytes);
 /* Send a message. It is lost if the peer is gone or does not read for two seconds. */
 void wire_send(wire *w, const uint8_t *map, size_t bytes);
@@ -51,7 +52,8 @@ typedef struct {
 /* The value of a field. kind is 0 if it is missing, or the message is not one complete map. */
 value unpack_field(const uint8_t *map, size_t bytes, const char *name);
 int value_is(value v, const char *text);
-/* Copy an array's items. Returns their count, or -1 if there are more than max_items or one is no integer in [0, 2^31). */
+/* Copy an array's items. Returns their count, or -1 if there are more than max_items or one is no integer in [0,
+ * 2^31). */
 int unpack_items(value array, int32_t *items, int max_items);
 #ifdef __cplusplus
 }

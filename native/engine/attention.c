@@ -1,6 +1,6 @@
-/* Attention of one layer: three stages with a barrier after each. In parallel layers the feed-forward comes before the last stage, the only
- * one that changes the residual stream. A predictor that reads attention's input runs first, in a short stage of its own, so that flash has
- * the time of attention to read what it requests.
+/* Attention of one layer: three stages with a barrier after each. In parallel layers the feed-forward comes before the
+ * last stage, the only one that changes the residual stream. A predictor that reads attention's input runs first, in a
+ * short stage of its own, so that flash has the time of attention to read what it requests.
  *
  *   stage    piece of work                    writes
  *   rank     rows of the predictor's input    rank vectors
@@ -8,7 +8,7 @@
  *            q, k or v
  *   attend   (query heads of a key, token)    attention
  *   project  rows of the output matrix        residual
- */
+ * / */
 #include "engine/attention.h"
 
 #include <string.h>
@@ -55,8 +55,9 @@ static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     }
 }
 
-/* Compute rows of a matrix times each token's vector, plus bias, into engine->rows. Products of an external runtime (without bias) or of an
- * offload backend (with it) are copied from `outputs` instead. all_rows: the matrix's number of rows. */
+/* Compute rows of a matrix times each token's vector, plus bias, into engine->rows. Products of an external runtime
+ * (without bias) or of an offload backend (with it) are copied from `outputs` instead. all_rows: the matrix's number of
+ * rows. */
 static void get_products(np_engine *engine, const np_matrix *matrix, uint32_t first_row, uint32_t rows, uint32_t all_rows, const float *bias)
 {
     engine->counters.matrix_rows += (uint64_t)rows * engine->count;
@@ -88,7 +89,8 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
-/* Heads that share keys are one piece of work, so that the keys are read once; single heads where that would leave participants idle. */
+/* Heads that share keys are one piece of work, so that the keys are read once; single heads where that would leave
+ * participants idle. */
 static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;

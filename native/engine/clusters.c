@@ -25,8 +25,8 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
     }
 }
 
-/* True if a part is absent. is_used: mark a present part as used. Speculative requests and value parts of neurons that may not fire do not:
- * they may turn out not to be needed, and must not keep other clusters from staying. */
+/* True if a part is absent. is_used: mark a present part as used. Speculative requests and value parts of neurons that
+ * may not fire do not: they may turn out not to be needed, and must not keep other clusters from staying. */
 static int is_absent(np_engine *engine, int part, uint32_t index, int is_used)
 {
     uint32_t *word = &engine->shared.entries[part][index];

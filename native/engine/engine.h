@@ -1,4 +1,5 @@
-/* The engine's state. Each stage has a header of its own with its functions; this one has none but small helpers that read the state. */
+/* The engine's state. Each stage has a header of its own with its functions; this one has none but small helpers that
+ * read the state. */
 #ifndef NP_ENGINE_H
 #define NP_ENGINE_H
 #include "neuronpipe.h"
@@ -12,7 +13,8 @@ typedef struct {
     uint32_t from, to; /* [from, to) */
 } np_range;
 
-/* Input vectors of a matrix product, one per token, quantized for rows of one type; from NP_PANEL_TOKENS on packed into a panel as well. */
+/* Input vectors of a matrix product, one per token, quantized for rows of one type; from NP_PANEL_TOKENS on packed into
+ * a panel as well. */
 typedef struct {
     int type;
     size_t n, stride;   /* elements per vector; bytes from one token's vector to the next */
@@ -158,8 +160,8 @@ static inline void np_scale(float *x, size_t n, float factor)
         x[j] *= factor;
 }
 
-/* Up to eight bytes as a word, the first one lowest (every supported processor is little-endian). If fewer than eight are left, the upper
- * bytes are those of `padding`. */
+/* Up to eight bytes as a word, the first one lowest (every supported processor is little-endian). If fewer than eight
+ * are left, the upper bytes are those of `padding`. */
 static inline uint64_t np_eight_bytes(const uint8_t *from, size_t left, uint64_t padding)
 {
     memcpy(&padding, from, left < sizeof padding ? left : sizeof padding);

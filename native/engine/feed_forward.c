@@ -1,14 +1,16 @@
-/* The feed-forward of one layer. A participant claims blocks and computes each as far as its clusters are resident; blocks that wait for
- * clusters are pending. In a mixture every chosen expert has blocks of its own, for the group of tokens that chose it. If memory holds several
- * layers, all groups of a layer are open at once, so that no participant waits for one expert while another is resident; otherwise groups
- * follow each other. A dense layer is one group of all tokens.
+/* The feed-forward of one layer. A participant claims blocks and computes each as far as its clusters are resident;
+ * blocks that wait for clusters are pending. In a mixture every chosen expert has blocks of its own, for the group of
+ * tokens that chose it. If memory holds several layers, all groups of a layer are open at once, so that no participant
+ * waits for one expert while another is resident; otherwise groups follow each other. A dense layer is one group of all
+ * tokens.
  *
  *   a cluster    looked up  ->  triggered (fired or not)  ->  done     its parts may arrive at any time, in any order
  *   a block      claimed  ->  pending while a cluster is not done  ->  done: its down rows are added
  *
- * Results have the same bits whatever the residency and the participants, by four rules kept here, in triggers.c and in neurons.c: a gate or
- * up value is the product of one whole row; the neurons of a block add to the block's partial sum in index order; block sums are added in
- * a fixed tree (np_sum_tree); a token's experts are added to its residual stream in ascending order. */
+ * Results have the same bits whatever the residency and the participants, by four rules kept here, in triggers.c and in
+ * neurons.c: a gate or up value is the product of one whole row; the neurons of a block add to the block's partial sum
+ * in index order; block sums are added in a fixed tree (np_sum_tree); a token's experts are added to its residual
+ * stream in ascending order. */
 #include "engine/feed_forward.h"
 
 #include <string.h>
@@ -22,8 +24,8 @@
 #include "engine/vectors.h"
 #include "engine/work.h"
 
-/* True if the block sums of all tokens fit `partials` at once: then a block's down rows are added as soon as its values are computed.
- * Otherwise the values of all blocks come first, and sums are computed for some tokens at a time. */
+/* True if the block sums of all tokens fit `partials` at once: then a block's down rows are added as soon as its values
+ * are computed. Otherwise the values of all blocks come first, and sums are computed for some tokens at a time. */
 static int fit_all_sums(const np_engine *engine)
 {
     return engine->count <= engine->config.partial_tokens;
@@ -36,7 +38,8 @@ int np_opens_whole_layers(const np_engine *engine)
     return s->experts > 1 && engine->config.pipeline && engine->config.window_blocks / s->experts >= s->blocks;
 }
 
-/* Publish the window: the cache evicts none of these experts' clusters of the current layer while this participant reads them. */
+/* Publish the window: the cache evicts none of these experts' clusters of the current layer while this participant
+ * reads them. */
 static void publish_window(np_engine *engine, np_range experts, np_range clusters)
 {
     const uint64_t first = np_cluster_index(engine, engine->layer, experts.from, 0) + clusters.from;
@@ -58,8 +61,9 @@ static void reset_clusters(np_engine *engine, np_range clusters)
         engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NONE;
 }
 
-/* Make this the current group. If groups are not open together, no block of another group may be pending. Blocks are claimed in the order of
- * groups, so a group that is entered for the first time comes after all groups entered before. */
+/* Make this the current group. If groups are not open together, no block of another group may be pending. Blocks are
+ * claimed in the order of groups, so a group that is entered for the first time comes after all groups entered
+ * before. */
 static void enter_group(np_engine *engine, const np_group *group)
 {
     if (engine->group == group)
@@ -100,7 +104,8 @@ static int finish_block(np_engine *engine, uint32_t block)
     return added < 0 ? added : 1;
 }
 
-/* Compute a block as far as its clusters are resident. Returns 1 if it is done, 0 if clusters are absent, or an error. */
+/* Compute a block as far as its clusters are resident. Returns 1 if it is done, 0 if clusters are absent, or an
+ * error. */
 static int advance_block(np_engine *engine, uint32_t block)
 {
     const np_range clusters = np_block_clusters(engine, block, block + 1);
@@ -161,7 +166,8 @@ static void prefetch_next_window(np_engine *engine)
                      NP_REQUEST_PREFETCH);
 }
 
-/* Open the current group's window that contains `block`. The participant that claimed the window's first block prefetches the next window. */
+/* Open the current group's window that contains `block`. The participant that claimed the window's first block
+ * prefetches the next window. */
 static void open_window(np_engine *engine, uint32_t block)
 {
     const np_range own = engine->blocks;
@@ -241,8 +247,8 @@ static int for_own_blocks(np_engine *engine, int (*first)(np_engine *, uint32_t)
     return finish_pending(engine, again);
 }
 
-/* The comparison mode without a pipeline: all triggers of a window must be present before the first is computed, and all participants have
- * computed theirs before value parts are looked up; likewise for these. */
+/* The comparison mode without a pipeline: all triggers of a window must be present before the first is computed, and
+ * all participants have computed theirs before value parts are looked up; likewise for these. */
 static int compute_matrices(np_engine *engine, const np_group *group)
 {
     int done = NP_OK;
@@ -269,8 +275,8 @@ static void claim_block(np_engine *engine)
     engine->block_piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * own);
 }
 
-/* Compute the blocks that this participant claims of the groups before `end`. The first claimed block of a later group is left in
- * block_piece. */
+/* Compute the blocks that this participant claims of the groups before `end`. The first claimed block of a later group
+ * is left in block_piece. */
 static int compute_blocks(np_engine *engine, const np_group *end)
 {
     const uint32_t own = engine->blocks.to - engine->blocks.from;
@@ -311,8 +317,8 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
     }
 }
 
-/* Add the sums of all blocks, and the down matrix's bias, to the residual stream: of all pairs of these tokens if group is NULL, else of the
- * group's tokens [from, to), whose sums lie in rows from 0 on. */
+/* Add the sums of all blocks, and the down matrix's bias, to the residual stream: of all pairs of these tokens if group
+ * is NULL, else of the group's tokens [from, to), whose sums lie in rows from 0 on. */
 static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
 {
     const np_range own = np_even_share(engine, engine->shape.width);
@@ -331,8 +337,8 @@ static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
     return np_meet(engine);
 }
 
-/* With many tokens: compute and add the block sums of some of a group's tokens, then those of the next. The window, a whole expert, stays
- * open. */
+/* With many tokens: compute and add the block sums of some of a group's tokens, then those of the next. The window, a
+ * whole expert, stays open. */
 static int sum_in_parts(np_engine *engine, const np_group *group)
 {
     const uint32_t own = engine->blocks.to - engine->blocks.from, part_tokens = engine->config.partial_tokens;

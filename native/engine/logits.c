@@ -58,8 +58,8 @@ int np_compute_logits(np_engine *engine)
 }
 
 /* ---- scored tokens ------------------------------------------------------------------------------------------------ */
-/* Logits are computed for a few tokens at a time, read at once and overwritten by the next ones', so that a text of any length needs no
- * more memory than a decode step. */
+/* Logits are computed for a few tokens at a time, read at once and overwritten by the next ones', so that a text of any
+ * length needs no more memory than a decode step. */
 /* Score the targets of token t by its row of logits. */
 static void score(const np_engine *engine, uint32_t row, uint32_t t)
 {
@@ -81,7 +81,8 @@ int np_score_tokens(np_engine *engine)
         const int done = np_compute_logits(engine);
         if (done < 0)
             return done;
-        /* No participant claims pieces of logits now: all have passed this round's barrier and none has passed the next one. */
+        /* No participant claims pieces of logits now: all have passed this round's barrier and none has passed the next
+         * one. */
         if (!engine->participant)
             __atomic_store_n(&engine->shared.claims[engine->shape.layers * NP_WORKS], 0, __ATOMIC_RELAXED);
         for (uint32_t row = engine->participant; row < engine->logits_count; row += engine->participants)

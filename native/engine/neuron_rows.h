@@ -1,7 +1,8 @@
 /* Shared by triggers.c and neurons.c: token lots, row lists, and the open clusters of a block.
  *
- * Tokens are processed in lots of up to 16. A gate or up row is read once for all tokens of a lot that need it. Down rows are added token by
- * token: the bits of np_add_rows depend on the list of rows, which must be the same whatever the batch. */
+ * Tokens are processed in lots of up to 16. A gate or up row is read once for all tokens of a lot that need it. Down
+ * rows are added token by token: the bits of np_add_rows depend on the list of rows, which must be the same whatever
+ * the batch. */
 #ifndef NP_NEURON_ROWS_H
 #define NP_NEURON_ROWS_H
 #include "engine/engine.h"
@@ -19,8 +20,8 @@ static inline float silu(float gate)
     return gate / (1.0f + expf(-gate));
 }
 
-/* True if a neuron fires, by its trigger: its value can differ from zero or, with SiLU, is not below the layer's threshold. NaN fires, so
- * that it shows in the result. */
+/* True if a neuron fires, by its trigger: its value can differ from zero or, with SiLU, is not below the layer's
+ * threshold. NaN fires, so that it shows in the result. */
 static inline int fires(const np_engine *engine, float trigger)
 {
     if (engine->shape.activation != NP_SILU)
@@ -91,7 +92,8 @@ static inline const uint8_t *scales_of(const np_engine *engine, const np_matrix_
 }
 
 /* ---- clusters of a block ------------------------------------------------------------------------------------------ */
-/* List the clusters that are not done. Clusters that a predictor does not name are marked as done at the first look-up. */
+/* List the clusters that are not done. Clusters that a predictor does not name are marked as done at the first
+ * look-up. */
 static inline void list_open(np_engine *engine, np_range clusters)
 {
     const uint64_t done = 0x0101010101010101u * NP_CLUSTER_DONE;

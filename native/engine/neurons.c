@@ -1,4 +1,5 @@
-/* Values and down rows of fired neurons. Blocks are so small that with many tokens their rows stay in the processor's cache. */
+/* Values and down rows of fired neurons. Blocks are so small that with many tokens their rows stay in the processor's
+ * cache. */
 #include "engine/neurons.h"
 
 #include "engine/clusters.h"
@@ -84,7 +85,8 @@ static uint32_t fired_for(np_engine *engine, uint32_t neuron, token_lot lot)
     return fired;
 }
 
-/* List the up rows of fired neurons whose value parts are present. Their down rows, needed next, are fetched with them. */
+/* List the up rows of fired neurons whose value parts are present. Their down rows, needed next, are fetched with
+ * them. */
 static void list_ups(np_engine *engine, token_lot lot)
 {
     const np_shape *s = &engine->shape;
@@ -134,8 +136,8 @@ void np_compute_values(np_engine *engine, np_range clusters)
     }
 }
 
-/* Make sure that the slots of a fired cluster are known. The participant that adds down rows may not be the one that computed the values
- * and looked the cluster up. */
+/* Make sure that the slots of a fired cluster are known. The participant that adds down rows may not be the one that
+ * computed the values and looked the cluster up. */
 static int find_slots(np_engine *engine, uint32_t cluster)
 {
     for (int part = 0; part < NP_PARTS; part++)

@@ -3,14 +3,15 @@
 #define NP_NEURONS_H
 #include "engine/engine.h"
 
-/* Look up the value parts of clusters that fired, and request the absent ones. Returns the number still absent, or an error. */
+/* Look up the value parts of clusters that fired, and request the absent ones. Returns the number still absent, or an
+ * error. */
 int np_look_up_values(np_engine *engine, np_range clusters);
 /* The same for both parts of all clusters: for a caller that reads rows without computing triggers. */
 int np_look_up_both_parts(np_engine *engine, np_range clusters);
 /* Compute the values of fired neurons whose value parts are present. */
 void np_compute_values(np_engine *engine, np_range clusters);
-/* Write the block's partial sums of the group's tokens [from, to) into rows of `partials` from first_row on: the neurons' down rows in index
- * order, times value and the expert's weight. */
+/* Write the block's partial sums of the group's tokens [from, to) into rows of `partials` from first_row on: the
+ * neurons' down rows in index order, times value and the expert's weight. */
 int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row);
 /* The address of a neuron's row of a matrix, in an open window whose clusters are present. */
 void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint32_t neuron, const void **quants, const void **scales);

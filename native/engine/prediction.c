@@ -1,8 +1,9 @@
-/* Predictors: which neurons will fire, from a low-rank approximation of the triggers (and of the up products, for activations where their
- * sign decides as well).
+/* Predictors: which neurons will fire, from a low-rank approximation of the triggers (and of the up products, for
+ * activations where their sign decides as well).
  *
- * A predictor reads the input of attention or that of the feed-forward; one from a third party may read the latter before its norm. Reading
- * early costs a little recall and gives flash the time of attention to read what is absent. Ranks differ between predictors. */
+ * A predictor reads the input of attention or that of the feed-forward; one from a third party may read the latter
+ * before its norm. Reading early costs a little recall and gives flash the time of attention to read what is absent.
+ * Ranks differ between predictors. */
 #include "engine/prediction.h"
 
 #include <string.h>
@@ -117,7 +118,8 @@ static void enter_group(np_engine *engine, const np_group *group)
     engine->group = group;
 }
 
-/* Write the predictions of a block of the current group. Padding behind the last neuron is never predicted. Returns their number. */
+/* Write the predictions of a block of the current group. Padding behind the last neuron is never predicted. Returns
+ * their number. */
 static uint32_t predict_block(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
@@ -143,7 +145,8 @@ static uint32_t predict_block(np_engine *engine, uint32_t block)
     return predicted;
 }
 
-/* Append requests for the absent parts of a block's predicted clusters to engine->request_entries. Returns the new count. */
+/* Append requests for the absent parts of a block's predicted clusters to engine->request_entries. Returns the new
+ * count. */
 static uint32_t request_predicted(np_engine *engine, uint32_t block, uint32_t count)
 {
     const np_range clusters = np_block_clusters(engine, block, block + 1);
@@ -160,8 +163,8 @@ static uint32_t request_predicted(np_engine *engine, uint32_t block, uint32_t co
     return count;
 }
 
-/* The same for a predictor that gives hints: request absent value parts, and trigger parts with them. The prediction of a cluster whose
- * value part is present is cleared, so that np_was_hinted counts requested ones only. */
+/* The same for a predictor that gives hints: request absent value parts, and trigger parts with them. The prediction of
+ * a cluster whose value part is present is cleared, so that np_was_hinted counts requested ones only. */
 static uint32_t hint(np_engine *engine, uint32_t block, uint32_t count)
 {
     const np_range clusters = np_block_clusters(engine, block, block + 1);

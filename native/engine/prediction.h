@@ -10,7 +10,8 @@ int np_predictor_has_input(const np_shape *shape);
 /* Compute rank vectors; then, after a barrier, scores and predictions, and request what the predicted neurons need. */
 void np_predict_ranks(np_engine *engine, const np_norm *norm);
 int np_predict_scores(np_engine *engine);
-/* Bit t: a predictor that decides names the neuron for token first + t of the group; 16 tokens. first: a multiple of 8. */
+/* Bit t: a predictor that decides names the neuron for token first + t of the group; 16 tokens. first: a multiple of
+ * 8. */
 uint32_t np_predicted_tokens(const np_engine *engine, uint32_t neuron, uint32_t first);
 /* List the clusters of a range that are predicted for any token, ascending. Returns their number. */
 uint32_t np_list_predicted(const np_engine *engine, np_range clusters, uint32_t *list);

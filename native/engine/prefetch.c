@@ -1,9 +1,10 @@
 /* Requests ahead of need, by the experts that a router has chosen or will probably choose.
  *
- * A router that reads the feed-forward's input names its experts only when their weights are needed. Its values for the residual stream
- * before attention name most of them earlier. These likely experts are prefetched speculatively, while flash is idle and as long as earlier
- * ones of the layer were mostly right; a wrong one costs slots and the time of a read. Nothing is computed from them, so they change no bit.
- * Off unless config.hints is set: on measured machines it did not pay (tests/bench). */
+ * A router that reads the feed-forward's input names its experts only when their weights are needed. Its values for the
+ * residual stream before attention name most of them earlier. These likely experts are prefetched speculatively, while
+ * flash is idle and as long as earlier ones of the layer were mostly right; a wrong one costs slots and the time of a
+ * read. Nothing is computed from them, so they change no bit. Off unless config.hints is set: on measured machines it
+ * did not pay (tests/bench). */
 #include "engine/prefetch.h"
 
 #include <string.h>
@@ -36,8 +37,8 @@ static int is_promising(const np_engine *engine, uint32_t layer)
     return counts->requested < MIN_COUNTED || 2 * counts->chosen >= counts->requested || engine->step % TRIAL_STEPS == 0;
 }
 
-/* True if flash is idle and this participant is the one that makes its blocks' requests. With many tokens nearly every expert is needed, and
- * prefetched once it is chosen. */
+/* True if flash is idle and this participant is the one that makes its blocks' requests. With many tokens nearly every
+ * expert is needed, and prefetched once it is chosen. */
 static int may_speculate(const np_engine *engine, uint32_t layer)
 {
     return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !np_predictor_decides(engine) &&

@@ -1,7 +1,7 @@
 /* Routing. Every participant routes all tokens itself: this gives the same bits everywhere and needs no barrier.
  *
- * A router's values are float32 products, summed in a fixed order, so that a token's experts do not depend on its batch. The experts with
- * the greatest values are chosen; of equal values, the lower number. */
+ * A router's values are float32 products, summed in a fixed order, so that a token's experts do not depend on its
+ * batch. The experts with the greatest values are chosen; of equal values, the lower number. */
 #include "engine/routing.h"
 
 #include <math.h>
@@ -34,8 +34,8 @@ int np_router_reads(const np_engine *engine, int reads)
 }
 
 /* ---- one token --------------------------------------------------------------------------------------------------- */
-/* The experts with the greatest values, ascending. NaN is less than any number; if all values are NaN the first experts are chosen, and
- * their weights are NaN. */
+/* The experts with the greatest values, ascending. NaN is less than any number; if all values are NaN the first experts
+ * are chosen, and their weights are NaN. */
 static void choose(const np_shape *s, const float *values, uint32_t *chosen)
 {
     for (uint32_t n = 0; n < s->experts_per_token; n++) {

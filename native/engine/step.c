@@ -10,7 +10,8 @@
 #include "engine/routing.h"
 #include "engine/work.h"
 
-/* True if this step may have offloaded matrices: other participants exist, and the offload participant has room for their rows. */
+/* True if this step may have offloaded matrices: other participants exist, and the offload participant has room for
+ * their rows. */
 static int may_offload_matrices(const np_engine *engine, const np_step *step)
 {
     const uint32_t all = NP_OFFLOAD_QKV | NP_OFFLOAD_ATTENTION_OUTPUT | NP_OFFLOAD_OUTPUT;
@@ -18,7 +19,8 @@ static int may_offload_matrices(const np_engine *engine, const np_step *step)
     return !(step->offloaded_matrices & ~all) && step->participants > 1 && !engine->config.external_products && (!engine->config.offload_blocks || has_room);
 }
 
-/* True if the step may have token scores: the logits of all its tokens are computed in this memory, and no others are requested. */
+/* True if the step may have token scores: the logits of all its tokens are computed in this memory, and no others are
+ * requested. */
 static int may_score_tokens(const np_engine *engine, const np_step *step)
 {
     const np_token_scores *r = step->token_scores;

@@ -5,7 +5,8 @@
 
 /* Copy and validate a step's arguments. Returns NP_OK or NP_E_ARGUMENT. */
 int np_begin_step(np_engine *engine, const np_step *step);
-/* After the last layer, or after an error (result < 0): compute logits and scores, record times. Returns how the step ended. */
+/* After the last layer, or after an error (result < 0): compute logits and scores, record times. Returns how the step
+ * ended. */
 int np_end_step(np_engine *engine, int result);
 /* The three stages of a layer in the model's order. */
 typedef int np_stage(np_engine *engine, uint32_t layer);

@@ -12,7 +12,8 @@ static float activate_without_gate(int activation, float up)
 }
 
 /* ---- clusters ---------------------------------------------------------------------------------------------------- */
-/* List the clusters that a deciding predictor names. At the first look-up: all values are zeroed and the clusters it does not name done. */
+/* List the clusters that a deciding predictor names. At the first look-up: all values are zeroed and the clusters it
+ * does not name done. */
 static void list_predicted(np_engine *engine, np_range clusters)
 {
     const uint32_t n = engine->shape.cluster_neurons;
@@ -35,8 +36,8 @@ static const np_matrix_place *trigger_of(const np_engine *engine)
     return engine->shape.gated ? &engine->shape.gate : &engine->shape.up;
 }
 
-/* List the trigger rows that are present and not computed yet, with the tokens that need them: the predicted ones, or all if no predictor
- * decides. */
+/* List the trigger rows that are present and not computed yet, with the tokens that need them: the predicted ones, or
+ * all if no predictor decides. */
 static void list_triggers(np_engine *engine, token_lot lot)
 {
     const np_matrix_place *trigger = trigger_of(engine);
@@ -102,7 +103,8 @@ static void store_triggers(np_engine *engine, token_lot lot)
     }
 }
 
-/* The bytes to fetch from a trigger's scales on: those of all rows of its neuron, if they lie close enough together. Else 0. */
+/* The bytes to fetch from a trigger's scales on: those of all rows of its neuron, if they lie close enough together.
+ * Else 0. */
 static size_t scale_bytes_of_neuron(const np_engine *engine)
 {
     const np_shape *s = &engine->shape;

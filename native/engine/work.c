@@ -6,8 +6,8 @@ uint32_t np_engine_claims(uint32_t layers)
     return layers * NP_WORKS + 1;
 }
 
-/* Claim a piece of the work that depends on an offloaded matrix. The offload participant takes all of these pieces and no others, so
- * that nobody waits for a participant that waits for its device. */
+/* Claim a piece of the work that depends on an offloaded matrix. The offload participant takes all of these pieces and
+ * no others, so that nobody waits for a participant that waits for its device. */
 static uint32_t claim_after_offload(np_engine *engine, int work, uint32_t pieces)
 {
     np_offload_state *o = &engine->offload;
@@ -19,7 +19,8 @@ uint32_t np_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces)
 {
     if (engine->config.offload_blocks)
         return claim_after_offload(engine, work, pieces);
-    /* Relaxed: barriers lie between this work and the writes that it reads, and between its writes and their readers. */
+    /* Relaxed: barriers lie between this work and the writes that it reads, and between its writes and their
+     * readers. */
     const uint32_t piece = __atomic_fetch_add(&engine->shared.claims[layer * NP_WORKS + (uint32_t)work], 1, __ATOMIC_RELAXED);
     return piece < pieces ? piece : NP_NONE;
 }

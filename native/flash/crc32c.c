@@ -1,6 +1,6 @@
-/* CRC-32C (Castagnoli, reflected, polynomial 0x1edc6f41). x86-64 and Arm have an instruction that takes 8 bytes; its latency is
- * three cycles, so three streams run interleaved. A stream's register is advanced over the bytes of the streams behind it by tables: the
- * register after a fixed number of zero bytes is linear in its bits. */
+/* CRC-32C (Castagnoli, reflected, polynomial 0x1edc6f41). x86-64 and Arm have an instruction that takes 8 bytes; its
+ * latency is three cycles, so three streams run interleaved. A stream's register is advanced over the bytes of the
+ * streams behind it by tables: the register after a fixed number of zero bytes is linear in its bits. */
 #include "flash/crc32c.h"
 
 #include <pthread.h>

@@ -1,4 +1,5 @@
-/* The loader's side of the request rings. Every entry is validated: a worker that writes invalid data harms its own requests only. */
+/* The loader's side of the request rings. Every entry is validated: a worker that writes invalid data harms its own
+ * requests only. */
 #include "flash/drain.h"
 
 #include <stdlib.h>
@@ -19,7 +20,8 @@ static void drop_speculative(np_loader *loader)
         loader->queues[kind][NP_FOR_SPECULATION].count = 0;
 }
 
-/* Queue one entry. Returns 0 if it is a demand whose queue is full: it stays in the ring. Other entries are dropped then. */
+/* Queue one entry. Returns 0 if it is a demand whose queue is full: it stays in the ring. Other entries are dropped
+ * then. */
 static int queue_entry(np_loader *loader, uint32_t entry)
 {
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, parts = entry & (NP_REQUEST_TRIGGER | NP_REQUEST_VALUE);

@@ -1,12 +1,12 @@
 /* Clusters that cannot be read, or whose checksum is wrong.
  *
- * A failed entry carries the low bits of its epoch. A worker that meets it ends the step with an error, which begins a new epoch, and in that
- * one the entry becomes absent again: the device may answer again or the file may have been repaired. If not, it costs as many reads as the
- * first time.
+ * A failed entry carries the low bits of its epoch. A worker that meets it ends the step with an error, which begins a
+ * new epoch, and in that one the entry becomes absent again: the device may answer again or the file may have been
+ * repaired. If not, it costs as many reads as the first time.
  *
- * An entry may turn from failed to absent only in an epoch after its own; otherwise a worker would wait for a cluster that it requested and
- * nobody reads. So the epoch is read again after the entry is written: if it has not changed, all steps of later epochs find the entry
- * failed. Both accesses are sequentially consistent. */
+ * An entry may turn from failed to absent only in an epoch after its own; otherwise a worker would wait for a cluster
+ * that it requested and nobody reads. So the epoch is read again after the entry is written: if it has not changed, all
+ * steps of later epochs find the entry failed. Both accesses are sequentially consistent. */
 #include "flash/failures.h"
 
 static uint32_t current_epoch(const np_loader *loader)

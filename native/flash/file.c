@@ -13,8 +13,8 @@
 /* Packages align everything to this; a device that needs more is read through the page cache. */
 enum { MAX_ALIGNMENT = 4096 };
 
-/* The alignment that the file system reports. 0: no direct I/O. MAX_ALIGNMENT if it does not report any (before Linux 6.1, or statx is not
- * allowed). */
+/* The alignment that the file system reports. 0: no direct I/O. MAX_ALIGNMENT if it does not report any (before Linux
+ * 6.1, or statx is not allowed). */
 static uint32_t reported_alignment(int file)
 {
 #ifdef STATX_DIOALIGN

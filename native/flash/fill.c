@@ -1,6 +1,6 @@
-/* From staging into slots. Half of the processor time of a byte of warm-up is the page fault of its slot, a fifth its checksum. So long reads
- * are filled by two threads: the filler thread, which may run on any core, and the loader's own thread when the filler is busy. Only the
- * loader's thread publishes, so residency entries have one writer.
+/* From staging into slots. Half of the processor time of a byte of warm-up is the page fault of its slot, a fifth its
+ * checksum. So long reads are filled by two threads: the filler thread, which may run on any core, and the loader's own
+ * thread when the filler is busy. Only the loader's thread publishes, so residency entries have one writer.
  *
  *   what                                 ordering
  *   the flight and its claims -> filler  the lock, in np_filler_accept
@@ -32,8 +32,8 @@ typedef struct {
     struct iovec pieces[2 * MAX_RUN]; /* per slot: bytes of its own part, and moved bytes of the trigger part */
 } slot_run;
 
-/* Copy a run into its slots and empty it. The first touch of a mapped slot costs a page fault, twice as much as writing the same bytes to the
- * memory file. */
+/* Copy a run into its slots and empty it. The first touch of a mapped slot costs a page fault, twice as much as writing
+ * the same bytes to the memory file. */
 static void copy_run(const np_loader_part *config, slot_run *run)
 {
     const uint32_t count = run->count, piece_count = run->piece_count;
@@ -111,7 +111,8 @@ struct np_filler {
     int stop;
 };
 
-/* The loader may be pinned to one core, where a second thread gains nothing: allow this one the cores of the parent process. */
+/* The loader may be pinned to one core, where a second thread gains nothing: allow this one the cores of the parent
+ * process. */
 static void widen_affinity(void)
 {
     cpu_set_t allowed;

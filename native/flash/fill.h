@@ -3,8 +3,8 @@
 #define NP_FLASH_FILL_H
 #include "flash/loader_state.h"
 
-/* Verify each claim of a flight, and copy valid ones into their slots. Touches nothing else of the loader, so that several flights may be
- * filled at once. */
+/* Verify each claim of a flight, and copy valid ones into their slots. Touches nothing else of the loader, so that
+ * several flights may be filled at once. */
 void np_fill_slots(const np_loader *loader, np_flight *flight);
 
 /* The second thread. A NULL filler accepts nothing. Only the loader's thread calls these functions. */

@@ -1,9 +1,10 @@
 /* From queues to reads: which clusters are read next, and which of them together.
  *
- * Demands come first, then prefetches, speculative requests and warm-up. Requests that no worker waits for start a read only while few are in
- * flight, so that a demand never finds the device's queue full. Workers make requests in the order of the file, so a cluster is compared with
- * the read before it only: if the gap costs less than a read of its own, the two become one. During warm-up, a read for a request also brings
- * its neighbours that are in the warm-up set: the file is divided into stretches that flash reads at full speed. */
+ * Demands come first, then prefetches, speculative requests and warm-up. Requests that no worker waits for start a read
+ * only while few are in flight, so that a demand never finds the device's queue full. Workers make requests in the
+ * order of the file, so a cluster is compared with the read before it only: if the gap costs less than a read of its
+ * own, the two become one. During warm-up, a read for a request also brings its neighbours that are in the warm-up set:
+ * the file is divided into stretches that flash reads at full speed. */
 #include "flash/gather.h"
 
 #include "flash/queues.h"
@@ -22,7 +23,8 @@ typedef struct {
     np_flight *open; /* the last one, while it may still grow */
 } read_batch;
 
-/* The byte range of the file with these parts of a cluster, and with the trigger bytes that value slots hold (moved_bytes). */
+/* The byte range of the file with these parts of a cluster, and with the trigger bytes that value slots hold
+ * (moved_bytes). */
 static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, uint64_t *end)
 {
     *first = UINT64_MAX;
@@ -39,7 +41,8 @@ static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, u
     }
 }
 
-/* True if the open read can be extended to these bytes. A cluster whose read failed is read alone, so that it fails no neighbour again. */
+/* True if the open read can be extended to these bytes. A cluster whose read failed is read alone, so that it fails no
+ * neighbour again. */
 static int can_extend(const np_loader *loader, const read_batch *batch, uint32_t entry, uint64_t first, uint64_t end)
 {
     const np_flight *open = batch->open;
@@ -83,7 +86,8 @@ static void claim(np_loader *loader, int part, uint32_t entry, np_claim *out)
                       .warms_up = (uint8_t)np_warm_up_remove(loader, part, id)};
 }
 
-/* Put these parts of a cluster, for which slots are free, into the open read or a new one. Returns 0 if no read may begin. */
+/* Put these parts of a cluster, for which slots are free, into the open read or a new one. Returns 0 if no read may
+ * begin. */
 static int put(np_loader *loader, read_batch *batch, uint32_t entry, int purpose)
 {
     uint64_t first, end;
@@ -156,9 +160,10 @@ static uint32_t with_other_part(np_loader *loader, uint32_t entry)
     return end - first <= loader->reading.most_read_bytes ? both : entry;
 }
 
-/* True if a pair must be queued again as two parts. lacking_slots: bit p is set if part p has no free slot. Two reads of single parts are
- * extended over the parts between them and so transfer most bytes twice; a pair therefore waits for both slots as long as the cache can free
- * some. If it cannot, block windows hold all of them, and the part that has a slot must not wait for the other one. */
+/* True if a pair must be queued again as two parts. lacking_slots: bit p is set if part p has no free slot. Two reads
+ * of single parts are extended over the parts between them and so transfer most bytes twice; a pair therefore waits for
+ * both slots as long as the cache can free some. If it cannot, block windows hold all of them, and the part that has a
+ * slot must not wait for the other one. */
 static int must_split(const np_loader *loader, uint32_t entry, int priority, int lacking_slots)
 {
     uint64_t first, end;

@@ -1,7 +1,8 @@
-/* The io_uring engine, by plain system calls. Needs Linux 5.5; on older kernels, or where io_uring is forbidden, opening fails.
+/* The io_uring engine, by plain system calls. Needs Linux 5.5; on older kernels, or where io_uring is forbidden,
+ * opening fails.
  *
- * Faster modes are used where the kernel has them: completing reads in this thread's calls instead of interrupting it (5.19, 6.1), a
- * registered file, registered memory (within the limit on locked memory).
+ * Faster modes are used where the kernel has them: completing reads in this thread's calls instead of interrupting it
+ * (5.19, 6.1), a registered file, registered memory (within the limit on locked memory).
  *
  * Two rings are shared with the kernel:
  *   word              moved by        publishes
@@ -9,7 +10,7 @@
  *   submission head   the kernel      that it has read the entries before it (counted here, by io_uring_enter's result)
  *   completion tail   the kernel      the entries before it, and the bytes that they are about: load acquire
  *   completion head   us, release     that we have read the entries before it
- */
+ * / */
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <linux/time_types.h>
@@ -59,8 +60,8 @@ static void on_trapped_call(int signal)
     setup_trapped = 1;
 }
 
-/* Android's app sandbox answers io_uring_setup with SIGSYS, which kills the process by default. The signal arrives in this thread during the
- * call; when the handler returns, execution continues after the call. */
+/* Android's app sandbox answers io_uring_setup with SIGSYS, which kills the process by default. The signal arrives in
+ * this thread during the call; when the handler returns, execution continues after the call. */
 static int setup(uint32_t entries, struct io_uring_params *params)
 {
     struct sigaction handler = {.sa_handler = on_trapped_call}, before;

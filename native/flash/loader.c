@@ -1,8 +1,9 @@
 /* A turn of the loader: land completed reads, take requests, submit new reads.
  *
- * Reads go to staging buffers of this process. So slots need neither alignment nor padding, and reads that the kernel finishes after the
- * loader's death harm nothing. An entry is claimed when its read is submitted, not when it is requested: a queued prefetch can be requested
- * again as a demand, which is read at once; the older request is dropped when its turn comes.
+ * Reads go to staging buffers of this process. So slots need neither alignment nor padding, and reads that the kernel
+ * finishes after the loader's death harm nothing. An entry is claimed when its read is submitted, not when it is
+ * requested: a queued prefetch can be requested again as a demand, which is read at once; the older request is dropped
+ * when its turn comes.
  *
  *   what                                ordering
  *   absent -> loading (claim)           plain: only the loader changes an absent entry, so a cluster requested twice is read once
@@ -65,7 +66,8 @@ static void publish(np_loader *loader, uint32_t index)
         uint32_t *word = &part->config.words[landed->id];
         loader->unannounced++;
         np_set_drop(part->granted, landed->slot);
-        /* Unreferenced: a prefetched cluster that no worker looks up is evicted first. A plain store: only the loader changes a loading entry. */
+        /* Unreferenced: a prefetched cluster that no worker looks up is evicted first. A plain store: only the loader
+         * changes a loading entry. */
         np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
     }
     pool->free[pool->free_count++] = index;
@@ -107,8 +109,8 @@ static int announce(np_loader *loader)
     return landed;
 }
 
-/* Fetch a read's first bytes into the processor's cache while another read lands. DMA left them in memory or in another core's cache; with
- * short reads, waiting for them is most of a checksum's time. */
+/* Fetch a read's first bytes into the processor's cache while another read lands. DMA left them in memory or in another
+ * core's cache; with short reads, waiting for them is most of a checksum's time. */
 static void prefetch_staged(const np_loader *loader, const np_flight *flight)
 {
     const uint32_t bytes = flight->bytes < MAX_FETCHED_BYTES ? flight->bytes : MAX_FETCHED_BYTES;
@@ -132,8 +134,8 @@ static size_t landing_batch(const np_loader *loader)
     return reads < 1 ? 1 : reads < MAX_ANNOUNCED ? reads : MAX_ANNOUNCED;
 }
 
-/* Wait for min_reads reads, land completed ones and wake the workers. Adds the number of published or failed clusters to *ended. Returns 1
- * if more reads may be completed: the caller should submit new ones first. */
+/* Wait for min_reads reads, land completed ones and wake the workers. Adds the number of published or failed clusters
+ * to *ended. Returns 1 if more reads may be completed: the caller should submit new ones first. */
 static int land_some(np_loader *loader, size_t min_reads, int timeout_ms, int *ended)
 {
     const size_t max_reads = landing_batch(loader);

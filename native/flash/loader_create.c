@@ -144,7 +144,8 @@ static int create_flights(np_loader *loader)
     return loader->batch && loader->offsets && loader->tags && loader->bytes && loader->targets;
 }
 
-/* Entries that are loading before this loader's first read were claimed by one that died. Its reads went to its own memory. */
+/* Entries that are loading before this loader's first read were claimed by one that died. Its reads went to its own
+ * memory. */
 static void reset_loading(const np_loader_part *part)
 {
     for (uint32_t id = 0; id < part->cluster_count; id++) {

@@ -21,7 +21,8 @@ enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_SPECULATION = 2, NP_FOR_WA
 /* The kinds of queues: clusters of one part, by the part's number, or both parts for one read. */
 enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };
 
-/* A queued cluster is 32 bits: its index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many of its reads failed. */
+/* A queued cluster is 32 bits: its index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many
+ * of its reads failed. */
 enum { NP_QUEUED_FAILURES = 28 };
 
 typedef struct {
@@ -93,8 +94,8 @@ typedef struct {
 
 typedef struct np_filler np_filler; /* fill.h */
 
-/* Clusters to load while nothing more urgent waits: a bit each. A bit is cleared when the cluster is claimed for any reason, so a cluster
- * whose bit is set is absent. */
+/* Clusters to load while nothing more urgent waits: a bit each. A bit is cleared when the cluster is claimed for any
+ * reason, so a cluster whose bit is set is absent. */
 typedef struct {
     uint64_t *clusters[NP_LOADER_PARTS], *pinned[NP_LOADER_PARTS]; /* [cluster_count / 64, rounded up]; pinned is a subset */
     uint32_t cluster_counts[NP_LOADER_PARTS], pinned_counts[NP_LOADER_PARTS];

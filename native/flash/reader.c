@@ -116,7 +116,8 @@ int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t 
     return (int)accepted;
 }
 
-/* Handle a finished piece. Returns 1 if its request is done, with the result in *out; 0 if another piece was started. */
+/* Handle a finished piece. Returns 1 if its request is done, with the result in *out; 0 if another piece was
+ * started. */
 static int finish(np_reader *reader, uint32_t index, int32_t result, np_completion *out)
 {
     np_request *request = &reader->requests[index];

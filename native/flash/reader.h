@@ -44,7 +44,8 @@ struct np_reader {
     uint32_t *free;       /* [depth] stack of unused requests */
 };
 
-/* Open a file, for direct I/O if a trial read succeeds. Returns the descriptor or -errno; sets *direct and *alignment. */
+/* Open a file, for direct I/O if a trial read succeeds. Returns the descriptor or -errno; sets *direct and
+ * *alignment. */
 int np_file_open(const char *path, int *direct, uint32_t *alignment);
 
 #endif

@@ -1,7 +1,7 @@
 /* The worker's side of its request ring; drain.c has the loader's side.
  *
- * No doorbell is lost: the worker advances `tail` and then reads `asleep`; the loader sets `asleep` and then reads every `tail`. All accesses are
- * sequentially consistent, so at least one of the two sees the other. */
+ * No doorbell is lost: the worker advances `tail` and then reads `asleep`; the loader sets `asleep` and then reads
+ * every `tail`. All accesses are sequentially consistent, so at least one of the two sees the other. */
 #include <unistd.h>
 
 #include "neuronpipe.h"

@@ -1,8 +1,8 @@
 /* The loader's main loop between two messages: turns while there is work, else sleep.
  *
- * No request is missed: the loader sets `asleep` and then reads every tail; a worker advances its tail and then reads `asleep`; all accesses
- * are sequentially consistent, so one of the two sees the other (requests.c). If a worker dies between clearing `asleep` and ringing the
- * doorbell, the sleep ends with the timeout. */
+ * No request is missed: the loader sets `asleep` and then reads every tail; a worker advances its tail and then reads
+ * `asleep`; all accesses are sequentially consistent, so one of the two sees the other (requests.c). If a worker dies
+ * between clearing `asleep` and ringing the doorbell, the sleep ends with the timeout. */
 #include <errno.h>
 #include <poll.h>
 #include <stdint.h>
@@ -48,9 +48,9 @@ static void clear_signal(int descriptor)
     (void)bytes; /* nothing to read is fine */
 }
 
-/* Slots that were written through the memory file during warm-up are not mapped yet: each page would cost a fault while a worker waits for a
- * read. With nothing else to do, map some. Returns 0 if all are mapped or the kernel cannot map them. If every cluster has a slot, none is
- * written twice, and mapping would only delay the first requests. */
+/* Slots that were written through the memory file during warm-up are not mapped yet: each page would cost a fault while
+ * a worker waits for a read. With nothing else to do, map some. Returns 0 if all are mapped or the kernel cannot map
+ * them. If every cluster has a slot, none is written twice, and mapping would only delay the first requests. */
 static int map_some_slots(np_loader *loader)
 {
 #ifdef MADV_POPULATE_WRITE

@@ -78,10 +78,10 @@ static void pool_close(np_reader *reader)
 }
 
 /* Start as many threads as possible; one is enough. */
-static int start_threads(pool_state *state, uint32_t wanted)
+static int start_threads(pool_state *state, uint32_t max_threads)
 {
     int error = 0;
-    while (error == 0 && state->thread_count < wanted) {
+    while (error == 0 && state->thread_count < max_threads) {
         error = np_thread_start(&state->threads[state->thread_count], NP_MIN_STACK_BYTES, run_thread, state);
         state->thread_count += error == 0;
     }

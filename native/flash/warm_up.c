@@ -1,7 +1,7 @@
 /* Warm-up: what to load while nothing more urgent waits.
  *
- * A set, not a queue: a request that arrives meanwhile looks up which of its neighbours are in the set, and one read brings them all
- * (gather.c). So requests during the warm-up do not turn its long reads into single ones. */
+ * A set, not a queue: a request that arrives meanwhile looks up which of its neighbours are in the set, and one read
+ * brings them all (gather.c). So requests during the warm-up do not turn its long reads into single ones. */
 #include "flash/warm_up.h"
 
 #include <string.h>

@@ -1,13 +1,14 @@
-/* exp for softmax and sampling: arguments <= 0, relative error below 1.2e-7, 0 below -87. Plain operations in a fixed order, so
- * that every instruction set and every C library gives the same bits, and the compiler can vectorize loops of it. */
+/* exp for softmax and sampling: arguments <= 0, relative error below 1.2e-7, 0 below -87. Plain operations in a fixed
+ * order, so that all instruction sets and C libraries give the same bits, and the compiler can vectorize loops of
+ * it. */
 #ifndef NP_KERNELS_EXPONENTIAL_H
 #define NP_KERNELS_EXPONENTIAL_H
 #include "kernels/half.h"
 #include "kernels/isa.h"
 
 NP_INLINE float np_exponential(float x) {
-    /* x = k ln 2 + r with |r| <= ln 2 / 2; k by adding 1.5 * 2^23, which rounds and leaves k in the low bits. ln 2 in two parts,
-     * the first short enough for an exact product. */
+    /* x = k ln 2 + r with |r| <= ln 2 / 2; k by adding 1.5 * 2^23, which rounds and leaves k in the low bits. ln 2 in
+     * two parts, the first short enough for an exact product. */
     const float shifted = x * 1.44269504f + 12582912.0f;
     const float k = shifted - 12582912.0f;
     const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;

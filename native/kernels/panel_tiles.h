@@ -1,11 +1,11 @@
-/* What the panels of avx512_panel.c and amx_panel.c have in common: the layout, the order of groups, unpacked weights.
+/* Shared by avx512_panel.c and amx_panel.c: the panel's layout, the order of groups, unpacked weights.
  *
  *   panel, for each tile of 32 tokens    bytes
  *   quants [groups][8][32][4]            1024 for each group: 8 times 4 columns of each token
  *   scales [groups][32]                  128 for each group, float32
  *
- * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are visited
- * one remainder after the other, in the order in which the tree takes them up, and panel and rows are laid out in that order. */
+ * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are
+ * visited remainder by remainder, in the order of the tree's leaves, and panel and rows are laid out in that order. */
 #ifndef NP_KERNELS_PANEL_TILES_H
 #define NP_KERNELS_PANEL_TILES_H
 #include "kernels/activation.h"
@@ -21,7 +21,7 @@ enum {
     LEVELS = 5 /* of the tree over the visits' sums */
 };
 
-/* The groups with one remainder modulo 16, by visit: how many before, how many. */
+/* By visit (groups with one remainder modulo 16): the number of groups before it, and its own. */
 typedef struct {
     size_t first[VISITS], count[VISITS], first_of_remainder[VISITS];
 } visits;
@@ -45,7 +45,7 @@ static size_t tile_bytes(size_t n) { return n / NP_GROUP * TILE_GROUP_BYTES; }
 
 static size_t panel_bytes(size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(n); }
 
-/* `flip`: bits to turn over in every four quants; 0x80808080 makes them unsigned, plus 128. */
+/* flip: bits to invert in every four quants; 0x80808080 adds 128 and makes them unsigned. */
 static void fill_panel(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint32_t flip, uint8_t *panel) {
     const size_t groups = n / NP_GROUP;
     const visits v = visits_of(groups);

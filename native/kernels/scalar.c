@@ -1,4 +1,4 @@
-/* The reference kernels: plain C, one operation after the other. */
+/* The reference kernels in plain C. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/narrow.h"
@@ -155,7 +155,7 @@ NP_INLINE float largest_of_row(int type, const uint8_t *quants, const uint16_t *
     return most;
 }
 
-/* Adding and taking off 1.5 * 2^23 rounds to the nearest integer, to even between two. */
+/* Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even. */
 NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
     int8_t q[NP_GROUP];
     unpack_group(type, quants, q);

@@ -3,13 +3,13 @@
 
 #include <string.h>
 
-/* Pieces are prefetched into the second-level cache, as the kernels do: two threads read pieces of 2 KiB a quarter faster this way. Long pieces
- * are prefetched within themselves. */
+/* Pieces are prefetched into the second-level cache, as the kernels do: two threads read pieces of 2 KiB a quarter
+ * faster this way. Long pieces are prefetched within themselves. */
 enum { AHEAD_PIECES = 3, AHEAD_BYTES = 2048, LINE_BYTES = 64 };
 typedef uint64_t lanes __attribute__((vector_size(16))); /* a width that every target has */
 
-/* The piece that is read of each group of `every` pieces: pseudo-random, and different in each turn, so that caches left by one turn do not help
- * the next. */
+/* The piece that is read of each group of `every` pieces: pseudo-random, and different in each turn, so that caches
+ * left by one turn do not help the next. */
 static size_t chosen_piece(size_t group, uint32_t every, uint32_t turn) {
     const uint32_t mixed = (uint32_t)group * 2654435761u;
     return group * every + ((mixed >> 16) + turn) % every;

@@ -13,7 +13,8 @@ int np_thread_start(pthread_t *thread, size_t stack_bytes, void *(*run)(void *),
 /* A condition variable that waits by the monotonic clock, so that setting the wall clock ends no wait. */
 void np_condition_init(pthread_cond_t *condition);
 
-/* Wait until it is signalled, for at most timeout_ms (negative: no limit). Returns 0 or ETIMEDOUT; may return spuriously. */
+/* Wait until it is signalled, for at most timeout_ms (negative: no limit). Returns 0 or ETIMEDOUT; may return
+ * spuriously. */
 int np_condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int timeout_ms);
 
 #endif

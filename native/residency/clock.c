@@ -1,7 +1,8 @@
 /* CLOCK with usage counts, the eviction rule, and a proof that no slot is evicted while a worker reads it.
  *
- * A look-up sets an entry's reference bit. The hand circulates: it turns the bit into a use, up to NP_MAX_USES; without the bit it removes a use;
- * an entry without uses is evicted. Only the hand writes uses, so frequent look-ups cost a worker nothing.
+ * A look-up sets an entry's reference bit. The hand circulates: it turns the bit into a use, up to NP_MAX_USES; without
+ * the bit it removes a use; an entry without uses is evicted. Only the hand writes uses, so frequent look-ups cost a
+ * worker nothing.
  *
  *   worker                                        cache
  *   W  read window := [first, end)                C  clear the reference bit of a present entry
@@ -15,8 +16,8 @@
  *     the read window, or a later one.
  *   If R set the bit, R either comes after E, and sees an absent entry; or before E, and then a clearing C lies between them, because E would
  *     fail otherwise: again W < R < C < P < S.
- * If S sees a later read window, Z has happened, and all reads of the slot before it: only then may the slot be written again. No entry
- * turns absent temporarily, so workers and the loader only see states that last. */
+ * If S sees a later read window, Z has happened, and all reads of the slot before it: only then may the slot be written
+ * again. No entry turns absent temporarily, so workers and the loader only see states that last. */
 #include "neuronpipe.h"
 
 static int is_covered(const uint64_t *windows, size_t window_count, size_t id)
@@ -29,7 +30,8 @@ static int is_covered(const uint64_t *windows, size_t window_count, size_t id)
     return 0;
 }
 
-/* A present entry after the hand: the reference bit becomes a use; without it a use is removed; without either it is absent. */
+/* A present entry after the hand: the reference bit becomes a use; without it a use is removed; without either it is
+ * absent. */
 static uint32_t after_hand(uint32_t value)
 {
     const uint32_t uses = value / NP_ENTRY_USE & NP_MAX_USES;
@@ -47,8 +49,9 @@ void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t sl
     }
 }
 
-/* Empty a present entry's slot. C, P, S and E follow each other directly: a worker that looks up after C sets the bit before it reads, and E
- * fails; one that looked up before C has a read window that S sees. Returns 1 if the slot is empty. */
+/* Empty a present entry's slot. C, P, S and E follow each other directly: a worker that looks up after C sets the bit
+ * before it reads, and E fails; one that looked up before C has a read window that S sees. Returns 1 if the slot is
+ * empty. */
 static int vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t window_count)
 {
     uint32_t value = __atomic_load_n(word, __ATOMIC_SEQ_CST);
@@ -92,7 +95,8 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
     if (count == 0)
         return 0;
     size_t evicted = 0, at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
-    /* So many rounds evict the most used entry. The limit matters if workers set bits as fast as the hand clears them. */
+    /* So many rounds evict the most used entry. The limit matters if workers set bits as fast as the hand clears
+     * them. */
     for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && evicted < max_slots && idle < count; visited++) {
         uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
         idle++;

@@ -5,9 +5,10 @@
  *   loader   present, requested again      compare and set (flash/queues.c)
  *   cache    present (here)                compare and set
  *
- * All are sequentially consistent, and a compare and set that fails because a worker set the reference bit is repeated, so that no bit is lost.
- * Pinning neither frees nor fills a slot: unpinned clusters are evicted later by CLOCK (clock.c), whose proof does not depend on bit 27. CLOCK
- * runs in the process that calls this, so that no entry is evicted and pinned at once. */
+ * All are sequentially consistent, and a compare and set that fails because a worker set the reference bit is repeated,
+ * so that no bit is lost. Pinning neither frees nor fills a slot: unpinned clusters are evicted later by CLOCK
+ * (clock.c), whose proof does not depend on bit 27. CLOCK runs in the process that calls this, so that no entry is
+ * evicted and pinned at once. */
 #include "neuronpipe.h"
 
 /* Set or clear the pinned bit of a present entry. Returns the entry. */

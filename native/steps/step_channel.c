@@ -1,10 +1,12 @@
 /* A decode worker's step channel: shared memory through which it receives steps and answers them, without messages.
  *
- * Ordering of results: a worker writes logits, keys, values and counters, stores `answered`, and then reads `answered` of the other participants.
- * These accesses are sequentially consistent, so of two workers that answer at the same time the later one sees both answers and wakes the
- * coordinator. A worker is LISTENING again before it answers: the coordinator may send the next step as soon as it sees the answer.
+ * Ordering of results: a worker writes logits, keys, values and counters, stores `answered`, and then reads `answered`
+ * of the other participants. These accesses are sequentially consistent, so of two workers that answer at the same time
+ * the later one sees both answers and wakes the coordinator. A worker is LISTENING again before it answers: the
+ * coordinator may send the next step as soon as it sees the answer.
  *
- * No wake-up is lost: a listener adds itself to `sleepers` and then reads `state`; the coordinator changes `state` and then reads `sleepers`. */
+ * No wake-up is lost: a listener adds itself to `sleepers` and then reads `state`; the coordinator changes `state` and
+ * then reads `sleepers`. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,13 +1,13 @@
-/* The coordinator's side of step channels: a thread that waits for the answers to a step, samples and sends the next step, so that only a few
- * native calls lie between two steps. Python prepares the next step while the current one is computed, and reads the results of the current
- * one while the next is computed.
+/* The coordinator's side of step channels: a thread that waits for the answers to a step, samples and sends the next
+ * step, so that only a few native calls lie between two steps. Python prepares the next step while the current one is
+ * computed, and reads the results of the current one while the next is computed.
  *
  *   IDLE      no step is under way
  *   WATCHING  a step was sent; is_armed: the next one is prepared
  *   FINISHED  all participants have answered; `result` says what the thread did
  *
- * The lock guards all of these. The thread holds it while it samples and sends the next step, so that a caller finds either nothing done or all
- * of it. */
+ * The lock guards all of these. The thread holds it while it samples and sends the next step, so that a caller finds
+ * either nothing done or all of it. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -208,7 +208,8 @@ static void send_next(np_step_pipeline *pipeline)
     pipeline->result.next_sent_ns = np_clock_ns();
 }
 
-/* All participants have answered; the lock is held. Counters are copied first, because the next step overwrites them. */
+/* All participants have answered; the lock is held. Counters are copied first, because the next step overwrites
+ * them. */
 static void finish(np_step_pipeline *pipeline)
 {
     copy_counters(pipeline, pipeline->channels);

@@ -5,12 +5,13 @@
  *   phase     the last participant                  sequentially consistent store: all participants see what the others wrote
  *   waiters   a participant going to sleep          sequentially consistent, like the last participant's load
  *
- * No wake-up is lost: a participant adds itself to `waiters` and then reads `phase`; the last participant changes `phase` and then reads
- * `waiters`. All are sequentially consistent, so at least one sees the other; and the futex compares `phase` again.
- * `arrived` is zeroed before `phase` changes, so a released participant that reaches the barrier again counts from zero.
+ * No wake-up is lost: a participant adds itself to `waiters` and then reads `phase`; the last participant changes
+ * `phase` and then reads `waiters`. All are sequentially consistent, so at least one sees the other; and the futex
+ * compares `phase` again. `arrived` is zeroed before `phase` changes, so a released participant that reaches the
+ * barrier again counts from zero.
  *
- * A participant that leaves because of the epoch, or dies, stays counted in `arrived`: the barrier is not used again before np_barrier_reset. A
- * sleeper that died stays counted in `waiters`, which only causes needless wake-ups. */
+ * A participant that leaves because of the epoch, or dies, stays counted in `arrived`: the barrier is not used again
+ * before np_barrier_reset. A sleeper that died stays counted in `waiters`, which only causes needless wake-ups. */
 #include "neuronpipe.h"
 #include "sync/wait.h"
 

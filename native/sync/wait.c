@@ -10,8 +10,8 @@
 #include "neuronpipe.h"
 #include "sync/clock.h"
 
-/* A new epoch does not change the word that a sleeper's futex compares, so a wake-up between reading the epoch and the system call is lost.
- * Sleeping in slices bounds the delay. */
+/* A new epoch does not change the word that a sleeper's futex compares, so a wake-up between reading the epoch and the
+ * system call is lost. Sleeping in slices bounds the delay. */
 enum { SLICE_MS = 20 };
 enum { SPINS_PER_CLOCK = 16 }; /* a pause takes up to 140 cycles, and reading the clock about as long */
 
@@ -20,7 +20,8 @@ static int epoch_changed(const uint32_t *epoch, uint32_t expected)
     return __atomic_load_n(epoch, __ATOMIC_ACQUIRE) != expected;
 }
 
-/* Sequentially consistent: after a sleeper has counted itself, this load and the waker's load of the count cannot both miss. */
+/* Sequentially consistent: after a sleeper has counted itself, this load and the waker's load of the count cannot both
+ * miss. */
 static int has_changed(const uint32_t *word, uint32_t old_value)
 {
     return __atomic_load_n(word, __ATOMIC_SEQ_CST) != old_value;

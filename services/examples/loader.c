@@ -1,11 +1,12 @@
-/* An example loader in C: libc and the client library (native/client), written from SPEC.md. It makes one read at a time, without io_uring,
- * and prefetches only when no demand waits.
+/* An example loader in C: libc and the client library (native/client), written from SPEC.md. It makes one read at a
+ * time, without io_uring, and prefetches only when no demand waits.
  *
  *     cc -D_GNU_SOURCE -O2 -I../../native -o loader loader.c ../../native/client/{lifecycle,run_context,sha256,wire}.c -lm
  *     neuronpipe conformance loader --use argv:./loader
  *
- * The main loop drains the workers' request rings, reads absent clusters into slots that the cache granted, verifies their checksums,
- * publishes the residency entries and wakes the waiting workers. In between it sends heartbeats and handles the cache's messages. */
+ * The main loop drains the workers' request rings, reads absent clusters into slots that the cache granted, verifies
+ * their checksums, publishes the residency entries and wakes the waiting workers. In between it sends heartbeats and
+ * handles the cache's messages. */
 #include "client/lifecycle.h"
 #include "client/run_context.h"
 #include "client/sha256.h"

@@ -1,5 +1,5 @@
-/* A step whose matrix products an external runtime computes, that of a neural processor for example. The engine does everything between the
- * products. The rows of the products are read ahead of them (product_rows.c).
+/* A step whose matrix products an external runtime computes, that of a neural processor for example. The engine does
+ * everything between the products. The rows of the products are read ahead of them (product_rows.c).
  *
  * A layer is a sequence of turns (turns.h). A turn has three phases, with a barrier behind the first two:
  *

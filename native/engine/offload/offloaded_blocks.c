@@ -1,16 +1,23 @@
 /* A step of the participant whose blocks an offload backend computes, a GPU for example.
  *
- * The engine goes through the stages with the other participants and claims none of their work. Between the two halves of a feed-forward,
- * when inputs, routes and predictions are computed and before block sums are added, np_engine_next_offload returns the blocks to compute. The
- * backend delivers the sums of the nodes of the tree that these blocks make up (np_sum_tree_on); the other places in `partials` are not read.
- * Offloaded matrices are requested in the same way between the halves of their stages. What depends on their rows, up to the next barrier,
- * is computed by this participant alone.
+ * The engine goes through the stages with the other participants and claims none of their work. Between the two halves
+ * of a feed-forward, when inputs, routes and predictions are computed and before block sums are added,
+ * np_engine_next_offload returns the blocks to compute. The backend delivers the sums of the nodes of the tree that
+ * these blocks make up (np_sum_tree_on); the other places in `partials` are not read. Offloaded matrices are requested
+ * in the same way between the halves of their stages. What depends on their rows, up to the next barrier, is computed
+ * by this participant alone.
  *
  *   stage         first half                    offloaded                     second half
  *   attention     inputs, predictions           rows of qkv                   heads, keys and values; then all participants attend
  *   projection    inputs                        rows of the attention output  added to the residual stream
  *   feed-forward  inputs, routes, predictions   blocks                        all block sums are added
- *   logits        inputs                        rows of the output            none: the backend writes the logits */
+ *   logits        inputs                        rows of the output            none: the backend writes the logits
+ *
+ * If a participant is lost, the epoch changes: the next call returns NP_E_EPOCH, and sums are refused from then on.
+ * What a participant of the old epoch still writes (sums, rows, keys and values) is not read: the step is sent again
+ * once all participants have answered or died, and writes it anew. Sums delivered twice overwrite each other; they are
+ * read only after the next barrier. All of these are plain stores, ordered by the barrier's acquire-release; the
+ * device's own thread has finished its copies when the backend returns. */
 #include <string.h>
 
 #include "engine/attention.h"
@@ -42,8 +49,8 @@ static uint32_t count_pairs(const np_engine *engine)
     return last->first + last->count;
 }
 
-/* Write the tokens' normed inputs as floats, for backends that do not read prepared vectors. The residual stream does not change before all
- * block sums are delivered. */
+/* Write the tokens' normed inputs as floats, for backends that do not read prepared vectors. The residual stream does
+ * not change before all block sums are delivered. */
 static void norm_inputs(const np_engine *engine)
 {
     const size_t width = engine->shape.width;
@@ -131,8 +138,8 @@ void np_engine_offloaded_matrix(const np_engine *engine, np_offloaded_matrix *ou
 }
 
 /* ---- halves of stages -------------------------------------------------------------------------------------------- */
-/* Each of these three runs its stage's first half and makes the offloaded work pending; called again, it runs the second half. Without
- * offloaded work it runs both. */
+/* Each of these three runs its stage's first half and makes the offloaded work pending; called again, it runs the
+ * second half. Without offloaded work it runs both. */
 static int feed_forward(np_engine *engine, np_offloaded_blocks *blocks)
 {
     np_offload_state *o = &engine->offload;

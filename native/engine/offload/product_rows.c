@@ -1,9 +1,10 @@
-/* The rows of external products, read ahead of the products. Rows of attention are always in memory; rows of neurons lie in windows, which are
- * opened one after the other, each prefetching the next.
+/* The rows of external products, read ahead of the products. Rows of attention are always in memory; rows of neurons
+ * lie in windows, which are opened one after the other, each prefetching the next.
  *
- * The reader is an engine of its own with participant 0's window and request ring, so that it can be layers ahead, in another thread. In a
- * step with external products nobody else opens windows or makes requests. Of the step's engine it reads a layer's groups only, once
- * `routed` says that they are known. They change when all products of the layer are computed, which needs the rows. */
+ * The reader is an engine of its own with participant 0's window and request ring, so that it can be layers ahead, in
+ * another thread. In a step with external products nobody else opens windows or makes requests. Of the step's engine it
+ * reads a layer's groups only, once `routed` says that they are known. They change when all products of the layer are
+ * computed, which needs the rows. */
 #include "engine/offload/product_rows.h"
 
 #include <stdlib.h>
@@ -125,8 +126,8 @@ static void open_matrix(np_engine *engine, const np_matrix *matrix, const np_pro
     }
 }
 
-/* In a mixture, prefetch the rows of all groups of a layer when its first group is opened; later request those of the next group again,
- * because a full ring drops prefetches. */
+/* In a mixture, prefetch the rows of all groups of a layer when its first group is opened; later request those of the
+ * next group again, because a full ring drops prefetches. */
 static void prefetch_groups(np_engine *engine, uint32_t layer, uint32_t expert)
 {
     np_engine *reader = engine->external.reader;

@@ -5,7 +5,8 @@
  *   output  attention                   one                        added to the residual stream
  *   group   the normed residual stream  one per product_blocks     added to the residual stream, times the expert's weight
  *
- * A dense layer has one group, a layer of a mixture one per chosen expert. In a parallel layer the groups come before the output. */
+ * A dense layer has one group, a layer of a mixture one per chosen expert. In a parallel layer the groups come before
+ * the output. */
 #ifndef NP_TURNS_H
 #define NP_TURNS_H
 #include "engine/engine.h"
