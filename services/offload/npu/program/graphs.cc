@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
-enum { VERSION = 3, MAX_LENGTHS = 8, MAX_PEAKS = 16, UNLIKE_V68 = 73 /* as chips.py has it */, MAX_SOC_ID_DIGITS = 15 };
+enum { VERSION = 3, MAX_LENGTHS = 8, MAX_PEAKS = 16, UNLIKE_V68 = 73 /* the value in ../chips.py */, MAX_SOC_ID_DIGITS = 15 };
 
 static const char SUITS[] = "does not suit this model; make them again with `neuronpipe compile`";
 static const char SOC_ID[] = "/sys/devices/soc0/soc_id";
@@ -28,7 +28,7 @@ static std::string text_of(const char *json, const char *path)
     return copy;
 }
 
-/* What a file of the folder is, compared with its checksum: a runtime computes a damaged context, and says nothing. */
+/* A file's path, after comparing its checksum: the runtime would silently compute a damaged context. */
 static std::string checked_file(const std::string &folder, const char *graph, size_t number)
 {
     const char *file = json_item(graph, "files", number), *checksum = json_item(graph, "sha256", number);
@@ -44,8 +44,8 @@ static std::string checked_file(const std::string &folder, const char *graph, si
     return folder + "/" + name;
 }
 
-/* This machine's chip as the kernel numbers it; 0 where it does not say. */
-static uint64_t soc_id_here()
+/* The kernel's number of this machine's chip; 0 if it is unknown. */
+static uint64_t machine_soc_id()
 {
     char digits[MAX_SOC_ID_DIGITS + 1] = {0};
     FILE *file = fopen(SOC_ID, "r");
@@ -56,7 +56,7 @@ static uint64_t soc_id_here()
     return count ? strtoull(digits, nullptr, 10) : 0;
 }
 
-/* Whether these are contexts, which are then for this chip and this runtime. Sets the numerics. */
+/* Returns true if these are contexts; they are then checked to suit this chip and runtime. Sets the numerics. */
 static bool is_prepared(const std::string &folder, const char *index, const Runtime &runtime, std::string &numerics)
 {
     const Provider &provider = runtime.provider();
@@ -78,7 +78,7 @@ static bool is_prepared(const std::string &folder, const char *index, const Runt
     if (prepared != here)
         throw RuntimeError(path + ": QNN " + prepared + " prepared these contexts, and this one is " + here + again);
     if (provider.needs_device) {
-        const uint64_t found = soc_id_here();
+        const uint64_t found = machine_soc_id();
         bool is_known = !found || !json_item(index, "chip/soc_ids", 0);
         for (size_t n = 0; const char *id = json_item(index, "chip/soc_ids", n); n++)
             is_known = is_known || json_number(id, "") == found;
@@ -89,12 +89,12 @@ static bool is_prepared(const std::string &folder, const char *index, const Runt
     return true;
 }
 
-/* The sessions of the lengths that steps need: up to the first that holds the longest step. */
-static Lengths lengths_of(const std::string &folder, const char *index, const char *graph, uint32_t most_tokens, bool prepared, Runtime &runtime)
+/* Sessions for the needed lengths: up to the first that holds the longest step. */
+static GraphLengths lengths_of(const std::string &folder, const char *index, const char *graph, uint32_t max_tokens, bool prepared, Runtime &runtime)
 {
-    Lengths found;
+    GraphLengths found;
     uint64_t longest = 0;
-    for (size_t n = 0; n < MAX_LENGTHS && longest < most_tokens; n++) {
+    for (size_t n = 0; n < MAX_LENGTHS && longest < max_tokens; n++) {
         const char *length = json_item(index, "tokens", n);
         if (!length)
             break;
@@ -109,7 +109,7 @@ static Lengths lengths_of(const std::string &folder, const char *index, const ch
     return found;
 }
 
-Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t most_tokens, Runtime &runtime)
+Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t max_tokens, Runtime &runtime)
 {
     const std::string activation = shape.activation == NP_DRELU ? "drelu" : "relu";
     char *text = run_read_file(folder.c_str(), "graphs.json", nullptr);
@@ -121,13 +121,13 @@ Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t most_t
         of_one_product > INT32_MAX / shape.width)
         run_fail((folder + "/graphs.json").c_str(), SUITS);
     neurons = static_cast<uint32_t>(of_one_product);
-    most_neurons = static_cast<uint32_t>(json_number(text, "most_neurons"));
+    max_neurons = static_cast<uint32_t>(json_number(text, "most_neurons"));
     for (size_t n = 0; const char *one = json_item(text, "matrices", n); n++) {
         const uint64_t rows = json_number(one, "rows"), columns = json_number(one, "columns");
         if (!rows || !columns || rows > INT32_MAX || columns > INT32_MAX / rows)
             run_fail("matrices", SUITS);
         matrices.push_back({static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), scale_of(one, "x"), scale_of(one, "y"),
-                            lengths_of(folder, text, one, most_tokens, prepared, runtime)});
+                            lengths_of(folder, text, one, max_tokens, prepared, runtime)});
     }
     const char *block = strstr(text, "\"feed_forward\"");
     if (!block || !json_has(text, "feed_forward"))
@@ -141,6 +141,6 @@ Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t most_t
             run_fail("peaks", SUITS);
         peaks.push_back({text_of(one, "name"), json_truth(one, "signed") != 0});
     }
-    feed_forward = lengths_of(folder, text, block + strcspn(block, "{"), most_tokens, prepared, runtime);
+    feed_forward = lengths_of(folder, text, block + strcspn(block, "{"), max_tokens, prepared, runtime);
     free(text);
 }

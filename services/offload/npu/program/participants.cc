@@ -1,10 +1,10 @@
-#include "team.h"
+#include "participants.h"
 
 #include <cstdio>
 #include <cstring>
 #include <sched.h>
 
-Team::Team(Job &job, Products &products, uint32_t product_blocks) : job_(job), products_(products)
+Participants::Participants(Job &job, Products &products, uint32_t product_blocks) : job_(job), products_(products)
 {
     const np_engine_config config = job.config(product_blocks);
     for (uint32_t n = 0; n < job.threads; n++) {
@@ -17,7 +17,7 @@ Team::Team(Job &job, Products &products, uint32_t product_blocks) : job_(job), p
     }
 }
 
-/* Which cores a process may use changes while it lives: who sits badly is slow, and goes on. */
+/* Pin the thread to a core. Errors are ignored: the allowed cores may change, and an unpinned thread is only slower. */
 static void pin(int core)
 {
     cpu_set_t cores;
@@ -28,7 +28,7 @@ static void pin(int core)
     sched_setaffinity(0, sizeof cores, &cores);
 }
 
-int Team::compute(np_step step)
+int Participants::compute(np_step step)
 {
     for (std::thread &thread : threads_)
         thread.join();
@@ -48,7 +48,7 @@ int Team::compute(np_step step)
     result_ = NP_OK;
     why_.clear();
     for (size_t n = 0; n < engines_.size(); n++)
-        threads_.emplace_back(&Team::work, this, n, step);
+        threads_.emplace_back(&Participants::work, this, n, step);
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return ended_ == engines_.size() || result_ != NP_OK || !why_.empty(); });
     if (!why_.empty())
@@ -56,22 +56,22 @@ int Team::compute(np_step step)
     return result_;
 }
 
-void Team::work(size_t number, np_step step)
+void Participants::work(size_t number, np_step step)
 {
     np_engine *engine = engines_[number];
     np_engine_counters counters;
-    np_product wanted;
+    np_product product;
     if (engines_.size() > 1 && number < job_.cores.size())
         pin(job_.cores[number]);
-    np_engine_read_counters(engine, &counters); /* a step that was abandoned left its own */
+    np_engine_read_counters(engine, &counters); /* discards those of an abandoned step */
     step.participant = step.sharer = static_cast<uint32_t>(number);
     int result = np_engine_begin_external(engine, &step);
     const bool is_first = number == 0 && result >= 0;
     if (is_first)
         products_.begin(engine);
     try {
-        while (result >= 0 && (result = np_engine_next_product(engine, &wanted)) == 1)
-            result = products_.compute(wanted);
+        while (result >= 0 && (result = np_engine_next_product(engine, &product)) == 1)
+            result = products_.compute(product);
     } catch (const std::exception &error) {
         return end(NP_OK, error.what());
     }
@@ -86,8 +86,8 @@ void Team::work(size_t number, np_step step)
     end(result, "");
 }
 
-/* What is worse than leaving counts: others leave because of it. */
-void Team::end(int result, const std::string &why)
+/* Record how a participant ended. Another error replaces NP_E_EPOCH, with which participants leave because of it. */
+void Participants::end(int result, const std::string &why)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     ended_++;
@@ -98,24 +98,24 @@ void Team::end(int result, const std::string &why)
     changed_.notify_one();
 }
 
-std::map<std::string, double> Team::counters()
+std::map<std::string, double> Participants::counters()
 {
     std::map<std::string, double> sums;
     for (np_engine *engine : engines_) {
         np_engine_counters c;
         np_engine_read_counters(engine, &c);
-        const double one = 1e6 * static_cast<double>(engines_.size());
+        const double ns_per_mean_ms = 1e6 * static_cast<double>(engines_.size());
         const std::pair<const char *, double> figures[] = {
             {"neurons", c.neurons}, {"predicted", c.predicted}, {"fired", c.fired}, {"active", c.active}, {"gate_rows", c.gate_rows},
             {"up_rows", c.up_rows}, {"down_rows", c.down_rows}, {"foreseen", c.foreseen}, {"foreseen_missed", c.foreseen_missed},
             {"guessed", c.guessed}, {"guessed_right", c.guessed_right}, {"hinted", c.hinted}, {"hinted_fired", c.hinted_fired},
             {"trigger_clusters", c.clusters[NP_TRIGGER]}, {"value_clusters", c.clusters[NP_VALUE]}, {"trigger_missed", c.missed[NP_TRIGGER]},
-            {"value_missed", c.missed[NP_VALUE]}, {"step_ms", c.step_ns / one}, {"flash_ms", c.flash_ns / one}, {"barrier_ms", c.barrier_ns / one}};
+            {"value_missed", c.missed[NP_VALUE]}, {"step_ms", c.step_ns / ns_per_mean_ms}, {"flash_ms", c.flash_ns / ns_per_mean_ms}, {"barrier_ms", c.barrier_ns / ns_per_mean_ms}};
         for (const auto &figure : figures)
             sums[figure.first] += figure.second;
     }
     for (const auto &figure : products_.counters())
         sums.insert(figure);
-    sums["flash_ms"] = std::min(sums["flash_ms"], sums["rows_wait_ms"] / static_cast<double>(engines_.size())); /* else it was waited for beside graphs */
+    sums["flash_ms"] = std::min(sums["flash_ms"], sums["rows_wait_ms"] / static_cast<double>(engines_.size())); /* waiting for flash while graphs run does not count */
     return sums;
 }
