@@ -1,4 +1,4 @@
-# The native library's sources, relative to this file; used by the extension and by the C tests.
+# The native library's sources, for the extension, the C tests and npu-prefill.
 file(GLOB NP_SOURCES CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/kernels/*.c
   ${CMAKE_CURRENT_LIST_DIR}/sync/*.c

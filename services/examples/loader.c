@@ -117,10 +117,10 @@ static int load(int number, uint32_t cluster, uint32_t flags)
     }
 }
 
-/* Take what the workers put into their rings. */
-static int take_requests(void)
+/* Queue the entries of the workers' rings. */
+static int queue_requests(void)
 {
-    int taken = 0;
+    int any = 0;
     for (size_t m = 0; m < participants; m++) {
         const uint32_t tail = __atomic_load_n(&tails[m * LINE], __ATOMIC_SEQ_CST);
         uint32_t head = __atomic_load_n(&heads[m * LINE], __ATOMIC_RELAXED);
@@ -128,7 +128,7 @@ static int take_requests(void)
             continue;
         const int was_full = tail - head >= entries;
         if (tail - head > entries)
-            head = tail; /* nobody can have put so many */
+            head = tail; /* impossible: drop all */
         for (; head != tail; head++) {
             const uint32_t entry = requests[m * entries + head % entries], cluster = entry & WORD;
             if (cluster >= word_count || entry & ~(uint32_t)KNOWN_BITS || !(entry & (GATE | GATE << 1))) {
@@ -142,18 +142,18 @@ static int take_requests(void)
         __atomic_store_n(&heads[m * LINE], head, __ATOMIC_RELEASE);
         if (was_full)
             wake(&heads[m * LINE]);
-        taken = 1;
+        any = 1;
     }
-    return taken;
+    return any;
 }
 
-/* Demands first; of the others one, and only where slots are left over. Returns whether anything was read. */
+/* Read demands, or one other cluster if slots are left over. Returns 1 if anything was read. */
 static int read_some(void)
 {
     int done = 0;
     for (int number = 0; number < 2; number++)
         for (queue *q = &parts[number].demands; q->count && done < BATCH && load(number, q->clusters[q->from], 0); done++)
-            queue_take(q); /* the others wait for a grant */
+            queue_take(q); /* the remaining demands wait for a grant */
     for (int number = 0; number < 2 && !done; number++) {
         part *p = &parts[number];
         const size_t spare = p->slot_count < word_count ? SPARE_SLOTS : 0;
@@ -169,17 +169,17 @@ static int read_some(void)
 }
 
 /* ---- the cache ----------------------------------------------------------------------------------------------------- */
-static void tell_slot_counts(int idle)
+static void send_slot_counts(int idle)
 {
-    static uint64_t told[7], told_at;
-    static int told_fd = -1;
+    static uint64_t sent[7], sent_at;
+    static int sent_fd = -1;
     const uint64_t figures[7] = {generation,       parts[0].free_count, parts[1].free_count, parts[0].demands.count, parts[1].demands.count,
                                  parts[0].granted, parts[1].granted};
     if (!cache.open)
         return;
-    int due = told_fd != cache.fd || (!generation && lifecycle_now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
+    int due = sent_fd != cache.fd || (!generation && lifecycle_now_ms() - sent_at >= STOCK_MS) || (idle && memcmp(sent, figures, sizeof sent));
     for (int n = 1; n <= 2; n++)
-        due |= 4 * figures[n] < 3 * told[n] || (figures[n + 2] && !told[n + 2]);
+        due |= 4 * figures[n] < 3 * sent[n] || (figures[n + 2] && !sent[n + 2]);
     if (!due)
         return;
     pack p;
@@ -187,9 +187,9 @@ static void tell_slot_counts(int idle)
     static const char *const names[] = {"generation", "trigger_free", "value_free", "trigger_waiting", "value_waiting", "trigger_granted", "value_granted"};
     for (int n = 0; n < 7; n++)
         pack_number(&p, names[n], figures[n]);
-    memcpy(told, figures, sizeof told);
-    told_at = lifecycle_now_ms();
-    told_fd = cache.fd;
+    memcpy(sent, figures, sizeof sent);
+    sent_at = lifecycle_now_ms();
+    sent_fd = cache.fd;
     wire_send(&cache, p.bytes, p.count);
 }
 
@@ -214,12 +214,12 @@ static void reset(uint64_t to)
     lifecycle_become_available(&service);
 }
 
-static uint32_t item(value list, size_t n)
+static uint32_t item_at(value list, size_t n)
 {
     return list.bytes[4 * n] | (uint32_t)list.bytes[4 * n + 1] << 8 | (uint32_t)list.bytes[4 * n + 2] << 16 | (uint32_t)list.bytes[4 * n + 3] << 24;
 }
 
-/* The slots from `first` on hold nothing: their whole pages go back to the system. */
+/* Return the memory of unused slots from `first` on to the system, whole pages only. */
 static void trim(const part *p, value slots)
 {
     const uint64_t first = slots.kind == 'n' ? slots.number : p->slot_count;
@@ -237,15 +237,15 @@ static void from_cache(const uint8_t *map, size_t bytes)
         if (number.number > generation)
             reset(number.number);
     } else if (number.number != generation) {
-        return; /* late */
+        return; /* a message of an earlier generation */
     } else if (value_is(type, "Grant")) {
         const value which = unpack_field(map, bytes, "part"), slots = unpack_field(map, bytes, "slots");
         if (which.kind != 'n' || which.number > 1 || slots.kind != 's' || slots.count % 4)
             return;
         part *p = &parts[which.number];
         for (size_t n = 0; n < slots.count / 4 && p->free_count < p->slot_count; n++)
-            if (item(slots, n) < p->slot_count)
-                p->free_slots[p->free_count++] = item(slots, n);
+            if (item_at(slots, n) < p->slot_count)
+                p->free_slots[p->free_count++] = item_at(slots, n);
         p->granted += slots.count / 4;
     } else if (value_is(type, "Trim")) {
         trim(&parts[0], unpack_field(map, bytes, "trigger_slots"));
@@ -258,8 +258,8 @@ static void from_cache(const uint8_t *map, size_t bytes)
             return;
         for (size_t n = 0; n < clusters.count / 4; n++)
             for (int number = 0; number < 2; number++)
-                if (which.number & (1u << number) && item(clusters, n) < word_count)
-                    queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item(clusters, n));
+                if (which.number & (1u << number) && item_at(clusters, n) < word_count)
+                    queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item_at(clusters, n));
     }
 }
 
@@ -290,7 +290,7 @@ static void copy_verified(const char *package, const char *manifest, const char 
 static void load_fixed(const char *run_file, const char *package, const char *manifest)
 {
     segment fixed = segment_open(run_file, "fixed", 0);
-    if (!segment_is_sealed(&fixed)) { /* else a loader before us did it */
+    if (!segment_is_sealed(&fixed)) { /* otherwise an earlier loader has filled it */
         segment_close(&fixed);
         fixed = segment_open(run_file, "fixed", 1);
         copy_verified(package, manifest, "fixed.safetensors", &fixed, "file");
@@ -325,7 +325,7 @@ static void open_part(int number, const segment *slots, const segment *residency
     queue *const queues[] = {&p->demands, &p->guesses, &p->warm, &p->pinned};
     for (int n = 0; n < 4; n++)
         queue_create(queues[n], word_count);
-    for (size_t n = 0; n < word_count; n++) /* what a loader before us had begun */
+    for (size_t n = 0; n < word_count; n++) /* reads of an earlier loader */
         if ((__atomic_load_n(&p->words[n], __ATOMIC_ACQUIRE) & STATE) == LOADING)
             __atomic_store_n(&p->words[n], ABSENT, __ATOMIC_RELEASE);
 }
@@ -370,7 +370,7 @@ static void open_all(const char *run, const char *package)
 }
 
 /* ---- the loop ------------------------------------------------------------------------------------------------------- */
-static void hear(int listening)
+static void receive_messages(int listening)
 {
     struct pollfd ready = {listening, POLLIN, 0};
     size_t bytes;
@@ -379,7 +379,7 @@ static void hear(int listening)
         wire_accept(&cache, listening, "ROUTER");
     service.step = board[BOARD_READS];
     while (lifecycle_receive(&service, &bytes))
-        ; /* a loader gets its work from the cache */
+        ; /* a loader's work comes from the cache and the rings */
     if (cache.fd >= 0 && !wire_receive(&cache))
         wire_close(&cache);
     while ((map = wire_next(&cache, &bytes)))
@@ -392,7 +392,7 @@ static void sleep_until_needed(int listening)
     struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {service.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (!take_requests())
+    if (!queue_requests())
         poll(sources, 4, service.control.fd < 0 || !generation ? STOCK_MS : LIFECYCLE_TICK_MS);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
     while (read(doorbell, bells, sizeof bells) > 0)
@@ -411,10 +411,10 @@ int main(void)
         run_fail(cache_path, strerror(errno));
     while (!service.draining) {
         lifecycle_tick(&service);
-        hear(listening);
-        take_requests();
+        receive_messages(listening);
+        queue_requests();
         const int busy = generation && read_some();
-        tell_slot_counts(!busy);
+        send_slot_counts(!busy);
         if (!busy && !service.draining)
             sleep_until_needed(listening);
     }

@@ -1,4 +1,4 @@
-/* Clusters that wait to be read, each at most once. */
+/* A queue of clusters that wait to be read, each at most once. */
 #ifndef QUEUE_H
 #define QUEUE_H
 
@@ -13,7 +13,7 @@ typedef struct {
     size_t size, from, count;
 } queue;
 
-/* For cluster numbers below `size`. Ends the process when memory is short. */
+/* Create a queue for cluster numbers below `size`. Ends the run if memory is short. */
 static inline void queue_create(queue *q, size_t size)
 {
     *q = (queue){.clusters = calloc(size, sizeof *q->clusters), .queued = calloc(size, 1), .size = size};

@@ -1,5 +1,5 @@
-/* The edge of a step whose blocks another computes: which sums it takes, where they go, and what is refused. The model's weights are zero,
- * so that its residual stream is what the blocks' sums make of it. */
+/* A step with offloaded blocks: which sums it accepts, where they go, and what is refused. The model's weights are
+ * zero, so the residual stream consists of the blocks' sums. */
 #include "check.h"
 #include "neuronpipe.h"
 
@@ -17,7 +17,7 @@ typedef struct {
     uint32_t claims[64], entries[LAYERS * BLOCKS], words[16], epoch;
     uint64_t window;
     np_barrier barrier;
-    float inputs[TEXTS + 1][WIDTH]; /* and a row that nobody may write */
+    float inputs[TEXTS + 1][WIDTH]; /* and a row that must not be written */
     float outputs[TEXTS][3 * WIDTH];
 } stage;
 
@@ -58,7 +58,8 @@ static np_step step_of(uint32_t held, uint32_t texts) {
                      .positions = zero, .tokens = zero};
 }
 
-/* A step of so many texts with so many blocks held: their nodes' sums are taken, and nothing else of them is read or written. */
+/* A step of so many sequences with so many offloaded blocks: their nodes' sums are accepted, and their other places
+ * neither read nor written. */
 static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts) {
     const np_step step = step_of(held, texts);
     const uint32_t nodes = np_tree_nodes(held);
@@ -125,7 +126,7 @@ static void test_refusals(np_engine *engine) {
     CHECK(np_engine_put_block_sums(engine, sums, WIDTH) == NP_E_ARGUMENT, "the step has ended");
 }
 
-/* ---- whole matrices beside blocks --------------------------------------------------------------------------------- */
+/* ---- offloaded matrices --------------------------------------------------------------------------------- */
 enum { ALL_MATRICES = NP_OFFLOAD_QKV | NP_OFFLOAD_ATTENTION_OUTPUT | NP_OFFLOAD_OUTPUT };
 
 typedef struct {
@@ -140,7 +141,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* The step of the one who holds all blocks and these matrices, second of two; and of the other. */
+/* The steps of two participants; the second one's backend computes all blocks and these matrices. */
 static np_step step_of_holder(uint32_t matrices, uint32_t texts) {
     np_step step = step_of(BLOCKS, texts);
     step.participants = 2;
@@ -157,8 +158,8 @@ static np_step step_of_other(uint32_t matrices, uint32_t texts) {
     return step;
 }
 
-/* Give the rows that are wanted, all different; of attention's output they are what the residual stream gains. Sums are refused meanwhile,
- * whatever their number, and nothing of them is written. */
+/* Write the rows of the pending matrix, all different; those of attention's output are added to the residual stream.
+ * Meanwhile sums of any number are refused, and nothing is written. */
 static void give_rows(np_engine *engine, stage *s, uint32_t layer, uint32_t texts, float gained[TEXTS][WIDTH], float values[TEXTS][WIDTH]) {
     static float sums[TEXTS * BLOCKS * WIDTH], before[TEXTS][BLOCKS][WIDTH];
     np_offloaded_matrix rows;
@@ -183,7 +184,8 @@ static void give_rows(np_engine *engine, stage *s, uint32_t layer, uint32_t text
         }
 }
 
-/* A step of two participants, of whom one holds all blocks and these matrices. Rows and sums are wanted each in its time. */
+/* A step of two participants, one with all blocks and these matrices offloaded. Rows and sums become pending in
+ * order. */
 static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_t matrices, uint32_t texts) {
     const uint32_t nodes = np_tree_nodes(BLOCKS), order[] = {NP_OFFLOAD_QKV, NP_OFFLOAD_ATTENTION_OUTPUT, 0};
     const size_t count = (size_t)texts * nodes * WIDTH;
@@ -208,7 +210,7 @@ static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_
             if (order[stage_of] && !(matrices & order[stage_of]))
                 continue;
             more = np_engine_next_offload(holder, &blocks);
-            if (more != (order[stage_of] ? NP_OFFLOADED_MATRIX : 1)) { /* the other waits at a barrier for good */
+            if (more != (order[stage_of] ? NP_OFFLOADED_MATRIX : 1)) { /* the other one waits at a barrier */
                 fprintf(stderr, "matrices %u, layer %u, stage %d: %d\n", matrices, layer, stage_of, more);
                 exit(1);
             }
@@ -241,8 +243,8 @@ static void test_matrices(np_engine *holder, np_engine *other, stage *s, uint32_
     CHECK(np_engine_put_block_sums(holder, sums, count) == NP_E_ARGUMENT, "after the step");
 }
 
-/* A step that is over while a matrix is wanted, because somebody was lost: the late rows and sums move nothing, and the step that comes
- * again begins from its start. */
+/* A step abandoned while a matrix is pending, because a participant was lost: late rows and sums have no effect, and
+ * the repeated step starts from its beginning. */
 static void test_step_that_ends_inside(np_engine *holder, np_engine *other, stage *s) {
     static float sums[BLOCKS * WIDTH];
     np_offloaded_blocks blocks;

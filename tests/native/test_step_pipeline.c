@@ -1,4 +1,4 @@
-/* Steps that are given and answered in shared memory: nothing is lost, nothing is computed twice, everything can be abandoned. */
+/* Steps sent and answered in shared memory: none is lost or computed twice, and all can be abandoned. */
 #include <fcntl.h>
 #include <math.h>
 #include <poll.h>
@@ -21,7 +21,7 @@ typedef struct {
     uint32_t finished[16], epoch[16], claims[CLAIMS];
     np_barrier barrier;
     float logits[TOKENS][VOCABULARY];
-    uint32_t quit, stall, begun, idle[WORKERS]; /* stall: a worker's number + 1 that does not get on before the epoch changes */
+    uint32_t quit, stall, begun, idle[WORKERS]; /* stall: 1 + the number of a worker that waits until the epoch changes */
 } shared_state;
 
 static shared_state *shared;
@@ -37,7 +37,7 @@ static int32_t expected_token(int32_t token, int32_t position)
     return next == END ? END + 1 : next;
 }
 
-/* Everybody writes a part of the logits of each token: the greatest is that of what is expected. */
+/* Each worker writes a part of each token's logits: the greatest is that of the expected token. */
 static int compute(void *who, const np_step *step, np_engine_counters *counters)
 {
     const uint32_t own = *(const uint32_t *)who;
@@ -73,7 +73,7 @@ static void start_worker(uint32_t own)
     workers[own] = fork();
     REQUIRE(workers[own] >= 0);
     if (workers[own] == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL); /* a failed check ends the test, and nobody is left waiting with its output open */
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* after a failed check no child may stay behind with the output open */
         work(own);
         _exit(0);
     }
@@ -113,7 +113,7 @@ static void stop(void)
     close(wake[1]);
 }
 
-/* The relay's notice that somebody has to look, taken from the pipe. */
+/* Read the pipeline's notification from the pipe. */
 static void hear(void)
 {
     struct pollfd ready = {wake[0], POLLIN, 0};
@@ -122,7 +122,7 @@ static void hear(void)
     REQUIRE(read(wake[0], notices, sizeof notices) > 0);
 }
 
-/* Given as soon as all of them listen, which they do again and again. */
+/* Send as soon as all workers listen. */
 static void give(uint64_t number, const int32_t *positions, const int32_t *tokens)
 {
     static const int32_t sequences[TOKENS] = {0, 1};
@@ -168,7 +168,7 @@ static np_pipeline_result await(void)
     }
 }
 
-/* Texts of many tokens; some of their steps are passed on, and some are given by hand, as if something had come between. */
+/* Long sequences; some steps are sent by the pipeline, some by the caller. */
 static void test_texts(uint32_t count, uint32_t by_hand_every)
 {
     int32_t tokens[TOKENS] = {1, 2}, positions[TOKENS] = {0, 10}, following[TOKENS];
@@ -182,7 +182,7 @@ static void test_texts(uint32_t count, uint32_t by_hand_every)
         const np_pipeline_result taken = await();
         REQUIRE_EQUAL(taken.channels, ALL);
         for (uint32_t i = 0; i < WORKERS; i++)
-            REQUIRE_EQUAL(taken.counters[i].neurons, number); /* this step's, though the next one may be under way */
+            REQUIRE_EQUAL(taken.counters[i].neurons, number); /* of this step, although the next one may be under way */
         REQUIRE(taken.sampled == armed && taken.next_sent <= armed);
         for (int row = 0; row < TOKENS; row++) {
             const int32_t next = expected_token(tokens[row], positions[row]);
@@ -203,7 +203,7 @@ static void test_texts(uint32_t count, uint32_t by_hand_every)
     stop();
 }
 
-/* What was taken stays, while the next step is finished and passed on. */
+/* A collected result stays valid while the next step is finished and sent. */
 static void test_what_was_taken_stays(void)
 {
     const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, third[TOKENS] = {2, 2}, tokens[TOKENS] = {3, 4};
@@ -298,11 +298,11 @@ static void test_one_that_was_killed_holds_nobody_up(void)
     uint32_t *words[] = {&shared->barrier.phase};
     np_epoch_advance(shared->epoch, words, 1);
     np_word_store(&shared->stall, 0);
-    hear(); /* now: a notice that comes later would have the next step looked at before it is done */
+    hear(); /* now: a later notification would end the wait for the next step too early */
     np_pipeline_collect(relay, &taken);
-    REQUIRE(!taken.all_answered && !(taken.channels & 1) && !taken.next_sent); /* what it owed is not taken for an answer */
+    REQUIRE(!taken.all_answered && !(taken.channels & 1) && !taken.next_sent); /* its missing answer does not count */
     start_worker(0);
-    np_word_store(&shared->stall, 2); /* the step is not finished before it is known what follows */
+    np_word_store(&shared->stall, 2); /* the step must not finish before the pipeline is armed */
     give(1, positions, tokens);
     REQUIRE_EQUAL(arm(2, following), NP_OK);
     np_word_store(&shared->stall, 0);
@@ -312,7 +312,7 @@ static void test_one_that_was_killed_holds_nobody_up(void)
     stop();
 }
 
-/* A worker that waits long looks for the message that follows, at once; a step that cannot be given to all is given to none. */
+/* A listening worker is released at once for a message; a step that cannot be sent to all workers is sent to none. */
 static void test_a_message_is_looked_for(void)
 {
     uint32_t own = 1;
