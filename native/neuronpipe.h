@@ -289,9 +289,9 @@ size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const
 
 /* Pin the first keep[ffn] clusters of each feed-forward, and unpin the others below widest[ffn] (residency/pins.c).
  * Returns how many clusters to pin are not present yet; writes the ids of the first max_absent absent ones, padded with
- * UINT32_MAX. others: loading entries that will be pinned although they should not be. */
+ * UINT32_MAX. pinned_in_excess: loading entries that will be pinned although they should not be. */
 size_t np_pins_follow(uint32_t *words, size_t ffns, size_t clusters, const uint32_t *keep, const uint32_t *widest, uint32_t *absent,
-                      size_t max_absent, size_t *others);
+                      size_t max_absent, size_t *pinned_in_excess);
 
 /* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
 /* A ring in shared memory from one worker to the loader. An entry is a cluster index (24 bits) and NP_REQUEST_* bits.

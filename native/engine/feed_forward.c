@@ -158,11 +158,11 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 /* Prefetch a dense model's next window, which may be the next layer's first. */
 static void prefetch_next_window(np_engine *engine)
 {
-    const np_range own = engine->blocks;
+    const np_range blocks = engine->blocks;
     const uint32_t end = engine->window.to, width = engine->config.window_blocks;
-    const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
+    const uint32_t layer = end < blocks.to ? engine->layer : engine->layer + 1, next = end < blocks.to ? end : blocks.from;
     if (layer < engine->shape.layers)
-        np_request_ahead(engine, layer, 0, (np_range){next, own.to - next < width ? own.to : next + width}, np_parts_ahead(engine, layer, engine->group->count),
+        np_request_ahead(engine, layer, 0, (np_range){next, blocks.to - next < width ? blocks.to : next + width}, np_parts_ahead(engine, layer, engine->group->count),
                      NP_REQUEST_PREFETCH);
 }
 
@@ -170,9 +170,9 @@ static void prefetch_next_window(np_engine *engine)
  * prefetches the next window. */
 static void open_window(np_engine *engine, uint32_t block)
 {
-    const np_range own = engine->blocks;
-    const uint32_t width = engine->config.window_blocks, first = own.from + (block - own.from) / width * width;
-    const uint32_t end = own.to - first < width ? own.to : first + width;
+    const np_range blocks = engine->blocks;
+    const uint32_t width = engine->config.window_blocks, first = blocks.from + (block - blocks.from) / width * width;
+    const uint32_t end = blocks.to - first < width ? blocks.to : first + width;
     const np_range clusters = np_block_clusters(engine, first, end);
     const uint32_t expert = engine->group->expert;
     engine->window = (np_range){first, end};
@@ -271,20 +271,20 @@ static int compute_matrices(np_engine *engine, const np_group *group)
 /* ---- the pipeline ------------------------------------------------------------------------------------------------- */
 static void claim_block(np_engine *engine)
 {
-    const uint32_t own = engine->blocks.to - engine->blocks.from;
-    engine->block_piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * own);
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
+    engine->block_piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * block_count);
 }
 
 /* Compute the blocks that this participant claims of the groups before `end`. The first claimed block of a later group
  * is left in block_piece. */
 static int compute_blocks(np_engine *engine, const np_group *end)
 {
-    const uint32_t own = engine->blocks.to - engine->blocks.from;
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
     int done = NP_OK;
     engine->pending_count = 0;
-    for (; engine->block_piece != NP_NONE && engine->groups + engine->block_piece / own < end; claim_block(engine)) {
-        const uint32_t block = engine->blocks.from + engine->block_piece % own;
-        enter_group(engine, engine->groups + engine->block_piece / own);
+    for (; engine->block_piece != NP_NONE && engine->groups + engine->block_piece / block_count < end; claim_block(engine)) {
+        const uint32_t block = engine->blocks.from + engine->block_piece % block_count;
+        enter_group(engine, engine->groups + engine->block_piece / block_count);
         if (block < engine->window.from || block >= engine->window.to) {
             done = finish_pending(engine, advance_block);
             if (done < 0)
@@ -321,7 +321,7 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
  * is NULL, else of the group's tokens [from, to), whose sums lie in rows from 0 on. */
 static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
 {
-    const np_range own = np_even_share(engine, engine->shape.width);
+    const np_range columns = np_even_share(engine, engine->shape.width);
     const uint32_t per_token = engine->shape.experts_per_token;
     const int done = np_meet(engine);
     if (done < 0)
@@ -329,9 +329,9 @@ static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
     const uint64_t started = np_clock_ns();
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         if (group)
-            add_block_sums(engine, t - tokens.from, engine->pair_token[group->first + t], own);
+            add_block_sums(engine, t - tokens.from, engine->pair_token[group->first + t], columns);
         for (uint32_t n = 0; !group && n < per_token; n++)
-            add_block_sums(engine, engine->token_pairs[t * per_token + n], t, own);
+            add_block_sums(engine, engine->token_pairs[t * per_token + n], t, columns);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
     return np_meet(engine);
@@ -341,21 +341,21 @@ static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
  * whole expert, stays open. */
 static int sum_in_parts(np_engine *engine, const np_group *group)
 {
-    const uint32_t own = engine->blocks.to - engine->blocks.from, part_tokens = engine->config.partial_tokens;
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from, part_tokens = engine->config.partial_tokens;
     const uint32_t part_count = (group->count + part_tokens - 1) / part_tokens;
     int done = np_meet(engine);
     enter_group(engine, group);
     if (engine->window.to == 0)
         open_window(engine, engine->blocks.from); /* this participant claimed no block of the group */
     for (uint32_t part = 0; part < part_count && done >= 0; part++) {
-        const uint32_t from = part * part_tokens, end = engine->down_pieces_done + (part + 1) * own;
+        const uint32_t from = part * part_tokens, end = engine->down_pieces_done + (part + 1) * block_count;
         const np_range tokens = {from, group->count - from < part_tokens ? group->count : from + part_tokens};
         for (; engine->down_piece < end && done >= 0; engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX))
-            done = np_add_down_rows(engine, engine->blocks.from + engine->down_piece % own, tokens, 0);
+            done = np_add_down_rows(engine, engine->blocks.from + engine->down_piece % block_count, tokens, 0);
         if (done >= 0)
             done = add_sums(engine, group, tokens);
     }
-    engine->down_pieces_done += part_count * own;
+    engine->down_pieces_done += part_count * block_count;
     return done;
 }
 

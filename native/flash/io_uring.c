@@ -233,11 +233,11 @@ static int ring_take(np_reader *reader, uint32_t *index, int32_t *result)
     return 1;
 }
 
-static void enter_until(const ring_state *state, uint32_t least, int64_t limit_ns)
+static void enter_until(const ring_state *state, uint32_t min_count, int64_t limit_ns)
 {
     const struct __kernel_timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
     const struct io_uring_getevents_arg until = {.ts = limit_ns < 0 ? 0 : (uintptr_t)&limit};
-    syscall(SYS_io_uring_enter, state->ring, 0, least, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &until, sizeof until);
+    syscall(SYS_io_uring_enter, state->ring, 0, min_count, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &until, sizeof until);
 }
 
 static void ring_wait(np_reader *reader, int timeout_ms)
@@ -254,11 +254,11 @@ static void ring_wait(np_reader *reader, int timeout_ms)
     poll(&ready, 1, wait_ms);
 }
 
-static void ring_collect(np_reader *reader, uint32_t least, uint32_t most_us)
+static void ring_collect(np_reader *reader, uint32_t min_count, uint32_t max_us)
 {
     const ring_state *state = reader->engine;
     if (state->defers && !state->refused_count)
-        enter_until(state, least, most_us * 1000ll);
+        enter_until(state, min_count, max_us * 1000ll);
 }
 
 static int ring_watch(np_reader *reader, int event)

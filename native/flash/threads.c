@@ -47,8 +47,8 @@ static void *run_thread(void *argument)
 
         const np_request *request = &reader->requests[index];
         const off_t offset = (off_t)(request->offset + request->done);
-        const ssize_t got = pread(reader->file, request->piece.iov_base, request->piece.iov_len, offset);
-        const int32_t result = got < 0 ? -errno : (int32_t)got;
+        const ssize_t bytes = pread(reader->file, request->piece.iov_base, request->piece.iov_len, offset);
+        const int32_t result = bytes < 0 ? -errno : (int32_t)bytes;
 
         pthread_mutex_lock(&state->lock);
         state->results[(state->results_from + state->results_count++) % reader->depth] = (piece_result){index, result};
@@ -130,15 +130,15 @@ static int pool_take(np_reader *reader, uint32_t *index, int32_t *result)
 {
     pool_state *state = reader->engine;
     pthread_mutex_lock(&state->lock);
-    const int there = state->results_count > 0;
-    if (there) {
+    const int has_result = state->results_count > 0;
+    if (has_result) {
         *index = state->results[state->results_from].index;
         *result = state->results[state->results_from].result;
         state->results_from = (state->results_from + 1) % reader->depth;
         state->results_count--;
     }
     pthread_mutex_unlock(&state->lock);
-    return there;
+    return has_result;
 }
 
 static void pool_wait(np_reader *reader, int timeout_ms)

@@ -49,8 +49,8 @@ NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *acti
             int32_t magnitude = (int32_t)(np_bits_of(x[j]) & 0x7fffffff);
             largest = magnitude > largest ? magnitude : largest;
         }
-        const float most = np_float_of((uint32_t)largest);
-        const float inverse = most > 1e-30f ? 127.0f / most : 0.0f; /* smaller values are treated as zero: 127/max would overflow */
+        const float max_magnitude = np_float_of((uint32_t)largest);
+        const float inverse = max_magnitude > 1e-30f ? 127.0f / max_magnitude : 0.0f; /* smaller values are treated as zero: 127/max would overflow */
         int8_t group[NP_GROUP];
         int32_t sum = 0;
         for (int j = 0; j < NP_GROUP; j++) {
@@ -59,7 +59,7 @@ NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *acti
             group[j] = (int8_t)q;
             sum += q;
         }
-        scales[g] = most <= 1e-30f ? 0.0f : most / 127.0f;
+        scales[g] = max_magnitude <= 1e-30f ? 0.0f : max_magnitude / 127.0f;
         sums[g] = sum;
         int8_t *low = quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g));
         memcpy(low, group, 16);

@@ -199,7 +199,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
                                        .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, STEPS, STEPS}};
     const np_rows *rows = &job->rows;
     const size_t groups = rows->n / NP_GROUP, fit = BLOCK_COLUMNS / rows->n / SIDE * SIDE;
-    const size_t most = fit < MOST_BLOCKS * BLOCK_ROWS ? fit : MOST_BLOCKS * BLOCK_ROWS;
+    const size_t block_rows = fit < MOST_BLOCKS * BLOCK_ROWS ? fit : MOST_BLOCKS * BLOCK_ROWS;
     const visits v = visits_of(groups);
     piece pieces[MAX_PIECES];
     const size_t count = pieces_of(&v, pieces);
@@ -208,8 +208,8 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
     _Alignas(64) sum_tree tree;
     memset(&tree, 0, sizeof tree); /* rows behind the last one are not added up, but transposed with the others */
     TILE_CONFIGURE(&shapes);
-    for (size_t r = 0; r < rows->rows; r += most) {
-        const size_t end = rows->rows - r < most ? rows->rows : r + most;
+    for (size_t r = 0; r < rows->rows; r += block_rows) {
+        const size_t end = rows->rows - r < block_rows ? rows->rows : r + block_rows;
         size_t used = 0;
         for (size_t from = r; from < end; from += BLOCK_ROWS, used++) {
             row_block *b = &blocks[used];
@@ -220,7 +220,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
             else if (type == NP_Q3) unpack_rows(NP_Q3, rows, from, &v, b);
             else unpack_rows(NP_Q8, rows, from, &v, b);
         }
-        fetch_rows(rows, end, end + most);
+        fetch_rows(rows, end, end + block_rows);
         const uint8_t *tile = job->activations;
         for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(rows->n)) {
             const size_t tokens = job->tokens - from < TILE ? job->tokens - from : TILE;

@@ -32,8 +32,8 @@ NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? N
 NP_INLINE size_t np_register_bytes(const int type) { return type == NP_Q3 ? 4 * NP_Q3_GROUP_BYTES : 64; }
 
 NP_INLINE np_block np_block_of(size_t groups, const int type) {
-    const size_t each = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
-    const size_t registers = (bytes + each - 1) / each, left = bytes - (registers - 1) * each;
+    const size_t register_bytes = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
+    const size_t registers = (bytes + register_bytes - 1) / register_bytes, left = bytes - (registers - 1) * register_bytes;
     return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
 }
 

@@ -25,14 +25,14 @@ NP_INLINE float np_exponential(float x) {
 
 /* The body of np_isa.softmax_weights. Sixteen partial sums, combined in a fixed order. */
 NP_INLINE float np_softmax_body(float *scores, size_t count) {
-    float most[16], sum[16];
-    for (int j = 0; j < 16; j++) most[j] = -__builtin_inff(), sum[j] = 0.0f;
+    float max[16], sum[16];
+    for (int j = 0; j < 16; j++) max[j] = -__builtin_inff(), sum[j] = 0.0f;
     size_t i = 0;
     for (; i + 16 <= count; i += 16)
-        for (int j = 0; j < 16; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
-    for (size_t j = 0; i + j < count; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
-    float greatest = most[0];
-    for (int j = 1; j < 16; j++) greatest = most[j] > greatest ? most[j] : greatest;
+        for (int j = 0; j < 16; j++) max[j] = scores[i + j] > max[j] ? scores[i + j] : max[j];
+    for (size_t j = 0; i + j < count; j++) max[j] = scores[i + j] > max[j] ? scores[i + j] : max[j];
+    float greatest = max[0];
+    for (int j = 1; j < 16; j++) greatest = max[j] > greatest ? max[j] : greatest;
     for (i = 0; i + 16 <= count; i += 16)
         for (int j = 0; j < 16; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);
     for (size_t j = 0; i + j < count; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);

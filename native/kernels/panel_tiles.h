@@ -52,19 +52,19 @@ static void fill_panel(int type, const uint8_t *activations, size_t stride, size
     for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(n)) {
         float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP);
         for (size_t t = 0; t < TILE; t++) {
-            const int there = from + t < tokens;
-            const np_activation x = np_activation_at(activations + (there ? from + t : from) * stride, n);
+            const int is_token = from + t < tokens;
+            const np_activation x = np_activation_at(activations + (is_token ? from + t : from) * stride, n);
             for (size_t g = 0; g < groups; g++) {
                 const int8_t *low = x.quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g)), *high = low + (type == NP_Q8 ? 16 : 64);
                 const size_t place = place_of(&v, g);
                 uint8_t *to = panel + place * TILE * NP_GROUP + 4 * t;
                 for (size_t step = 0; step < STEPS; step++, to += 4 * TILE) {
                     uint32_t four = 0;
-                    if (there) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
+                    if (is_token) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
                     four ^= flip;
                     memcpy(to, &four, 4);
                 }
-                scales[place * TILE + t] = there ? x.scales[g] : 0.0f;
+                scales[place * TILE + t] = is_token ? x.scales[g] : 0.0f;
             }
         }
     }

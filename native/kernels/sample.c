@@ -151,9 +151,9 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     if (how->temperature <= 0.0f) return best;
     const float greatest = from[best], temperature = how->temperature, top_p = how->top_p;
     const double floor = how->min_p;
-    const size_t most = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
+    const size_t max_count = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
     double total = 0.0;
-    if (most == n) {
+    if (max_count == n) {
         const double least = top_p >= 1.0f ? floor : 0.0;
         for (size_t i = 0; i < n; i++) total += floored(weight_of(from[i], greatest, temperature), least);
         if (top_p >= 1.0f) return pick(from, NULL, n, greatest, temperature, floor, uniform * total);
@@ -164,8 +164,8 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     size_t left = n, count = 0;
     for (size_t i = 0; i < n; i++) heap[i] = (int32_t)i;
     for (size_t i = n / 2; i-- > 0;) sift_down(heap, n, i, from);
-    if (most < n) {
-        for (; count < most; count++) {
+    if (max_count < n) {
+        for (; count < max_count; count++) {
             kept[count] = take(heap, &left, from);
             total += weight_of(from[kept[count]], greatest, temperature);
         }
@@ -177,7 +177,7 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
         const double weight = weight_of(from[kept[cut++]], greatest, temperature);
         sum += floored(weight, floor);
         reached += weight;
-    } while (cut < most && (top_p >= 1.0f || reached < top_p * total));
+    } while (cut < max_count && (top_p >= 1.0f || reached < top_p * total));
     return pick(from, kept, cut, greatest, temperature, floor, uniform * sum);
 }
 
@@ -194,10 +194,10 @@ double np_uniform(uint64_t seed, uint64_t counter) {
 }
 
 void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids) {
-    size_t known = 0;
+    size_t listed = 0;
     for (size_t i = 0; i < n && count; i++) {
-        if (known == count && !comes_before(logits, (int32_t)i, ids[known - 1])) continue;
-        size_t at = known < count ? known++ : known - 1;
+        if (listed == count && !comes_before(logits, (int32_t)i, ids[listed - 1])) continue;
+        size_t at = listed < count ? listed++ : listed - 1;
         for (; at && comes_before(logits, (int32_t)i, ids[at - 1]); at--) ids[at] = ids[at - 1];
         ids[at] = (int32_t)i;
     }

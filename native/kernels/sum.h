@@ -18,13 +18,13 @@ NP_INLINE void np_add_left(const float *left, size_t n, float *sum) {
  * of level 0 is a row itself. */
 NP_INLINE void np_sum_columns(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
     float partial[NP_SUM_LEVELS][NP_SUM_COLUMNS];
-    const size_t whole = summed & ~(size_t)1;
-    for (size_t first = 0; first < whole;) {
-        const int level = 63 - __builtin_clzll((uint64_t)(whole - first));
+    const size_t even = summed & ~(size_t)1;
+    for (size_t first = 0; first < even;) {
+        const int level = 63 - __builtin_clzll((uint64_t)(even - first));
         memcpy(partial[level], rows + first * stride, n * sizeof *out);
         first += (size_t)1 << level;
     }
-    for (size_t i = whole; i + 1 < count; i += 2) {
+    for (size_t i = even; i + 1 < count; i += 2) {
         const float *first = rows + i * stride, *second = first + stride;
         const int level = 1 + __builtin_ctzll(~(uint64_t)(i / 2)); /* where the carry ends */
         float *sum = partial[level];

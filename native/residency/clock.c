@@ -65,13 +65,13 @@ static int vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t win
 
 size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count)
 {
-    size_t left = 0;
+    size_t remaining = 0;
     for (size_t id = 0; id < count; id++) {
         const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
         if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && (value & NP_ENTRY_SLOT_MASK) >= first_slot)
-            left += !vacate(&words[id], id, windows, window_count);
+            remaining += !vacate(&words[id], id, windows, window_count);
     }
-    return left;
+    return remaining;
 }
 
 size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, size_t id_count, const uint64_t *windows, size_t window_count,

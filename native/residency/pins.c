@@ -24,10 +24,10 @@ static uint32_t set_pinned(uint32_t *word, uint32_t bit)
 }
 
 size_t np_pins_follow(uint32_t *words, size_t ffns, size_t clusters, const uint32_t *keep, const uint32_t *widest, uint32_t *absent,
-                      size_t max_absent, size_t *others)
+                      size_t max_absent, size_t *pinned_in_excess)
 {
     size_t absent_or_loading = 0, listed = 0;
-    *others = 0;
+    *pinned_in_excess = 0;
     for (size_t ffn = 0; ffn < ffns; ffn++) {
         const size_t end = widest[ffn] < clusters ? widest[ffn] : clusters;
         for (size_t cluster = 0; cluster < end; cluster++) {
@@ -35,7 +35,7 @@ size_t np_pins_follow(uint32_t *words, size_t ffns, size_t clusters, const uint3
             const int is_kept = cluster < keep[ffn];
             const uint32_t value = set_pinned(&words[id], is_kept ? NP_ENTRY_PINNED : 0), state = value & NP_ENTRY_STATE_MASK;
             if (!is_kept) {
-                *others += state == NP_ENTRY_LOADING && (value & NP_ENTRY_PINNED);
+                *pinned_in_excess += state == NP_ENTRY_LOADING && (value & NP_ENTRY_PINNED);
                 continue;
             }
             absent_or_loading += state == NP_ENTRY_ABSENT || state == NP_ENTRY_LOADING;

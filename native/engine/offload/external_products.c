@@ -25,16 +25,16 @@
 static void norm_inputs(np_engine *engine, const np_norm *norm)
 {
     const size_t width = engine->shape.width;
-    const np_range own = np_even_share(engine, engine->count);
-    for (size_t t = own.from; t < own.to; t++)
+    const np_range share = np_even_share(engine, engine->count);
+    for (size_t t = share.from; t < share.to; t++)
         np_norm_vector(engine, norm, engine->shared.residual + t * width, width, engine->shared.inputs + t * width);
 }
 
 static void clear_outputs(np_engine *engine, uint32_t count)
 {
-    const np_range own = np_even_share(engine, count);
+    const np_range share = np_even_share(engine, count);
     const size_t width = engine->shape.width;
-    memset(engine->shared.outputs + own.from * width, 0, (own.to - own.from) * width * sizeof(float));
+    memset(engine->shared.outputs + share.from * width, 0, (share.to - share.from) * width * sizeof(float));
 }
 
 static int begin_qkv(np_engine *engine, uint32_t layer)
@@ -51,9 +51,9 @@ static int begin_qkv(np_engine *engine, uint32_t layer)
 static int begin_output(np_engine *engine, uint32_t layer)
 {
     const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
-    const np_range own = np_even_share(engine, engine->count);
-    memcpy(engine->shared.inputs + own.from * columns, engine->shared.attention + own.from * columns,
-           (own.to - own.from) * columns * sizeof(float));
+    const np_range share = np_even_share(engine, engine->count);
+    memcpy(engine->shared.inputs + share.from * columns, engine->shared.attention + share.from * columns,
+           (share.to - share.from) * columns * sizeof(float));
     engine->external.products = 1;
     return np_meet(engine);
 }
@@ -99,8 +99,8 @@ static void describe_neurons(np_engine *engine, const np_group *group, np_produc
 static int add_group(np_engine *engine, const np_group *group)
 {
     const np_shape *s = &engine->shape;
-    const np_range own = np_even_share(engine, group->count);
-    for (uint32_t t = own.from; t < own.to; t++) {
+    const np_range share = np_even_share(engine, group->count);
+    for (uint32_t t = share.from; t < share.to; t++) {
         float *sum = engine->shared.outputs + (size_t)t * s->width;
         np_scale(sum, s->width, engine->pair_weight[group->first + t]);
         np_scale(sum, s->width, s->residual_scale);

@@ -36,10 +36,10 @@ static std::string checked_file(const std::string &folder, const char *graph, si
         run_fail("files", SUITS);
     const std::string name = text_of(file, "");
     size_t bytes = 0;
-    char *content = run_read_file(folder.c_str(), name.c_str(), &bytes), found[65];
-    sha256_text(content, bytes, found);
+    char *content = run_read_file(folder.c_str(), name.c_str(), &bytes), sum[65];
+    sha256_text(content, bytes, sum);
     free(content);
-    if (text_of(checksum, "") != found)
+    if (text_of(checksum, "") != sum)
         run_fail((folder + "/" + name).c_str(), "does not match its checksum; make it again with `neuronpipe compile`");
     return folder + "/" + name;
 }
@@ -78,12 +78,12 @@ static bool is_prepared(const std::string &folder, const char *index, const Runt
     if (prepared != here)
         throw RuntimeError(path + ": QNN " + prepared + " prepared these contexts, and this one is " + here + again);
     if (provider.needs_device) {
-        const uint64_t found = machine_soc_id();
-        bool is_known = !found || !json_item(index, "chip/soc_ids", 0);
+        const uint64_t soc_id = machine_soc_id();
+        bool is_known = !soc_id || !json_item(index, "chip/soc_ids", 0);
         for (size_t n = 0; const char *id = json_item(index, "chip/soc_ids", n); n++)
-            is_known = is_known || json_number(id, "") == found;
+            is_known = is_known || json_number(id, "") == soc_id;
         if (!is_known)
-            throw RuntimeError(path + ": has contexts for " + chip + ", and this machine's soc_id is " + std::to_string(found) + again);
+            throw RuntimeError(path + ": has contexts for " + chip + ", and this machine's soc_id is " + std::to_string(soc_id) + again);
     }
     numerics = provider.needs_device ? "hexagon-v" + std::to_string(arch) : arch >= UNLIKE_V68 ? "htp-v73" : "htp-v68";
     return true;
@@ -92,7 +92,7 @@ static bool is_prepared(const std::string &folder, const char *index, const Runt
 /* Sessions for the needed lengths: up to the first that holds the longest step. */
 static GraphLengths lengths_of(const std::string &folder, const char *index, const char *graph, uint32_t max_tokens, bool prepared, Runtime &runtime)
 {
-    GraphLengths found;
+    GraphLengths lengths;
     uint64_t longest = 0;
     for (size_t n = 0; n < MAX_LENGTHS && longest < max_tokens; n++) {
         const char *length = json_item(index, "tokens", n);
@@ -102,11 +102,11 @@ static GraphLengths lengths_of(const std::string &folder, const char *index, con
         if (tokens <= longest || tokens > MOST)
             run_fail("tokens", SUITS);
         longest = tokens;
-        found.sessions.emplace_back(static_cast<uint32_t>(tokens), runtime.session(checked_file(folder, graph, n), prepared));
+        lengths.sessions.emplace_back(static_cast<uint32_t>(tokens), runtime.session(checked_file(folder, graph, n), prepared));
     }
-    if (found.sessions.empty())
+    if (lengths.sessions.empty())
         run_fail("tokens", SUITS);
-    return found;
+    return lengths;
 }
 
 Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t max_tokens, Runtime &runtime)
@@ -122,12 +122,12 @@ Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t max_to
         run_fail((folder + "/graphs.json").c_str(), SUITS);
     neurons = static_cast<uint32_t>(of_one_product);
     max_neurons = static_cast<uint32_t>(json_number(text, "most_neurons"));
-    for (size_t n = 0; const char *one = json_item(text, "matrices", n); n++) {
-        const uint64_t rows = json_number(one, "rows"), columns = json_number(one, "columns");
+    for (size_t n = 0; const char *matrix = json_item(text, "matrices", n); n++) {
+        const uint64_t rows = json_number(matrix, "rows"), columns = json_number(matrix, "columns");
         if (!rows || !columns || rows > INT32_MAX || columns > INT32_MAX / rows)
             run_fail("matrices", SUITS);
-        matrices.push_back({static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), scale_of(one, "x"), scale_of(one, "y"),
-                            lengths_of(folder, text, one, max_tokens, prepared, runtime)});
+        matrices.push_back({static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), scale_of(matrix, "x"), scale_of(matrix, "y"),
+                            lengths_of(folder, text, matrix, max_tokens, prepared, runtime)});
     }
     const char *block = strstr(text, "\"feed_forward\"");
     if (!block || !json_has(text, "feed_forward"))
@@ -136,10 +136,10 @@ Graphs::Graphs(const std::string &folder, const np_shape &shape, uint32_t max_to
     x = scale_of(text, "feed_forward/x");
     factor = scale_of(text, "feed_forward/factor");
     y = scale_of(text, "feed_forward/y");
-    for (size_t n = 0; const char *one = json_item(text, "feed_forward/peaks", n); n++) {
+    for (size_t n = 0; const char *peak = json_item(text, "feed_forward/peaks", n); n++) {
         if (n == MAX_PEAKS)
             run_fail("peaks", SUITS);
-        peaks.push_back({text_of(one, "name"), json_truth(one, "signed") != 0});
+        peaks.push_back({text_of(peak, "name"), json_truth(peak, "signed") != 0});
     }
     feed_forward = lengths_of(folder, text, block + strcspn(block, "{"), max_tokens, prepared, runtime);
     free(text);

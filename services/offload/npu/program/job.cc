@@ -25,10 +25,10 @@ static int choice(const char *json, const char *path, std::initializer_list<Choi
 
 static uint32_t number(const char *json, const char *path)
 {
-    const uint64_t found = json_number(json, path);
-    if (found > INT32_MAX)
+    const uint64_t value = json_number(json, path);
+    if (value > INT32_MAX)
         run_fail(path, "is out of range");
-    return static_cast<uint32_t>(found);
+    return static_cast<uint32_t>(value);
 }
 
 static uint32_t number_or(const char *json, const char *path, uint32_t otherwise)
@@ -167,10 +167,10 @@ void Job::read_plan()
 
 /* ---- shared memory --------------------------------------------------------------------------------------------------- */
 /* A field with at least so many elements of T. Ends the run if it is smaller. */
-template <typename T> static T *elements(const segment &s, const char *name, size_t least)
+template <typename T> static T *elements(const segment &s, const char *name, size_t min_count)
 {
     size_t bytes;
-    if (__builtin_mul_overflow(least, sizeof(T), &bytes) || segment_field_bytes(&s, name) < bytes)
+    if (__builtin_mul_overflow(min_count, sizeof(T), &bytes) || segment_field_bytes(&s, name) < bytes)
         run_fail(name, "is smaller in shared memory than the package and the plan say");
     return static_cast<T *>(segment_field(&s, name, nullptr));
 }

@@ -56,12 +56,12 @@ static size_t next_length(const GraphLengths &graph, uint32_t tokens)
         return n;
     };
     const size_t number = holding(tokens);
-    const uint32_t whole = graph.sessions[number].first;
-    if (tokens >= whole || number == 0)
+    const uint32_t length = graph.sessions[number].first;
+    if (tokens >= length || number == 0)
         return number;
     const uint32_t shorter = graph.sessions[number - 1].first, turns = tokens / shorter, rest = tokens % shorter;
     const uint32_t ends = rest ? graph.sessions[holding(rest)].first + START_TOKENS : 0;
-    return turns * (shorter + START_TOKENS) + ends < whole + START_TOKENS ? number - 1 : number;
+    return turns * (shorter + START_TOKENS) + ends < length + START_TOKENS ? number - 1 : number;
 }
 
 /* Call with (first token, tokens, graph's length, session) until all tokens are covered. */

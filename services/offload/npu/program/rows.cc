@@ -24,11 +24,11 @@ void ThreadPool::take_parts()
 
 void ThreadPool::serve()
 {
-    for (uint64_t seen = 0;;) {
+    for (uint64_t last_number = 0;;) {
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            changed_.wait(lock, [&] { return number_ != seen; });
-            seen = number_;
+            changed_.wait(lock, [&] { return number_ != last_number; });
+            last_number = number_;
         }
         take_parts();
         std::lock_guard<std::mutex> lock(mutex_);
@@ -228,15 +228,15 @@ bool RowsAhead::wait_until(const std::function<bool()> &is_so)
 int RowsAhead::next(np_product_rows *place)
 {
     for (;;) {
-        uint64_t seen;
+        uint64_t requests;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            seen = requests_;
+            requests = requests_;
         }
         const int result = np_engine_next_rows(engine_, place);
         if (result != NP_ROWS_UNKNOWN)
             return result;
-        if (!wait_until([&] { return requests_ != seen; }))
+        if (!wait_until([&] { return requests_ != requests; }))
             return failure_;
     }
 }
