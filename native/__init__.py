@@ -1,5 +1,4 @@
-"""The native library as Python sees it: `lib` has the functions of neuronpipe.h, `ffi` makes and reads their
-arguments."""
+"""The native library: `lib` has the functions of neuronpipe.h, `ffi` creates and reads their arguments."""
 
 from neuronpipe.native._kernels import ffi, lib
 

@@ -1,6 +1,6 @@
-/* Attention of one layer: three stages with a barrier after each; where the feed-forward reads what attention reads, it comes before the
- * last of them, the only one that changes the residual stream. A predictor that reads attention's input comes first, with a short
- * stage of its own, so that flash has all of attention's time to bring what it asks for.
+/* Attention of one layer: three stages with a barrier after each. In parallel layers the feed-forward comes before the
+ * last stage, the only one that changes the residual stream. A predictor that reads attention's input runs first, in a
+ * short stage of its own, so that flash has the time of attention to read what it requests.
  *
  *   stage    piece of work                    writes
  *   rank     rows of the predictor's input    rank vectors
@@ -8,10 +8,14 @@
  *            q, k or v
  *   attend   (query heads of a key, token)    attention
  *   project  rows of the output matrix        residual
- */
-#include "engine.h"
+ * / */
+#include "engine/attention.h"
 
 #include <string.h>
+
+#include "engine/prediction.h"
+#include "engine/vectors.h"
+#include "engine/work.h"
 
 /* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens][head_width]. */
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
@@ -21,7 +25,7 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
-/* A query or a key as attention compares it: normed and rotated, by the model. */
+/* Norm and rotate a query or a key, if the model and the layer do. */
 static void norm_and_rotate(const np_engine *engine, const float *norm, int rotary, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
@@ -31,7 +35,7 @@ static void norm_and_rotate(const np_engine *engine, const float *norm, int rota
         np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
 }
 
-static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
+static void store_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
 {
     const np_layer *l = &engine->fixed.layers[layer];
     const np_shape *s = &engine->shape;
@@ -51,18 +55,19 @@ static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     }
 }
 
-/* Rows of a matrix times each token's vector, into `rows`; computed outside, or by who holds them, they only have to be fetched, from
- * there without their bias. all_rows: of the matrix. */
-static void products(np_engine *engine, const np_matrix *matrix, uint32_t first_row, uint32_t rows, uint32_t all_rows, const float *bias)
+/* Compute rows of a matrix times each token's vector, plus bias, into engine->rows. Products of an external runtime
+ * (without bias) or of an offload backend (with it) are copied from `outputs` instead. all_rows: the matrix's number of
+ * rows. */
+static void get_products(np_engine *engine, const np_matrix *matrix, uint32_t first_row, uint32_t rows, uint32_t all_rows, const float *bias)
 {
     engine->counters.matrix_rows += (uint64_t)rows * engine->count;
-    if (!engine->config.outside && !engine->config.held) {
-        np_engine_dot(engine, &engine->vectors, matrix, first_row, rows, bias, engine->rows, engine->max_rows);
+    if (!engine->config.external_products && !engine->config.offload_blocks) {
+        np_multiply_rows(engine, &engine->vectors, matrix, first_row, rows, bias, engine->rows, engine->max_rows);
         return;
     }
     for (uint32_t t = 0; t < engine->count; t++) {
         memcpy(engine->rows + t * engine->max_rows, engine->shared.outputs + (size_t)t * all_rows + first_row, rows * sizeof(float));
-        if (bias && engine->config.outside)
+        if (bias && engine->config.external_products)
             np_add(bias + first_row, rows, engine->rows + t * engine->max_rows);
     }
 }
@@ -74,99 +79,100 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     const uint32_t width = s->head_width;
     const uint64_t started = np_clock_ns();
     const uint32_t heads = s->query_heads + 2 * s->key_heads;
-    if (np_is_anothers(engine, NP_HELD_QKV))
+    if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_QKV))
         return;
-    for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NO_PIECE;) {
-        products(engine, &l->qkv, head * width, width, heads * width, l->qkv_bias);
+    for (uint32_t head; (head = np_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NONE;) {
+        get_products(engine, &l->qkv, head * width, width, heads * width, l->qkv_bias);
         for (uint32_t t = 0; t < engine->count; t++)
-            place_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
+            store_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
-/* Heads that share keys go together, so that the keys are read once; one by one where that would leave participants idle. */
+/* Heads that share keys are one piece of work, so that the keys are read once; single heads where that would leave
+ * participants idle. */
 static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const size_t width = s->head_width;
     const uint32_t window = engine->fixed.layers[layer].window_tokens;
-    const uint32_t group = s->query_heads / s->key_heads;
-    const uint32_t heads = s->key_heads * engine->count >= engine->participants ? group : 1;
+    const uint32_t heads_per_key = s->query_heads / s->key_heads;
+    const uint32_t heads = s->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
     const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
-    for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NO_PIECE;) {
+    for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NONE;) {
         const uint32_t head = piece / engine->count * heads, t = piece % engine->count;
         const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
         const uint32_t first = window && positions > window ? positions - window : 0;
-        const size_t at = ((size_t)t * s->query_heads + head) * width;
-        np_attend(engine->shared.queries + at, heads, kv_of(engine, layer, sequence, head / group, 0) + first * width,
-                  kv_of(engine, layer, sequence, head / group, 1) + first * width, positions - first, width, scale,
-                  engine->scores, engine->shared.attention + at);
+        const size_t offset = ((size_t)t * s->query_heads + head) * width;
+        np_attend(engine->shared.queries + offset, heads, kv_of(engine, layer, sequence, head / heads_per_key, 0) + first * width,
+                  kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale,
+                  engine->scores, engine->shared.attention + offset);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 
-void np_engine_begin_projection(np_engine *engine)
+void np_begin_projection(np_engine *engine)
 {
     const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
-    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
+    np_prepare_vectors(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
 }
 
-int np_engine_project(np_engine *engine, uint32_t layer)
+int np_project(np_engine *engine, uint32_t layer)
 {
-    if (np_is_anothers(engine, NP_HELD_ATTENTION_OUTPUT))
-        return np_engine_barrier(engine);
-    np_engine_begin_projection(engine);
-    return np_engine_add_projection(engine, layer);
+    if (np_is_offloaded_elsewhere(engine, NP_OFFLOAD_ATTENTION_OUTPUT))
+        return np_meet(engine);
+    np_begin_projection(engine);
+    return np_add_projection(engine, layer);
 }
 
-int np_engine_add_projection(np_engine *engine, uint32_t layer)
+int np_add_projection(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
-    for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
+    for (uint32_t piece; (piece = np_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NONE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
-        products(engine, &l->attention_output, row, rows, s->width, l->attention_output_bias);
+        get_products(engine, &l->attention_output, row, rows, s->width, l->attention_output_bias);
         for (uint32_t t = 0; t < engine->count; t++) {
             np_scale(engine->rows + t * engine->max_rows, rows, s->residual_scale);
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
         }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
-    return np_engine_barrier(engine);
+    return np_meet(engine);
 }
 
 static int predict(np_engine *engine, const np_norm *norm)
 {
     np_predict_ranks(engine, norm);
-    const int met = np_engine_barrier(engine);
+    const int met = np_meet(engine);
     return met < 0 ? met : np_predict_scores(engine);
 }
 
-int np_engine_begin_attention(np_engine *engine, uint32_t layer)
+int np_begin_attention(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
-    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
-    return np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
+    np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
+    return np_predictor_runs(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
 }
 
-int np_engine_attention(np_engine *engine, uint32_t layer)
+int np_attention(np_engine *engine, uint32_t layer)
 {
-    const int done = np_engine_begin_attention(engine, layer);
-    return done < 0 ? done : np_engine_heads(engine, layer);
+    const int done = np_begin_attention(engine, layer);
+    return done < 0 ? done : np_attend_heads(engine, layer);
 }
 
-int np_engine_heads(np_engine *engine, uint32_t layer)
+int np_attend_heads(np_engine *engine, uint32_t layer)
 {
     compute_heads(engine, layer);
-    const int done = np_engine_barrier(engine);
+    const int done = np_meet(engine);
     if (done < 0)
         return done;
     attend(engine, layer);
-    return np_engine_barrier(engine);
+    return np_meet(engine);
 }

@@ -1,6 +1,6 @@
-/* CRC-32C (Castagnoli, reflected, polynomial 0x1edc6f41). x86-64 and Arm have an instruction that takes 8 bytes; its latency is
- * three cycles, so three streams run side by side. A stream's register is moved over the bytes of the streams behind it by
- * tables: what the register becomes after a fixed number of zero bytes is linear in its bits. */
+/* CRC-32C (Castagnoli, reflected, polynomial 0x1edc6f41). x86-64 and Arm have an instruction that takes 8 bytes; its
+ * latency is three cycles, so three streams run interleaved. A stream's register is advanced over the bytes of the
+ * streams behind it by tables: the register after a fixed number of zero bytes is linear in its bits. */
 #include "flash/crc32c.h"
 
 #include <pthread.h>
@@ -23,7 +23,7 @@
 #ifndef HWCAP_CRC32
 #define HWCAP_CRC32 (1 << 7)
 #endif
-/* Assembly, because compilers do not agree on how one function is given the extension's intrinsics. */
+/* Assembly, because compilers differ in how a single function enables the extension's intrinsics. */
 static inline uint32_t arm_step_8(uint32_t crc, uint64_t data)
 {
     __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(data));
@@ -104,7 +104,7 @@ TARGET uint32_t np_crc32c_by_instruction(uint32_t crc, const void *data, size_t 
     const uint8_t *next = data;
     crc = ~crc;
     for (; bytes >= 3 * STREAM_BYTES; bytes -= 3 * STREAM_BYTES, next += 3 * STREAM_BYTES) {
-        uint64_t first = crc, second = 0, third = 0; /* the instruction's own width: no moves between its uses */
+        uint64_t first = crc, second = 0, third = 0; /* the instruction's width: no conversions between its uses */
         for (const uint8_t *at = next; at < next + STREAM_BYTES; at += 8) {
             first = STEP_8(first, eight_bytes(at));
             second = STEP_8(second, eight_bytes(at + STREAM_BYTES));

@@ -1,4 +1,5 @@
-/* The ways to compute a CRC-32C, for the tests; np_crc32c chooses. Each continues from `crc`, a finished checksum or 0. */
+/* The implementations of CRC-32C, for tests; np_crc32c chooses one. Each continues from `crc`, a finished checksum or
+ * 0. */
 #ifndef NP_FLASH_CRC32C_H
 #define NP_FLASH_CRC32C_H
 #include <stddef.h>

@@ -1,25 +1,28 @@
-/* The loader's side of the request rings: what workers ask for goes into its queues. Nothing in a ring is trusted; a worker that writes
- * nonsense harms nobody's requests but its own. */
+/* The loader's side of the request rings. Every entry is validated: a worker that writes invalid data harms its own
+ * requests only. */
+#include "flash/drain.h"
+
 #include <stdlib.h>
 
-#include "flash/loader.h"
+#include "flash/queues.h"
 
-enum { ENTRY_BITS = NP_REQUEST_CLUSTER_MASK | NP_REQUEST_TRIGGER | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH | NP_REQUEST_GUESS };
+enum { ENTRY_BITS = NP_REQUEST_CLUSTER_MASK | NP_REQUEST_TRIGGER | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH | NP_REQUEST_SPECULATIVE };
 
 static int priority_of(uint32_t entry)
 {
-    return entry & NP_REQUEST_GUESS ? NP_FOR_GUESS : entry & NP_REQUEST_PREFETCH ? NP_FOR_PREFETCH : NP_FOR_DEMAND;
+    return entry & NP_REQUEST_SPECULATIVE ? NP_FOR_SPECULATION : entry & NP_REQUEST_PREFETCH ? NP_FOR_PREFETCH : NP_FOR_DEMAND;
 }
 
-/* Now it is known what is wanted. Guesses that were right are asked for again. */
-static void drop_guesses(np_loader *loader)
+/* Speculative requests end when real ones arrive: those that were right are among these. */
+static void drop_speculative(np_loader *loader)
 {
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
-        loader->queues[kind][NP_FOR_GUESS].count = 0;
+        loader->queues[kind][NP_FOR_SPECULATION].count = 0;
 }
 
-/* Queue one entry. Returns 0 when it is a demand for which there is no room. */
-static int take(np_loader *loader, uint32_t entry)
+/* Queue one entry. Returns 0 if it is a demand whose queue is full: it stays in the ring. Other entries are dropped
+ * then. */
+static int queue_entry(np_loader *loader, uint32_t entry)
 {
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, parts = entry & (NP_REQUEST_TRIGGER | NP_REQUEST_VALUE);
     const int priority = priority_of(entry);
@@ -27,8 +30,8 @@ static int take(np_loader *loader, uint32_t entry)
         loader->counters.refused++;
         return 1;
     }
-    if (priority != NP_FOR_GUESS)
-        drop_guesses(loader);
+    if (priority != NP_FOR_SPECULATION)
+        drop_speculative(loader);
     if ((priority == NP_FOR_DEMAND || loader->reading.prefetch_depth) && np_loader_request(loader, (int)parts, &id, 1, priority, 0) == 1)
         return 1;
     loader->counters.dropped += priority != NP_FOR_DEMAND;
@@ -47,7 +50,7 @@ void np_loader_drain(np_loader *loader)
             loader->counters.refused++;
             ring->head = tail;
         }
-        while (ring->head != tail && take(loader, shared->entries[ring->head & (shared->capacity - 1)]))
+        while (ring->head != tail && queue_entry(loader, shared->entries[ring->head & (shared->capacity - 1)]))
             ring->head++;
         __atomic_store_n(shared->head, ring->head, __ATOMIC_RELEASE);
         if (tail - from >= shared->capacity && ring->head != from)
@@ -55,7 +58,7 @@ void np_loader_drain(np_loader *loader)
     }
 }
 
-int np_loader_is_asked(const np_loader *loader)
+int np_loader_has_requests(const np_loader *loader)
 {
     for (uint32_t i = 0; i < loader->ring_count; i++)
         if (__atomic_load_n(loader->rings[i].shared.tail, __ATOMIC_SEQ_CST) != loader->rings[i].head)
@@ -81,7 +84,7 @@ int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count
     loader->board = board;
     loader->epoch = epoch;
     loader->in_flight = in_flight;
-    loader->has_failed = 1; /* an earlier loader may have left some */
+    loader->has_failed = 1; /* an earlier loader may have left failed entries */
     loader->trace = trace;
     return NP_OK;
 }

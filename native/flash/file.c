@@ -1,4 +1,4 @@
-/* Opening the file: direct I/O where it truly works, and the alignment it needs. */
+/* Opening the file: direct I/O if it works, and the alignment that it needs. */
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -10,11 +10,12 @@
 
 #include "flash/reader.h"
 
-/* Packages align everything to this, so a device that needs more is read through the page cache. */
+/* Packages align everything to this; a device that needs more is read through the page cache. */
 enum { MAX_ALIGNMENT = 4096 };
 
-/* What the file system says; 0: no direct I/O; MAX_ALIGNMENT when it does not say (before Linux 6.1, or statx not allowed). */
-static uint32_t stated_alignment(int file)
+/* The alignment that the file system reports. 0: no direct I/O. MAX_ALIGNMENT if it does not report any (before Linux
+ * 6.1, or statx is not allowed). */
+static uint32_t reported_alignment(int file)
 {
 #ifdef STATX_DIOALIGN
     struct statx status = {0};
@@ -27,7 +28,7 @@ static uint32_t stated_alignment(int file)
     return MAX_ALIGNMENT;
 }
 
-/* Files in memory have no storage to read directly; since Linux 6.6 tmpfs takes O_DIRECT all the same, and copies. */
+/* Files in memory have no device to read from. Since Linux 6.6 tmpfs accepts O_DIRECT nevertheless, and copies. */
 static int is_in_memory(int file)
 {
     struct statfs system;
@@ -37,17 +38,17 @@ static int is_in_memory(int file)
     return magic == TMPFS_MAGIC || magic == RAMFS_MAGIC;
 }
 
-/* Some file systems take O_DIRECT at open and refuse the read. 0, or the errno of a first read. */
+/* Read the first page: some file systems accept O_DIRECT at open and refuse the read. Returns 0 or errno. */
 static int try_read(int file)
 {
     void *page = aligned_alloc(MAX_ALIGNMENT, MAX_ALIGNMENT);
     if (!page)
         return ENOMEM;
-    ssize_t got;
+    ssize_t bytes;
     do
-        got = pread(file, page, MAX_ALIGNMENT, 0);
-    while (got < 0 && errno == EINTR);
-    const int error = got < 0 ? errno : 0;
+        bytes = pread(file, page, MAX_ALIGNMENT, 0);
+    while (bytes < 0 && errno == EINTR);
+    const int error = bytes < 0 ? errno : 0;
     free(page);
     return error;
 }
@@ -57,7 +58,7 @@ int np_file_open(const char *path, int *direct, uint32_t *alignment)
     int file = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
     if (file >= 0) {
         *direct = 1;
-        *alignment = stated_alignment(file);
+        *alignment = reported_alignment(file);
         const int usable = *alignment >= 1 && *alignment <= MAX_ALIGNMENT && (*alignment & (*alignment - 1)) == 0;
         if (usable && !is_in_memory(file) && try_read(file) == 0)
             return file;
@@ -70,7 +71,7 @@ int np_file_open(const char *path, int *direct, uint32_t *alignment)
     file = open(path, O_RDONLY | O_CLOEXEC);
     if (file < 0)
         return -errno;
-    const int error = try_read(file); /* a directory opens, too */
+    const int error = try_read(file); /* open succeeds for a directory */
     if (error) {
         close(file);
         return -error;

@@ -1,25 +1,22 @@
-/* Checking what a read brought, and bringing it into slots; of long reads beside the loader's thread. */
+/* Verifying what a read brought and copying it into slots; long reads in a second thread. */
 #ifndef NP_FLASH_FILL_H
 #define NP_FLASH_FILL_H
-#include <stdint.h>
+#include "flash/loader_state.h"
 
-#include "flash/loader.h"
-
-/* Of each claim of a flight whether its bytes are what was written; where they are, bring them into its slot. Touches nothing else of
- * the loader, so that it may be done for several flights at once. */
+/* Verify each claim of a flight, and copy valid ones into their slots. Touches nothing else of the loader, so that
+ * several flights may be filled at once. */
 void np_fill_slots(const np_loader *loader, np_flight *flight);
 
-/* A thread for that. NULL where there is none; then it takes nothing, and holds nothing. The calls are the loader's thread's. */
+/* The second thread. A NULL filler accepts nothing. Only the loader's thread calls these functions. */
 np_filler *np_filler_start(np_loader *loader);
 void np_filler_stop(np_filler *filler);
-/* Offer it a read that has ended. Returns 1 if it will be filled there, and 0 if the caller had better: it is short, or that thread is
- * busy. */
-int np_filler_take(np_filler *filler, uint32_t flight);
-/* One that is filled, to be published. Returns 0 when there is none. */
+/* Offer a read that has ended. Returns 0 if the caller should fill it itself: it is short, or the thread is busy. */
+int np_filler_accept(np_filler *filler, uint32_t flight);
+/* The next filled read, to be published. Returns 0 if there is none. */
 int np_filler_next(np_filler *filler, uint32_t *flight);
-/* How many it has taken that np_filler_next has not given back. */
-uint32_t np_filler_held(const np_filler *filler);
-/* Wait until np_filler_next has one, or nothing is held; at most so long, -1: for ever. */
+/* The number of accepted reads that np_filler_next has not returned. */
+uint32_t np_filler_pending(const np_filler *filler);
+/* Wait until np_filler_next has a read, at most timeout_ms (-1: no limit). Returns at once if none is pending. */
 void np_filler_wait(np_filler *filler, int timeout_ms);
 
 #endif

@@ -1,14 +1,16 @@
-/* The io_uring engine, by plain system calls. Needs Linux 5.5; where it is older or forbids io_uring, opening says so.
+/* The io_uring engine, by plain system calls. Needs Linux 5.5; on older kernels, or where io_uring is forbidden,
+ * opening fails.
  *
- * What saves time is asked for and done without where the kernel does not have it: finishing reads in our own calls instead of
- * interrupting us (5.19, 6.1), a registered file, registered memory (as far as the limit on locked memory goes).
+ * Faster modes are used where the kernel has them: completing reads in this thread's calls instead of interrupting it
+ * (5.19, 6.1), a registered file, registered memory (within the limit on locked memory).
  *
- * Two rings are shared with the kernel. Who moves which end, and what that publishes:
- *   submission tail   we, release    the entries before it
- *   submission head   the kernel     that it has read the entries before it (only counted here, by io_uring_enter's result)
- *   completion tail   the kernel     the entries before it, and the bytes they are about: load acquire
- *   completion head   we, release    that we have read the entries before it
- */
+ * Two rings are shared with the kernel:
+ *   word              moved by        publishes
+ *   submission tail   us, release     the entries before it
+ *   submission head   the kernel      that it has read the entries before it (counted here, by io_uring_enter's result)
+ *   completion tail   the kernel      the entries before it, and the bytes that they are about: load acquire
+ *   completion head   us, release     that we have read the entries before it
+ * / */
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <linux/time_types.h>
@@ -31,16 +33,16 @@ typedef struct {
     struct io_uring_sqe *submissions;
     struct io_uring_cqe *completions;
     uint32_t tail;      /* our submission tail */
-    uint32_t unhanded;  /* entries before the tail that the kernel has not taken yet */
-    uint32_t *refused;  /* [depth] requests that the kernel would not take */
+    uint32_t unsubmitted;  /* entries before the tail that the kernel has not accepted yet */
+    uint32_t *refused;  /* [depth] requests that the kernel did not accept */
     uint32_t refused_count;
     int refused_error;
-    int defers;         /* finished reads are left for us; implies the next */
-    int asks_for_us;    /* finished reads show up only after a call of ours, of which the kernel reminds us in a flag */
+    int defers;         /* reads complete in this thread's calls only (DEFER_TASKRUN); implies the next */
+    int needs_call;    /* completed reads appear after a call of this thread; the kernel sets a flag when one is needed */
     int has_file, has_memory; /* registered, as number 0 each */
 } ring_state;
 
-/* Newer than the headers that some systems build with. */
+/* Newer than some systems' headers. */
 #ifndef IORING_SQ_TASKRUN
 #define IORING_SQ_TASKRUN (1u << 2)
 #endif
@@ -58,8 +60,8 @@ static void on_trapped_call(int signal)
     setup_trapped = 1;
 }
 
-/* Android's app sandbox answers io_uring_setup with SIGSYS, whose default is to kill the process. The signal comes to this
- * thread, during the call; returning from the handler goes on after the call. */
+/* Android's app sandbox answers io_uring_setup with SIGSYS, which kills the process by default. The signal arrives in
+ * this thread during the call; when the handler returns, execution continues after the call. */
 static int setup(uint32_t entries, struct io_uring_params *params)
 {
     struct sigaction handler = {.sa_handler = on_trapped_call}, before;
@@ -69,13 +71,13 @@ static int setup(uint32_t entries, struct io_uring_params *params)
     sigaddset(&trapped, SIGSYS);
     setup_trapped = 0;
     sigaction(SIGSYS, &handler, &before);
-    pthread_sigmask(SIG_UNBLOCK, &trapped, &mask); /* a blocked SIGSYS would kill all the same */
+    pthread_sigmask(SIG_UNBLOCK, &trapped, &mask); /* a blocked SIGSYS would kill the process, too */
     const long ring = syscall(SYS_io_uring_setup, entries, params);
     const int error = errno;
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
     sigaction(SIGSYS, &before, NULL);
     if (setup_trapped)
-        return -EPERM; /* `ring` is whatever the register held */
+        return -EPERM; /* the call returned nothing meaningful */
     return ring < 0 ? -error : (int)ring;
 }
 
@@ -118,11 +120,11 @@ static int ring_map(ring_state *state, const struct io_uring_params *params)
 
 static int ring_open(np_reader *reader)
 {
-    static const uint32_t manners[] = {SINGLE_ISSUER | DEFER_TASKRUN | TASKRUN_FLAG, COOP_TASKRUN | TASKRUN_FLAG, 0}; /* best first */
+    static const uint32_t modes[] = {SINGLE_ISSUER | DEFER_TASKRUN | TASKRUN_FLAG, COOP_TASKRUN | TASKRUN_FLAG, 0}; /* best first */
     struct io_uring_params params;
     int ring = -EINVAL;
-    for (size_t i = 0; i < sizeof manners / sizeof *manners && ring == -EINVAL; i++) {
-        params = (struct io_uring_params){.flags = manners[i]};
+    for (size_t i = 0; i < sizeof modes / sizeof *modes && ring == -EINVAL; i++) {
+        params = (struct io_uring_params){.flags = modes[i]};
         ring = setup(reader->depth, &params);
     }
     if (ring < 0)
@@ -143,14 +145,14 @@ static int ring_open(np_reader *reader)
         return error;
     }
     state->defers = (params.flags & DEFER_TASKRUN) != 0;
-    state->asks_for_us = (params.flags & TASKRUN_FLAG) != 0;
+    state->needs_call = (params.flags & TASKRUN_FLAG) != 0;
     state->has_file = syscall(SYS_io_uring_register, ring, IORING_REGISTER_FILES, &reader->file, 1) == 0;
     reader->engine = state;
     return 0;
 }
 
-/* Errors leave has_memory 0: reads then name their memory one by one. */
-static int ring_keep(np_reader *reader)
+/* On errors has_memory stays 0: reads then pass their memory one by one. */
+static int ring_register_memory(np_reader *reader)
 {
     ring_state *state = reader->engine;
     if (state->has_memory)
@@ -182,24 +184,24 @@ static void ring_start(np_reader *reader, uint32_t index)
         .user_data = index,
     };
     state->tail++;
-    state->unhanded++;
+    state->unsubmitted++;
 }
 
 static void ring_flush(np_reader *reader)
 {
     ring_state *state = reader->engine;
-    if (!state->unhanded)
+    if (!state->unsubmitted)
         return;
     __atomic_store_n(state->submission_tail, state->tail, __ATOMIC_RELEASE);
-    while (state->unhanded) {
-        const long taken = syscall(SYS_io_uring_enter, state->ring, state->unhanded, 0, 0, NULL, 0);
+    while (state->unsubmitted) {
+        const long taken = syscall(SYS_io_uring_enter, state->ring, state->unsubmitted, 0, 0, NULL, 0);
         if (taken > 0) {
-            state->unhanded -= (uint32_t)taken;
+            state->unsubmitted -= (uint32_t)taken;
         } else if (taken == 0 || errno == EAGAIN || errno == EBUSY) {
-            return; /* short of memory, or completions first: the next flush tries again */
+            return; /* out of memory, or completions must be reaped first: the next flush tries again */
         } else if (errno != EINTR) {
             state->refused_error = -errno;
-            for (; state->unhanded; state->unhanded--) { /* take them back; nobody else reads the ring between calls */
+            for (; state->unsubmitted; state->unsubmitted--) { /* withdraw them: the kernel reads the ring during calls only */
                 const uint32_t at = --state->tail & state->submission_mask;
                 state->refused[state->refused_count++] = (uint32_t)state->submissions[at].user_data;
             }
@@ -216,9 +218,9 @@ static int ring_take(np_reader *reader, uint32_t *index, int32_t *result)
         *result = state->refused_error;
         return 1;
     }
-    const uint32_t head = *state->completion_head; /* only we move it */
+    const uint32_t head = *state->completion_head; /* only this thread moves it */
     if (head == __atomic_load_n(state->completion_tail, __ATOMIC_ACQUIRE)) {
-        if (!state->asks_for_us || !(__atomic_load_n(state->submission_flags, __ATOMIC_RELAXED) & IORING_SQ_TASKRUN))
+        if (!state->needs_call || !(__atomic_load_n(state->submission_flags, __ATOMIC_RELAXED) & IORING_SQ_TASKRUN))
             return 0;
         syscall(SYS_io_uring_enter, state->ring, 0, 0, IORING_ENTER_GETEVENTS, NULL, 0);
         if (head == __atomic_load_n(state->completion_tail, __ATOMIC_ACQUIRE))
@@ -231,11 +233,11 @@ static int ring_take(np_reader *reader, uint32_t *index, int32_t *result)
     return 1;
 }
 
-static void enter_until(const ring_state *state, uint32_t least, int64_t limit_ns)
+static void enter_until(const ring_state *state, uint32_t min_count, int64_t limit_ns)
 {
     const struct __kernel_timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
     const struct io_uring_getevents_arg until = {.ts = limit_ns < 0 ? 0 : (uintptr_t)&limit};
-    syscall(SYS_io_uring_enter, state->ring, 0, least, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &until, sizeof until);
+    syscall(SYS_io_uring_enter, state->ring, 0, min_count, IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &until, sizeof until);
 }
 
 static void ring_wait(np_reader *reader, int timeout_ms)
@@ -243,8 +245,8 @@ static void ring_wait(np_reader *reader, int timeout_ms)
     const ring_state *state = reader->engine;
     if (state->refused_count)
         return;
-    const int wait_ms = state->unhanded ? 1 : timeout_ms; /* what was not taken yet must be offered again soon */
-    if (state->defers) { /* a sleep in poll would not be ended by reads that are left for us to finish */
+    const int wait_ms = state->unsubmitted ? 1 : timeout_ms; /* unsubmitted entries must be retried soon */
+    if (state->defers) { /* poll would not return for reads that complete in this thread's calls only */
         enter_until(state, 1, wait_ms < 0 ? -1 : wait_ms * 1000000ll);
         return;
     }
@@ -252,11 +254,11 @@ static void ring_wait(np_reader *reader, int timeout_ms)
     poll(&ready, 1, wait_ms);
 }
 
-static void ring_collect(np_reader *reader, uint32_t least, uint32_t most_us)
+static void ring_collect(np_reader *reader, uint32_t min_count, uint32_t max_us)
 {
     const ring_state *state = reader->engine;
     if (state->defers && !state->refused_count)
-        enter_until(state, least, most_us * 1000ll);
+        enter_until(state, min_count, max_us * 1000ll);
 }
 
 static int ring_watch(np_reader *reader, int event)
@@ -268,5 +270,5 @@ static int ring_watch(np_reader *reader, int event)
 const np_reader_engine_calls np_engine_io_uring = {
     .name = "io_uring", .open = ring_open, .close = ring_close, .start = ring_start, .flush = ring_flush,
     .take = ring_take, .wait = ring_wait, .watch = ring_watch, .collect = ring_collect,
-    .keep = ring_keep,
+    .register_memory = ring_register_memory,
 };

@@ -1,32 +1,38 @@
-/* The loader's core: takes cluster ids, claims their words, reads them, checks them, copies them into free slots, publishes them.
+/* A turn of the loader: land completed reads, take requests, submit new reads.
  *
- * Reads land in staging buffers of this process: a slot need be neither aligned nor padded, and what the kernel still reads for a loader
- * that died harms nobody. A word is claimed when its read is submitted, not when it is asked for: a cluster that waits as a prefetch can be asked for again
- * as a demand and is then read at once; the older entry finds it there and is dropped.
+ * Reads go to staging buffers of this process. So slots need neither alignment nor padding, and reads that the kernel
+ * finishes after the loader's death harm nothing. An entry is claimed when its read is submitted, not when it is
+ * requested: a queued prefetch can be requested again as a demand, which is read at once; the older request is dropped
+ * when its turn comes.
  *
  *   what                                ordering
- *   absent -> loading (claim)           plain: nobody but the loader changes an absent word, so an id asked for twice is read once
+ *   absent -> loading (claim)           plain: only the loader changes an absent entry, so a cluster requested twice is read once
  *   bytes in staging -> checksum, copy  the reader's completion is an acquire
- *   bytes in the slot -> word           the word's store is a release
- *   word -> arrivals                    release; a waiter reads arrivals (acquire) before it looks at words
- *   slot free -> slot written           the cache took it after no read window covered it (residency/clock.c); its grant comes after */
+ *   bytes in the slot -> entry          the entry's store is a release
+ *   entry -> arrivals                   release; a waiter reads arrivals (acquire) before it looks up entries
+ *   slot free -> slot written           the cache freed it while no read window covered it (residency/clock.c), and granted it after that */
+#include "flash/loader.h"
+
 #include <errno.h>
 
+#include "flash/drain.h"
+#include "flash/failures.h"
 #include "flash/fill.h"
-#include "flash/loader.h"
-#include "flash/reader.h"
+#include "flash/gather.h"
+#include "flash/queues.h"
+#include "flash/warm_up.h"
 
 enum {
-    MAX_ANNOUNCED = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
-    MAX_LANDED_BYTES = 1 << 20, /* then it is time to look what else flash could read: half a millisecond of checksums and copies */
+    MAX_ANNOUNCED = 16, /* reads announced together: the first one's waiter is woken only after the last one's checksum */
+    MAX_LANDED_BYTES = 1 << 20, /* between submissions: half a millisecond of checksums and copies, in which flash could run dry */
     MAX_FETCHED_BYTES = 8192,
-    CACHE_LINE_BYTES = 64, /* of larger ones some are named twice */
-    MAX_LANDINGS = 8, /* of so many bytes in a turn */
-    MAX_ERRORS = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
-    MAX_DAMAGED = 2, /* a bit may have flipped on the way here, not only in the file */
+    CACHE_LINE_BYTES = 64,
+    MAX_LANDINGS = 8,         /* rounds of landing and submitting per turn */
+    MAX_ERRORS = 3,           /* I/O errors of a cluster before it is failed for the epoch */
+    MAX_WRONG_CHECKSUMS = 2,  /* more than one: a bit may have flipped in the transfer, not in the file */
 };
 
-/* A part could not be had: take the slot back and ask for it again, as a demand, or mark it failed. */
+/* A part was not read, or not intact: free its slot, and queue it again as a demand or mark it as failed. */
 static void land_failure(np_loader *loader, const np_claim *landed, int was_read)
 {
     np_part_state *part = &loader->parts[landed->part];
@@ -34,8 +40,8 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     *(was_read ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
     part->free[part->free_count++] = landed->slot;
     const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_ENTRY_PINNED;
-    const uint32_t again = landed->id | (landed->part ? NP_REQUEST_VALUE : NP_REQUEST_TRIGGER) | flags | failures << NP_QUEUED_FAILURES;
-    if (failures < (was_read ? MAX_DAMAGED : MAX_ERRORS) && np_loader_enqueue(&loader->queues[landed->part][0], again, 1)) {
+    const uint32_t retry = landed->id | (landed->part ? NP_REQUEST_VALUE : NP_REQUEST_TRIGGER) | flags | failures << NP_QUEUED_FAILURES;
+    if (failures < (was_read ? MAX_WRONG_CHECKSUMS : MAX_ERRORS) && np_queue_append(&loader->queues[landed->part][0], retry, 1)) {
         np_word_store(word, NP_ENTRY_ABSENT);
         return;
     }
@@ -43,7 +49,7 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     np_loader_fail(loader, word);
 }
 
-/* Tell of what a read brought, once it is in its slots; or failed to bring. */
+/* Publish the clusters of a read that are in their slots, and handle those that failed. */
 static void publish(np_loader *loader, uint32_t index)
 {
     const np_flight *flight = &loader->flights[index];
@@ -53,44 +59,45 @@ static void publish(np_loader *loader, uint32_t index)
         np_part_state *part = &loader->parts[landed->part];
         if (landed->warms_up)
             loader->counters.warm_up_left_bytes -= part->config.part_bytes;
-        if (!landed->is_right) {
-            land_failure(loader, landed, flight->whole);
+        if (!landed->is_valid) {
+            land_failure(loader, landed, flight->is_complete);
             continue;
         }
         uint32_t *word = &part->config.words[landed->id];
         loader->unannounced++;
-        np_set_drop(part->ours, landed->slot);
-        /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
+        np_set_drop(part->granted, landed->slot);
+        /* Unreferenced: a prefetched cluster that no worker looks up is evicted first. A plain store: only the loader
+         * changes a loading entry. */
         np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
     }
     pool->free[pool->free_count++] = index;
 }
 
-/* A read has ended, with `result` bytes or -errno. */
+/* Handle a completed read. result: bytes or -errno. */
 static void land_flight(np_loader *loader, uint32_t index, int32_t result)
 {
     np_flight *flight = &loader->flights[index];
-    flight->whole = result == (int32_t)flight->bytes;
+    flight->is_complete = result == (int32_t)flight->bytes;
     loader->counters.reads++;
-    if (flight->whole) {
+    if (flight->is_complete) {
         loader->counters.bytes += flight->bytes;
         loader->counters.gap_bytes += flight->gap_bytes;
     }
-    if (np_filler_take(loader->filler, index))
+    if (np_filler_accept(loader->filler, index))
         return;
     np_fill_slots(loader, flight);
     publish(loader, index);
 }
 
-/* Publish what the other thread has brought into slots. */
-static void land_filled(np_loader *loader)
+/* Publish the reads that the filler thread has copied into slots. */
+static void publish_filled(np_loader *loader)
 {
     uint32_t index;
     while (np_filler_next(loader->filler, &index))
         publish(loader, index);
 }
 
-/* Tell the workers of what landed since the last time. Returns how many. */
+/* Wake the workers if clusters were published or failed since the last call. Returns their number. */
 static int announce(np_loader *loader)
 {
     const int landed = (int)loader->unannounced;
@@ -102,9 +109,9 @@ static int announce(np_loader *loader)
     return landed;
 }
 
-/* Flash put these bytes into memory, or another core's cache. Have the first of them come nearer while another read lands: where reads are
- * short, waiting for them is most of what a checksum takes. */
-static void fetch_staged(const np_loader *loader, const np_flight *flight)
+/* Fetch a read's first bytes into the processor's cache while another read lands. DMA left them in memory or in another
+ * core's cache; with short reads, waiting for them is most of a checksum's time. */
+static void prefetch_staged(const np_loader *loader, const np_flight *flight)
 {
     const uint32_t bytes = flight->bytes < MAX_FETCHED_BYTES ? flight->bytes : MAX_FETCHED_BYTES;
     for (uint32_t i = 0; i < flight->claim_count && i < NP_LOADER_PARTS; i++) {
@@ -117,37 +124,37 @@ static void fetch_staged(const np_loader *loader, const np_flight *flight)
         __builtin_prefetch(flight->staged + at);
 }
 
-/* How many reads land before the workers hear of them. */
-static size_t landing_at_once(const np_loader *loader)
+/* How many reads land before the workers are woken. */
+static size_t landing_batch(const np_loader *loader)
 {
     const np_staging_pool *longest = &loader->pools[NP_POOL_LONG];
     if (longest->free_count == longest->count)
         longest = &loader->pools[NP_POOL_ORDINARY];
-    const uint32_t most = MAX_LANDED_BYTES / longest->read_bytes;
-    return most < 1 ? 1 : most < MAX_ANNOUNCED ? most : MAX_ANNOUNCED;
+    const uint32_t reads = MAX_LANDED_BYTES / longest->read_bytes;
+    return reads < 1 ? 1 : reads < MAX_ANNOUNCED ? reads : MAX_ANNOUNCED;
 }
 
-/* Wait for `least` reads, land what is done, and tell the workers; adds to *ended how many clusters were published or failed. Returns 1
- * when there may be more: flash should have other reads to do meanwhile. */
-static int land_some(np_loader *loader, size_t least, int timeout_ms, int *ended)
+/* Wait for min_reads reads, land completed ones and wake the workers. Adds the number of published or failed clusters
+ * to *ended. Returns 1 if more reads may be completed: the caller should submit new ones first. */
+static int land_some(np_loader *loader, size_t min_reads, int timeout_ms, int *ended)
 {
-    const size_t most = landing_at_once(loader);
+    const size_t max_reads = landing_batch(loader);
     const uint64_t bytes_before = loader->counters.bytes;
     np_completion done[MAX_ANNOUNCED];
     int count;
     do {
-        land_filled(loader);
-        count = np_reader_reap(loader->reader, done, least, most, timeout_ms);
+        publish_filled(loader);
+        count = np_reader_reap(loader->reader, done, min_reads, max_reads, timeout_ms);
         for (int i = 0; i < count; i++) {
             if (i + 1 < count)
-                fetch_staged(loader, &loader->flights[done[i + 1].tag]);
+                prefetch_staged(loader, &loader->flights[done[i + 1].tag]);
             land_flight(loader, (uint32_t)done[i].tag, done[i].result);
         }
         *ended += announce(loader);
-        least = 0;
+        min_reads = 0;
         timeout_ms = 0;
-    } while (count == (int)most && loader->counters.bytes - bytes_before < MAX_LANDED_BYTES);
-    return count == (int)most;
+    } while (count == (int)max_reads && loader->counters.bytes - bytes_before < MAX_LANDED_BYTES);
+    return count == (int)max_reads;
 }
 
 void np_loader_land_all(np_loader *loader)
@@ -161,7 +168,7 @@ void np_loader_land_all(np_loader *loader)
 
 uint32_t np_loader_in_flight(const np_loader *loader)
 {
-    return np_reader_in_flight(loader->reader) + np_filler_held(loader->filler);
+    return np_reader_in_flight(loader->reader) + np_filler_pending(loader->filler);
 }
 
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count)
@@ -170,46 +177,16 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
         return NP_E_ARGUMENT;
     np_part_state *state = &loader->parts[part];
     const uint32_t before = state->free_count;
-    for (size_t i = count; i-- > 0;) { /* from the end: the first is used first, so that neighbours get slots in order */
-        if (slots[i] >= state->config.slot_count || np_set_has(state->ours, slots[i])) {
+    for (size_t i = count; i-- > 0;) { /* from the end, since `free` is a stack: neighbouring clusters get neighbouring slots */
+        if (slots[i] >= state->config.slot_count || np_set_has(state->granted, slots[i])) {
             while (state->free_count > before)
-                np_set_drop(state->ours, state->free[--state->free_count]);
+                np_set_drop(state->granted, state->free[--state->free_count]);
             return NP_E_ARGUMENT;
         }
-        np_set_add(state->ours, slots[i]);
+        np_set_add(state->granted, slots[i]);
         state->free[state->free_count++] = slots[i];
     }
     state->exhausted = count == 0;
-    return (int)count;
-}
-
-int np_loader_is_request(const np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags)
-{
-    if (parts <= 0 || (parts & ~(NP_REQUEST_TRIGGER | NP_REQUEST_VALUE)) || (flags & ~(uint32_t)NP_ENTRY_PINNED) || count > INT32_MAX)
-        return 0;
-    const uint32_t clusters = loader->parts[0].config.cluster_count;
-    for (size_t i = 0; i < count; i++)
-        if (ids[i] >= clusters)
-            return 0;
-    return 1;
-}
-
-int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags)
-{
-    if (priority < 0 || priority >= NP_LOADER_PRIORITIES || !np_loader_is_request(loader, parts, ids, count, flags))
-        return NP_E_ARGUMENT;
-    const int kind = parts == NP_REQUEST_TRIGGER ? 0 : parts == NP_REQUEST_VALUE ? 1 : NP_QUEUE_BOTH;
-    for (size_t i = 0; i < count; i++) {
-        uint32_t missing = (uint32_t)parts;
-        if (kind != 1 && np_loader_settled(&loader->parts[0].config.words[ids[i]], flags))
-            missing &= ~(uint32_t)NP_REQUEST_TRIGGER;
-        if (kind != 0 && np_loader_settled(&loader->parts[1].config.words[ids[i]], flags))
-            missing &= ~(uint32_t)NP_REQUEST_VALUE;
-        if (missing != (uint32_t)parts)
-            loader->counters.already_there += missing || kind != NP_QUEUE_BOTH ? 1 : 2;
-        if (missing && !np_loader_enqueue(&loader->queues[kind][priority], ids[i] | missing | flags, 0))
-            return (int)i;
-    }
     return (int)count;
 }
 
@@ -223,18 +200,18 @@ static void submit(np_loader *loader)
         loader->bytes[i] = loader->flights[index].bytes;
         loader->targets[i] = loader->flights[index].staged;
     }
-    const int taken = np_reader_submit(loader->reader, loader->offsets, loader->bytes, loader->targets, loader->tags, count);
-    for (uint32_t i = taken > 0 ? (uint32_t)taken : 0; i < count; i++) /* only when somebody else uses the reader, too */
+    const int accepted = np_reader_submit(loader->reader, loader->offsets, loader->bytes, loader->targets, loader->tags, count);
+    for (uint32_t i = accepted > 0 ? (uint32_t)accepted : 0; i < count; i++) /* only if the reader has another user */
         land_flight(loader, loader->batch[i], -EBUSY);
 }
 
-/* Land what is done, and read what is asked for; again and again, but leave in time for the caller to look for messages. */
-static int land_and_submit(np_loader *loader, size_t least, int timeout_ms)
+/* Alternate landing and submitting, but return often enough for the caller to handle messages. */
+static int land_and_submit(np_loader *loader, size_t min_reads, int timeout_ms)
 {
     int ended = 0;
     for (int i = 0; i == 0 || (loader->has_more && (i < MAX_LANDINGS || !ended)); i++) {
-        /* Landing comes first, so that what it makes room for is submitted by one call. */
-        loader->has_more = land_some(loader, i ? 0 : least, i ? 0 : timeout_ms, &ended);
+        /* Landing comes first: one submission then fills the room that it makes. */
+        loader->has_more = land_some(loader, i ? 0 : min_reads, i ? 0 : timeout_ms, &ended);
         np_loader_drain(loader);
         submit(loader);
     }
@@ -243,12 +220,12 @@ static int land_and_submit(np_loader *loader, size_t least, int timeout_ms)
 
 int np_loader_turn(np_loader *loader, int timeout_ms)
 {
-    np_loader_forgive(loader);
+    np_loader_retry_failed(loader);
     int ended = land_and_submit(loader, 0, 0);
     if (!ended && !loader->unannounced && timeout_ms != 0 && np_loader_in_flight(loader)) {
         if (!np_reader_in_flight(loader->reader))
             np_filler_wait(loader->filler, timeout_ms);
-        ended = land_and_submit(loader, 1, timeout_ms); /* the flash stays busy while the caller looks for messages */
+        ended = land_and_submit(loader, 1, timeout_ms); /* submits again, so that flash is busy while the caller handles messages */
     }
     ended += announce(loader);
     np_warm_up_count_time(loader);
@@ -256,11 +233,11 @@ int np_loader_turn(np_loader *loader, int timeout_ms)
         np_word_store(loader->in_flight, np_reader_in_flight(loader->reader));
     if (loader->board) {
         const np_loader_state *state = &loader->counters;
-        const uint64_t shown[NP_LOADER_BOARD] = {state->reads,   state->bytes,   state->checksum_failures, state->io_errors,
+        const uint64_t figures[NP_LOADER_BOARD] = {state->reads,   state->bytes,   state->checksum_failures, state->io_errors,
                                                  state->refused, state->dropped, state->gap_bytes,         state->waited_for_slot,
                                                  state->warm_up_bytes, state->warm_up_left_bytes, state->warm_up_ns};
         for (int i = 0; i < NP_LOADER_BOARD; i++)
-            __atomic_store_n(&loader->board[i], shown[i], __ATOMIC_RELAXED);
+            __atomic_store_n(&loader->board[i], figures[i], __ATOMIC_RELAXED);
     }
     return ended;
 }
@@ -269,14 +246,14 @@ void np_loader_reset(np_loader *loader)
 {
     np_loader_land_all(loader);
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
-        for (int priority = 1; priority < NP_LOADER_PRIORITIES; priority++) /* 0: somebody waits for these, and asks but once */
+        for (int priority = 1; priority < NP_LOADER_PRIORITIES; priority++) /* demands stay: workers wait for them and request them only once */
             loader->queues[kind][priority].count = 0;
-    np_warm_up_forget(loader);
+    np_warm_up_clear(loader);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
         part->exhausted = 0;
         while (part->free_count)
-            np_set_drop(part->ours, part->free[--part->free_count]);
+            np_set_drop(part->granted, part->free[--part->free_count]);
     }
 }
 
@@ -286,20 +263,12 @@ int np_loader_trim(np_loader *loader, int part, uint32_t first_slot)
         return NP_E_ARGUMENT;
     const np_loader_part *config = &loader->parts[part].config;
     for (uint32_t slot = first_slot; slot < config->slot_count; slot++)
-        if (np_set_has(loader->parts[part].ours, slot))
+        if (np_set_has(loader->parts[part].granted, slot))
             return NP_E_ARGUMENT;
     if (config->slots_file < 0 || first_slot >= config->slot_count)
         return NP_OK;
     const uint64_t before = (uint64_t)first_slot * config->slot_bytes, all = (uint64_t)config->slot_count * config->slot_bytes;
     return np_file_give_back(config->slots_file, config->slots_file_offset + before, all - before) == NP_OK ? NP_OK : NP_E_IO;
-}
-
-uint32_t np_loader_count_waiting(const np_loader *loader, int part)
-{
-    uint32_t waiting = loader->warm_up.pinned_count[part];
-    for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
-        waiting += loader->queues[part][priority].count + loader->queues[NP_QUEUE_BOTH][priority].count;
-    return waiting;
 }
 
 void np_loader_read_state(const np_loader *loader, np_loader_state *out)

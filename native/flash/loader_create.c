@@ -1,4 +1,4 @@
-/* A loader's beginning and end. */
+/* Creating and destroying a loader. */
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -6,9 +6,9 @@
 #include "flash/loader.h"
 #include "flash/reader.h"
 
-enum { MAX_ASKED = 32768 }; /* demands, or guesses, that wait: more stay in the rings. Two layers of a 7B model */
+enum { MAX_QUEUED = 32768 }; /* entries of one queue, two layers of a 7B model; further ones stay in the rings */
 
-static int is_part(const np_loader_part *part, uint32_t alignment)
+static int is_part_valid(const np_loader_part *part, uint32_t alignment)
 {
     const uint64_t places = part->base_offset | part->stride_bytes | part->part_offset | part->part_bytes;
     return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && places % alignment == 0 && part->slot_bytes > 0 &&
@@ -19,8 +19,8 @@ static int is_part(const np_loader_part *part, uint32_t alignment)
            part->base_offset < INT64_MAX / 4 && part->part_offset < INT64_MAX / 8;
 }
 
-/* Whether what is moved into slots of part 1 lies in part 0, and one read holds both. */
-static int is_moving(const np_loader_reading *reading, const np_loader_part *parts)
+/* True if the bytes that value slots hold of the trigger part lie in it, and one read can bring both. */
+static int are_moved_bytes_valid(const np_loader_reading *reading, const np_loader_part *parts)
 {
     const np_loader_part *to = &parts[NP_VALUE], *from = &parts[NP_TRIGGER];
     if (from->moved_bytes || !to->moved_bytes)
@@ -30,36 +30,36 @@ static int is_moving(const np_loader_reading *reading, const np_loader_part *par
            (uint64_t)to->moved_from + to->moved_bytes <= from->part_bytes;
 }
 
-/* Whether a staging buffer holds either part, and both parts are of the same clusters. */
-static int is_reading(const np_loader_reading *reading, const np_loader_part *parts, const np_reader *reader)
+/* True if a staging buffer can hold either part, and both parts belong to the same clusters. */
+static int are_read_sizes_valid(const np_loader_reading *reading, const np_loader_part *parts, const np_reader *reader)
 {
-    const uint32_t longer = parts[0].part_bytes > parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
+    const uint32_t max_part_bytes = parts[0].part_bytes > parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
     if (reading->warm_up_reads && (reading->warm_up_reads >= reader->depth || reading->warm_up_read_bytes < reading->most_read_bytes ||
                                    reading->warm_up_read_bytes > INT32_MAX || reading->warm_up_read_bytes % reader->alignment != 0))
         return 0;
-    return reading->most_read_bytes >= longer && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
+    return reading->most_read_bytes >= max_part_bytes && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
            parts[0].cluster_count == parts[1].cluster_count && parts[0].stride_bytes == parts[1].stride_bytes &&
-           is_moving(reading, parts);
+           are_moved_bytes_valid(reading, parts);
 }
 
-static int create_queue(np_queue *line, uint32_t capacity, uint32_t reserve)
+static int create_queue(np_queue *queue, uint32_t capacity, uint32_t reserve)
 {
-    *line = (np_queue){.entries = calloc(capacity + (size_t)reserve, sizeof(uint32_t)), .capacity = capacity + reserve, .reserve = reserve};
-    return line->entries != NULL;
+    *queue = (np_queue){.entries = calloc(capacity + (size_t)reserve, sizeof(uint32_t)), .capacity = capacity + reserve, .reserve = reserve};
+    return queue->entries != NULL;
 }
 
-/* Queues for `capacity` clusters each, but for no more than MAX_ASKED. */
+/* Create queues for `capacity` clusters each, at most MAX_QUEUED. */
 static int create_queues(np_loader *loader, uint32_t capacity)
 {
-    const uint32_t asked = capacity < MAX_ASKED ? capacity : MAX_ASKED;
+    const uint32_t entries = capacity < MAX_QUEUED ? capacity : MAX_QUEUED;
     uint32_t in_flight = 0;
     for (int i = 0; i < NP_LOADER_POOLS; i++)
-        in_flight += loader->pools[i].count * loader->pools[i].claims_most;
+        in_flight += loader->pools[i].count * loader->pools[i].max_claims;
     int complete = 1;
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++) {
-        complete &= create_queue(&loader->queues[kind][0], asked, in_flight);
+        complete &= create_queue(&loader->queues[kind][0], entries, in_flight);
         for (int priority = NP_FOR_PREFETCH; priority < NP_LOADER_PRIORITIES; priority++)
-            complete &= create_queue(&loader->queues[kind][priority], asked, 0);
+            complete &= create_queue(&loader->queues[kind][priority], entries, 0);
     }
     return complete;
 }
@@ -68,9 +68,9 @@ static int create_warm_up(np_warm_up *warm, uint32_t clusters)
 {
     int complete = 1;
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
-        warm->wanted[part] = calloc(clusters / 64 + 1u, sizeof(uint64_t));
+        warm->clusters[part] = calloc(clusters / 64 + 1u, sizeof(uint64_t));
         warm->pinned[part] = calloc(clusters / 64 + 1u, sizeof(uint64_t));
-        complete &= warm->wanted[part] && warm->pinned[part];
+        complete &= warm->clusters[part] && warm->pinned[part];
     }
     return complete;
 }
@@ -79,11 +79,11 @@ static int create_part(np_part_state *part, const np_loader_part *config)
 {
     part->config = *config;
     part->free = calloc(config->slot_count + 1u, sizeof *part->free);
-    part->ours = calloc(config->slot_count / 64 + 1u, sizeof *part->ours);
-    return part->free && part->ours;
+    part->granted = calloc(config->slot_count / 64 + 1u, sizeof *part->granted);
+    return part->free && part->granted;
 }
 
-/* Staging buffers, in huge pages where there are some; those of ordinary reads are known to the reader. */
+/* Map the staging buffers, with huge pages if possible, and register those of ordinary reads with the reader. */
 static int create_staging(np_loader *loader)
 {
     const np_staging_pool *pools = loader->pools;
@@ -98,17 +98,17 @@ static int create_staging(np_loader *loader)
     return 1;
 }
 
-static void size_pools(np_loader *loader, uint32_t least_part_bytes)
+static void size_pools(np_loader *loader, uint32_t min_part_bytes)
 {
     const np_loader_reading *reading = &loader->reading;
     loader->pools[NP_POOL_ORDINARY] = (np_staging_pool){.read_bytes = reading->most_read_bytes, .count = loader->depth - reading->warm_up_reads};
     loader->pools[NP_POOL_LONG] = (np_staging_pool){.read_bytes = reading->warm_up_read_bytes, .count = reading->warm_up_reads};
     for (int i = 0; i < NP_LOADER_POOLS; i++)
-        loader->pools[i].claims_most = loader->pools[i].read_bytes / least_part_bytes + NP_LOADER_PARTS;
+        loader->pools[i].max_claims = loader->pools[i].read_bytes / min_part_bytes + NP_LOADER_PARTS;
 }
 
-/* Each flight gets its buffer and its claims, for good. */
-static void share_out(np_loader *loader)
+/* Assign each flight its buffer and its claims. */
+static void assign_buffers(np_loader *loader)
 {
     uint8_t *staged = loader->staging;
     np_claim *claims = loader->claims;
@@ -116,9 +116,9 @@ static void share_out(np_loader *loader)
     for (int number = 0; number < NP_LOADER_POOLS; number++) {
         np_staging_pool *pool = &loader->pools[number];
         pool->free = loader->free_flights + flight;
-        for (uint32_t i = 0; i < pool->count; i++, flight++, staged += pool->read_bytes, claims += pool->claims_most) {
+        for (uint32_t i = 0; i < pool->count; i++, flight++, staged += pool->read_bytes, claims += pool->max_claims) {
             loader->flights[flight] = (np_flight){.pool = (uint32_t)number, .staged = staged, .claims = claims};
-            pool->free[pool->count - 1 - i] = flight; /* the lowest first: few reads at a time stay in few pages */
+            pool->free[pool->count - 1 - i] = flight; /* lowest on top: few concurrent reads touch few pages */
         }
         pool->free_count = pool->count;
     }
@@ -129,7 +129,7 @@ static int create_flights(np_loader *loader)
     const uint32_t depth = loader->depth;
     size_t claims = 0;
     for (int i = 0; i < NP_LOADER_POOLS; i++)
-        claims += (size_t)loader->pools[i].count * loader->pools[i].claims_most;
+        claims += (size_t)loader->pools[i].count * loader->pools[i].max_claims;
     loader->flights = calloc(depth, sizeof *loader->flights);
     loader->claims = calloc(claims, sizeof *loader->claims);
     loader->free_flights = calloc(depth, sizeof *loader->free_flights);
@@ -140,12 +140,13 @@ static int create_flights(np_loader *loader)
     loader->targets = calloc(depth, sizeof *loader->targets);
     if (!create_staging(loader) || !loader->flights || !loader->claims || !loader->free_flights)
         return 0;
-    share_out(loader);
+    assign_buffers(loader);
     return loader->batch && loader->offsets && loader->tags && loader->bytes && loader->targets;
 }
 
-/* Words that are loading before this loader has read anything were claimed by one that died. Its reads went to its own memory. */
-static void inherit(const np_loader_part *part)
+/* Entries that are loading before this loader's first read were claimed by one that died. Its reads went to its own
+ * memory. */
+static void reset_loading(const np_loader_part *part)
 {
     for (uint32_t id = 0; id < part->cluster_count; id++) {
         const uint32_t value = np_word_load(&part->words[id]);
@@ -158,17 +159,17 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
                             uint32_t queue_capacity)
 {
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        if (!is_part(&parts[i], reader->alignment))
+        if (!is_part_valid(&parts[i], reader->alignment))
             return NULL;
-    np_loader *loader = queue_capacity && is_reading(reading, parts, reader) ? calloc(1, sizeof *loader) : NULL;
+    np_loader *loader = queue_capacity && are_read_sizes_valid(reading, parts, reader) ? calloc(1, sizeof *loader) : NULL;
     if (!loader)
         return NULL;
-    const uint32_t least = parts[0].part_bytes < parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
+    const uint32_t min_part_bytes = parts[0].part_bytes < parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
     loader->reader = reader;
     loader->arrivals = arrivals;
     loader->reading = *reading;
     loader->depth = reader->depth;
-    size_pools(loader, least);
+    size_pools(loader, min_part_bytes);
     int complete = create_queues(loader, queue_capacity) & create_flights(loader) & create_warm_up(&loader->warm_up, parts[0].cluster_count);
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         complete &= create_part(&loader->parts[i], &parts[i]);
@@ -177,7 +178,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
         return NULL;
     }
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        inherit(&parts[i]);
+        reset_loading(&parts[i]);
     if (reading->warm_up_reads)
         loader->filler = np_filler_start(loader);
     return loader;
@@ -188,16 +189,16 @@ void np_loader_destroy(np_loader *loader)
     if (!loader)
         return;
     if (loader->flights && loader->free_flights && loader->claims)
-        np_loader_land_all(loader); /* the reads write into staging */
+        np_loader_land_all(loader); /* the kernel may still write into staging */
     np_filler_stop(loader->filler);
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
         for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
             free(loader->queues[kind][priority].entries);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
-        free(loader->warm_up.wanted[i]);
+        free(loader->warm_up.clusters[i]);
         free(loader->warm_up.pinned[i]);
         free(loader->parts[i].free);
-        free(loader->parts[i].ours);
+        free(loader->parts[i].granted);
     }
     if (loader->staging) {
         np_reader_register(loader->reader, NULL, 0);

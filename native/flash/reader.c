@@ -1,4 +1,4 @@
-/* The reader: bookkeeping of requests, the same for every engine. */
+/* The reader: bookkeeping of requests, common to all engines. */
 #include "flash/reader.h"
 
 #include <errno.h>
@@ -15,7 +15,7 @@ enum { MAX_DEPTH = 4096 };
 static int open_engine(np_reader *reader, const char *name)
 {
     static const np_reader_engine_calls *const engines[] = {&np_engine_io_uring, &np_engine_threads}; /* best first */
-    int error = EINVAL; /* for a name that is none of them */
+    int error = EINVAL; /* an unknown name */
     for (size_t i = 0; i < sizeof engines / sizeof *engines; i++) {
         if (name && strcmp(name, engines[i]->name) != 0)
             continue;
@@ -60,9 +60,9 @@ void np_reader_close(np_reader *reader)
 {
     if (!reader)
         return;
-    np_completion forgotten[16];
+    np_completion discarded[16];
     while (reader->in_flight) /* the kernel may still write to their targets */
-        np_reader_reap(reader, forgotten, 1, 16, -1);
+        np_reader_reap(reader, discarded, 1, 16, -1);
     reader->calls->close(reader);
     if (reader->event >= 0)
         close(reader->event);
@@ -79,21 +79,21 @@ uint32_t np_reader_in_flight(const np_reader *reader) { return reader->in_flight
 
 int np_reader_register(np_reader *reader, void *memory, size_t bytes)
 {
-    if (!reader->calls->keep)
+    if (!reader->calls->register_memory)
         return 0;
     reader->memory = memory;
     reader->memory_bytes = bytes;
-    return reader->calls->keep(reader);
+    return reader->calls->register_memory(reader);
 }
 
-static void start_rest(np_reader *reader, uint32_t index)
+static void start_remainder(np_reader *reader, uint32_t index)
 {
     np_request *request = &reader->requests[index];
     request->piece = (struct iovec){request->target + request->done, request->bytes - request->done};
     reader->calls->start(reader, index);
 }
 
-static int acceptable(const np_reader *reader, uint64_t offset, uint32_t bytes, const void *target)
+static int is_acceptable(const np_reader *reader, uint64_t offset, uint32_t bytes, const void *target)
 {
     return target && bytes > 0 && bytes <= INT_MAX && offset <= INT64_MAX - (uint64_t)bytes &&
            (offset | bytes | (uintptr_t)target) % reader->alignment == 0;
@@ -103,27 +103,28 @@ int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t 
                      size_t count)
 {
     for (size_t i = 0; i < count; i++)
-        if (!acceptable(reader, offsets[i], bytes[i], targets[i]))
+        if (!is_acceptable(reader, offsets[i], bytes[i], targets[i]))
             return NP_E_ARGUMENT;
     const uint32_t room = reader->depth - reader->in_flight;
-    const uint32_t taken = count < room ? (uint32_t)count : room;
-    for (uint32_t i = 0; i < taken; i++) {
+    const uint32_t accepted = count < room ? (uint32_t)count : room;
+    for (uint32_t i = 0; i < accepted; i++) {
         const uint32_t index = reader->free[reader->depth - ++reader->in_flight];
         reader->requests[index] = (np_request){.offset = offsets[i], .tag = tags[i], .target = targets[i], .bytes = bytes[i]};
-        start_rest(reader, index);
+        start_remainder(reader, index);
     }
     reader->calls->flush(reader);
-    return (int)taken;
+    return (int)accepted;
 }
 
-/* A piece ended. Returns 1 when the request is done, its result in *out; 0 when another piece was started. */
+/* Handle a finished piece. Returns 1 if its request is done, with the result in *out; 0 if another piece was
+ * started. */
 static int finish(np_reader *reader, uint32_t index, int32_t result, np_completion *out)
 {
     np_request *request = &reader->requests[index];
     if (result == -EINTR || result == -EAGAIN)
         result = 0;
     else if (result >= 0) {
-        /* Direct I/O goes on from an aligned place. Nothing gained is the end of the file: a cluster that is not all there. */
+        /* Direct I/O has to go on at an aligned offset. No progress means the end of the file: a truncated cluster. */
         const uint32_t before = request->done;
         request->done += (uint32_t)result;
         if (request->done < request->bytes)
@@ -131,7 +132,7 @@ static int finish(np_reader *reader, uint32_t index, int32_t result, np_completi
         result = request->done == before ? -EIO : 0;
     }
     if (result == 0 && request->done < request->bytes) {
-        start_rest(reader, index);
+        start_remainder(reader, index);
         return 0;
     }
     *out = (np_completion){.tag = request->tag, .result = result < 0 ? result : (int32_t)request->bytes};
@@ -139,17 +140,17 @@ static int finish(np_reader *reader, uint32_t index, int32_t result, np_completi
     return 1;
 }
 
-int np_reader_reap(np_reader *reader, np_completion *out, size_t least, size_t most, int timeout_ms)
+int np_reader_reap(np_reader *reader, np_completion *out, size_t min_count, size_t max_count, int timeout_ms)
 {
     const uint64_t end = timeout_ms > 0 ? np_clock_ns() + (uint64_t)timeout_ms * 1000000u : 0;
     size_t count = 0;
     for (;;) {
         uint32_t index;
         int32_t result;
-        while (count < most && reader->calls->take(reader, &index, &result))
+        while (count < max_count && reader->calls->take(reader, &index, &result))
             count += (size_t)finish(reader, index, result, &out[count]);
         reader->calls->flush(reader);
-        if (count >= least || count == most || reader->in_flight == 0 || timeout_ms == 0)
+        if (count >= min_count || count == max_count || reader->in_flight == 0 || timeout_ms == 0)
             return (int)count;
         int wait_ms = -1;
         if (timeout_ms > 0) {
@@ -166,7 +167,7 @@ int np_reader_event_fd(np_reader *reader)
 {
     if (reader->event >= 0)
         return reader->event;
-    const int event = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK); /* starts signalled: something may be there already */
+    const int event = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK); /* starts signalled: reads may be completed already */
     if (event < 0)
         return -errno;
     const int error = reader->calls->watch(reader, event);
@@ -174,6 +175,6 @@ int np_reader_event_fd(np_reader *reader)
         close(event);
         return -error;
     }
-    __atomic_store_n(&reader->event, event, __ATOMIC_RELEASE); /* another thread may signal it, too (fill.c) */
+    __atomic_store_n(&reader->event, event, __ATOMIC_RELEASE); /* the filler thread signals it as well (fill.c) */
     return event;
 }

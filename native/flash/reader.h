@@ -1,4 +1,4 @@
-/* The reader's own state, and what an engine has to do for it. */
+/* The reader's state, and the interface of its engines. */
 #ifndef NP_FLASH_READER_H
 #define NP_FLASH_READER_H
 #include <stddef.h>
@@ -7,26 +7,26 @@
 
 #include "neuronpipe.h"
 
-/* One read that somebody asked for. The engine reads pieces of it; a short piece is followed by another one. */
+/* One read. The engine reads it in pieces: after a short one the remainder is read as the next. */
 typedef struct {
     uint64_t offset, tag;
     uint8_t *target;
     uint32_t bytes, done;
-    struct iovec piece; /* what is left of it; must lie still while the kernel may look at it */
+    struct iovec piece; /* the remainder; must not change while the kernel may read it */
 } np_request;
 
-/* An engine has room for `depth` pieces at once, one per request, so that none of this can fail for want of room. */
+/* An engine has room for `depth` pieces, one per request, so that starting one cannot fail. */
 typedef struct {
     const char *name;
-    int (*open)(np_reader *reader); /* 0 or errno; then close is not called */
+    int (*open)(np_reader *reader); /* 0, or errno: then close is not called */
     void (*close)(np_reader *reader);
-    void (*start)(np_reader *reader, uint32_t request); /* read requests[request].piece; may only be queued */
-    void (*flush)(np_reader *reader);                   /* hand queued pieces over */
-    int (*take)(np_reader *reader, uint32_t *request, int32_t *result); /* 1 and a finished piece, or 0 */
-    void (*wait)(np_reader *reader, int timeout_ms);    /* until there may be a piece to take; may return early */
-    void (*collect)(np_reader *reader, uint32_t least, uint32_t most_us); /* wait until so many pieces may be taken. NULL: it cannot */
-    int (*watch)(np_reader *reader, int event);         /* from now on signal this eventfd; 0 or errno */
-    int (*keep)(np_reader *reader);                     /* reader->memory is what reads go to; 1 if that helps. NULL: it never does */
+    void (*start)(np_reader *reader, uint32_t request); /* read requests[request].piece; may only queue it */
+    void (*flush)(np_reader *reader);                   /* submit queued pieces */
+    int (*take)(np_reader *reader, uint32_t *request, int32_t *result); /* returns 1 and a finished piece, or 0 */
+    void (*wait)(np_reader *reader, int timeout_ms);    /* until a piece may be finished; may return early */
+    void (*collect)(np_reader *reader, uint32_t min_count, uint32_t max_us); /* wait until so many pieces are finished. NULL: not supported */
+    int (*watch)(np_reader *reader, int event);         /* signal this eventfd when pieces finish; 0 or errno */
+    int (*register_memory)(np_reader *reader);          /* register reader->memory as target; 1 if reads get cheaper. NULL: not supported */
 } np_reader_engine_calls;
 
 extern const np_reader_engine_calls np_engine_io_uring, np_engine_threads;
@@ -34,9 +34,9 @@ extern const np_reader_engine_calls np_engine_io_uring, np_engine_threads;
 struct np_reader {
     const np_reader_engine_calls *calls;
     void *engine;         /* the engine's own state */
-    int file, event;      /* event: -1 until asked for */
+    int file, event;      /* event: -1 before np_reader_event_fd */
     int direct;
-    uint8_t *memory;      /* what reads go to, if it was told: [memory_bytes] */
+    uint8_t *memory;      /* [memory_bytes] registered target memory, or NULL */
     size_t memory_bytes;
     uint32_t alignment;
     uint32_t depth, in_flight;
@@ -44,7 +44,8 @@ struct np_reader {
     uint32_t *free;       /* [depth] stack of unused requests */
 };
 
-/* Open for direct I/O if that works. Returns the descriptor or -errno; sets *direct and *alignment. */
+/* Open a file, for direct I/O if a trial read succeeds. Returns the descriptor or -errno; sets *direct and
+ * *alignment. */
 int np_file_open(const char *path, int *direct, uint32_t *alignment);
 
 #endif

@@ -1,7 +1,7 @@
-/* A worker's side of its request ring: what it misses, without a message. drain.c has the loader's side.
+/* The worker's side of its request ring; drain.c has the loader's side.
  *
- * No lost doorbell: the worker advances `tail` and then looks at `asleep`; the loader sets `asleep` and then looks at every
- * `tail`. Both orders are sequentially consistent, so at least one of them sees the other. */
+ * No doorbell is lost: the worker advances `tail` and then reads `asleep`; the loader sets `asleep` and then reads
+ * every `tail`. All accesses are sequentially consistent, so at least one of the two sees the other. */
 #include <unistd.h>
 
 #include "neuronpipe.h"
@@ -11,17 +11,17 @@ uint32_t np_requests_put(const np_requests *requests, const uint32_t *entries, u
     const uint32_t tail = __atomic_load_n(requests->tail, __ATOMIC_RELAXED);
     const uint32_t used = tail - __atomic_load_n(requests->head, __ATOMIC_ACQUIRE);
     const uint32_t room = used < requests->capacity ? requests->capacity - used : 0;
-    const uint32_t taken = count < room ? count : room;
-    for (uint32_t i = 0; i < taken; i++)
+    const uint32_t accepted = count < room ? count : room;
+    for (uint32_t i = 0; i < accepted; i++)
         requests->entries[(tail + i) & (requests->capacity - 1)] = entries[i];
-    if (!taken)
+    if (!accepted)
         return 0;
-    __atomic_store_n(requests->tail, tail + taken, __ATOMIC_SEQ_CST);
+    __atomic_store_n(requests->tail, tail + accepted, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (__atomic_load_n(requests->asleep, __ATOMIC_SEQ_CST) && __atomic_exchange_n(requests->asleep, 0, __ATOMIC_SEQ_CST) &&
         requests->doorbell >= 0) {
         const ssize_t rung = write(requests->doorbell, "", 1); /* a full pipe wakes the loader just as well */
         (void)rung;
     }
-    return taken;
+    return accepted;
 }

@@ -1,33 +1,35 @@
-/* The loader's life between two messages: turns while there is something to do, else sleep.
+/* The loader's main loop between two messages: turns while there is work, else sleep.
  *
- * A worker's request wakes it without a lost doorbell: it sets `asleep` and then looks at every tail, a worker advances its tail and
- * then looks at `asleep`, all sequentially consistent, so one of the two sees the other (requests.c). A worker that dies
- * between clearing `asleep` and ringing leaves a sleep that ends with the timeout. */
+ * No request is missed: the loader sets `asleep` and then reads every tail; a worker advances its tail and then reads
+ * `asleep`; all accesses are sequentially consistent, so one of the two sees the other (requests.c). If a worker dies
+ * between clearing `asleep` and ringing the doorbell, the sleep ends with the timeout. */
 #include <errno.h>
 #include <poll.h>
 #include <stdint.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "flash/drain.h"
 #include "flash/loader.h"
+#include "flash/queues.h"
 #include "flash/reader.h"
 #include "sync/clock.h"
 
 enum {
     MAX_DESCRIPTORS = 8,
-    LOOKS_PER_POLL = 64, /* while spinning: messages can wait longer than reads */
-    BUSY_READS = 16,    /* with so many in flight the flash is busy, and half of them finishing together costs nobody time ... */
+    TURNS_PER_POLL = 64, /* while spinning: messages are less urgent than reads */
+    BUSY_READS = 16,     /* with so many in flight flash stays busy while half of them are collected by one call, */
     MAX_COLLECT = 32,
-    COLLECT_US = 200,   /* ... for at most this long, in which neither messages nor requests are seen */
-    MAPPED_AT_ONCE = 2 << 20, /* bytes of slots: a fraction of a millisecond, in which a request waits */
+    COLLECT_US = 200,    /* for at most this long: neither messages nor requests are handled meanwhile */
+    MAPPED_AT_ONCE = 2 << 20, /* bytes of slots: a fraction of a millisecond, for which a request may have to wait */
 };
 
 typedef struct {
     uint32_t free, waiting;
 } slot_counts;
 
-/* Whether the cache should hear how many slots are left. */
-static int has_moved(const np_loader *loader, const slot_counts *before)
+/* True if the cache should be told the number of free slots. */
+static int slots_are_short(const np_loader *loader, const slot_counts *before)
 {
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         const np_part_state *part = &loader->parts[i];
@@ -38,17 +40,17 @@ static int has_moved(const np_loader *loader, const slot_counts *before)
     return 0;
 }
 
-/* Take the notices; what they announced is found by looking. */
-static void quieten(int descriptor)
+/* Empty a signalled descriptor. The next turn finds what it announced. */
+static void clear_signal(int descriptor)
 {
     char notices[256];
-    const ssize_t taken = read(descriptor, notices, sizeof notices);
-    (void)taken; /* none is as good */
+    const ssize_t bytes = read(descriptor, notices, sizeof notices);
+    (void)bytes; /* nothing to read is fine */
 }
 
-/* Slots that were written as a file, as while memory warmed up, are not mapped yet: each page would cost a fault in the middle of a
- * read that somebody waits for. With nothing else to do, map some. Returns 0 when all are, or the kernel cannot. Where there is a slot for
- * every cluster none is written twice, and mapping them would only take time from the first texts. */
+/* Slots that were written through the memory file during warm-up are not mapped yet: each page would cost a fault while
+ * a worker waits for a read. With nothing else to do, map some. Returns 0 if all are mapped or the kernel cannot map
+ * them. If every cluster has a slot, none is written twice, and mapping would only delay the first requests. */
 static int map_some_slots(np_loader *loader)
 {
 #ifdef MADV_POPULATE_WRITE
@@ -57,11 +59,11 @@ static int map_some_slots(np_loader *loader)
         const size_t all = (size_t)part->config.slot_count * part->config.slot_bytes;
         if (part->config.slots_file < 0 || part->mapped_bytes >= all || part->config.slot_count >= part->config.cluster_count)
             continue;
-        const size_t some = all - part->mapped_bytes < MAPPED_AT_ONCE ? all - part->mapped_bytes : MAPPED_AT_ONCE;
+        const size_t bytes = all - part->mapped_bytes < MAPPED_AT_ONCE ? all - part->mapped_bytes : MAPPED_AT_ONCE;
         const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), place = (uintptr_t)part->config.slots + part->mapped_bytes;
         const uintptr_t from = place / page * page;
-        const int mapped = madvise((void *)from, place + some - from, MADV_POPULATE_WRITE) == 0;
-        part->mapped_bytes = mapped ? part->mapped_bytes + some : all;
+        const int mapped = madvise((void *)from, place + bytes - from, MADV_POPULATE_WRITE) == 0;
+        part->mapped_bytes = mapped ? part->mapped_bytes + bytes : all;
         return 1;
     }
 #endif
@@ -95,13 +97,13 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
             np_trace_put(loader->trace, NP_SPAN_READ, 0, (uint32_t)(loader->counters.bytes - bytes_before), 0, reading_since);
         if (ended || np_loader_in_flight(loader) == 0)
             reading_since = np_trace_now();
-        if (has_moved(loader, before))
+        if (slots_are_short(loader, before))
             return 1;
         now = np_clock_ns();
         if (ended)
             busy_until = now + (uint64_t)spin_us * 1000u;
         const int spinning = np_reader_in_flight(loader->reader) > 0 && now < busy_until;
-        if (spinning && ++spins % LOOKS_PER_POLL) {
+        if (spinning && ++spins % TURNS_PER_POLL) {
             np_pause();
             continue;
         }
@@ -109,12 +111,12 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         const int collecting = in_flight >= BUSY_READS && loader->reader->calls->collect;
         if (collecting)
             loader->reader->calls->collect(loader->reader, in_flight / 2 < MAX_COLLECT ? in_flight / 2 : MAX_COLLECT, COLLECT_US);
-        /* What ends after this turn signals the event again, so there is no need for another turn before sleeping. */
+        /* Reads that end after this turn signal the event, so no further turn is needed before sleeping. */
         int wait_ms = collecting || spinning || loader->has_more || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
         if (wait_ms && first) {
             __atomic_store_n(first->asleep, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
-            if (np_loader_is_asked(loader))
+            if (np_loader_has_requests(loader))
                 wait_ms = 0;
         }
         if (wait_ms && np_loader_in_flight(loader) == 0 && map_some_slots(loader))
@@ -127,7 +129,7 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         if (ready > 0) {
             for (int i = 0; i < 2; i++)
                 if (watched[i].revents)
-                    quieten(watched[i].fd);
+                    clear_signal(watched[i].fd);
             for (uint32_t i = 0; i < count; i++)
                 if (watched[2 + i].revents)
                     return 1;

@@ -23,7 +23,7 @@ typedef struct {
     uint32_t *queue, queue_from, queue_count; /* ring of [depth] requests */
     piece_result *results;                    /* ring of [depth] */
     uint32_t results_from, results_count;
-    int stop, event; /* event: -1 until asked for */
+    int stop, event; /* event: -1 before it is watched */
     np_reader *reader;
 } pool_state;
 
@@ -47,14 +47,14 @@ static void *run_thread(void *argument)
 
         const np_request *request = &reader->requests[index];
         const off_t offset = (off_t)(request->offset + request->done);
-        const ssize_t got = pread(reader->file, request->piece.iov_base, request->piece.iov_len, offset);
-        const int32_t result = got < 0 ? -errno : (int32_t)got;
+        const ssize_t bytes = pread(reader->file, request->piece.iov_base, request->piece.iov_len, offset);
+        const int32_t result = bytes < 0 ? -errno : (int32_t)bytes;
 
         pthread_mutex_lock(&state->lock);
         state->results[(state->results_from + state->results_count++) % reader->depth] = (piece_result){index, result};
         pthread_cond_signal(&state->done);
         if (state->event >= 0)
-            eventfd_write(state->event, 1); /* fails only when the counter is full, which is readable as well */
+            eventfd_write(state->event, 1); /* fails only if the counter is full, which is readable as well */
     }
     pthread_mutex_unlock(&state->lock);
     return NULL;
@@ -77,12 +77,12 @@ static void pool_close(np_reader *reader)
     free(state);
 }
 
-/* Starts what threads it can; one is enough. */
-static int start_threads(pool_state *state, uint32_t wanted)
+/* Start as many threads as possible; one is enough. */
+static int start_threads(pool_state *state, uint32_t max_threads)
 {
     int error = 0;
-    while (error == 0 && state->thread_count < wanted) {
-        error = np_thread_start(&state->threads[state->thread_count], NP_LEAST_STACK_BYTES, run_thread, state);
+    while (error == 0 && state->thread_count < max_threads) {
+        error = np_thread_start(&state->threads[state->thread_count], NP_MIN_STACK_BYTES, run_thread, state);
         state->thread_count += error == 0;
     }
     return state->thread_count ? 0 : error;
@@ -123,22 +123,22 @@ static void pool_start(np_reader *reader, uint32_t index)
 
 static void pool_flush(np_reader *reader)
 {
-    (void)reader; /* a started piece is with the threads already */
+    (void)reader; /* started pieces are in the threads' queue already */
 }
 
 static int pool_take(np_reader *reader, uint32_t *index, int32_t *result)
 {
     pool_state *state = reader->engine;
     pthread_mutex_lock(&state->lock);
-    const int there = state->results_count > 0;
-    if (there) {
+    const int has_result = state->results_count > 0;
+    if (has_result) {
         *index = state->results[state->results_from].index;
         *result = state->results[state->results_from].result;
         state->results_from = (state->results_from + 1) % reader->depth;
         state->results_count--;
     }
     pthread_mutex_unlock(&state->lock);
-    return there;
+    return has_result;
 }
 
 static void pool_wait(np_reader *reader, int timeout_ms)

@@ -1,12 +1,13 @@
-/* Prepared activations of q8 and q4 rows: the layout, and how to fill it. (q3 rows read those of q4. For f16 rows an activation is n float32.)
+/* The layout of prepared activations for q8 and q4 rows. (q3 rows read those of q4. For f16 rows an activation is n
+ * float32.)
  *
  *   bytes                            content
  *   padded(n, 128)                   int8 quants, zeros after n
  *   4 * padded(n/32, 16)             float32 scale of each group of 32, zeros after the last
  *   4 * padded(n/32, 16)             int32 sum of each group's quants, zeros after the last
  *
- * The padding lets vector code read whole registers. In a q8 activation the quants stand in order. A q4 activation stands
- * the way packed nibbles come apart, in blocks of four groups A B C D:
+ * The padding lets vector code read whole registers. The quants of a q8 activation are in order. Those of a q4
+ * activation are in the order in which packed nibbles are unpacked, in blocks of four groups A B C D:
  *
  *   A[0..15] B[0..15] C[0..15] D[0..15] A[16..31] B[16..31] C[16..31] D[16..31] */
 #ifndef NP_KERNELS_ACTIVATION_H
@@ -28,11 +29,11 @@ NP_INLINE np_activation np_activation_at(const uint8_t *bytes, size_t n) {
     return (np_activation){(const int8_t *)bytes, (const float *)(const void *)scales, (const int32_t *)(const void *)sums};
 }
 
-/* Where the first 16 quants of a q4 activation's group are; its other 16 come 64 later. */
+/* The offset of the first 16 quants of a group in a q4 activation; the other 16 follow 64 bytes later. */
 NP_INLINE size_t np_q4_place(size_t group) { return group / 4 * 128 + group % 4 * 16; }
 
-/* The body of np_isa.prepare, built once for each instruction set; the bits are the same for all of them.
- * A group with a value that is not finite gets a scale that is not finite, so that it shows in every result. */
+/* The body of np_isa.prepare, compiled once per instruction set, with the same bits for all. A group with a non-finite
+ * value gets a non-finite scale, so that all results show it. */
 NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *activation) {
     const size_t groups = n / NP_GROUP;
     np_activation to = np_activation_at(activation, n);
@@ -48,8 +49,8 @@ NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *acti
             int32_t magnitude = (int32_t)(np_bits_of(x[j]) & 0x7fffffff);
             largest = magnitude > largest ? magnitude : largest;
         }
-        const float most = np_float_of((uint32_t)largest);
-        const float inverse = most > 1e-30f ? 127.0f / most : 0.0f; /* below: as good as zero, and 127/most may overflow */
+        const float max_magnitude = np_float_of((uint32_t)largest);
+        const float inverse = max_magnitude > 1e-30f ? 127.0f / max_magnitude : 0.0f; /* smaller values are treated as zero: 127/max would overflow */
         int8_t group[NP_GROUP];
         int32_t sum = 0;
         for (int j = 0; j < NP_GROUP; j++) {
@@ -58,7 +59,7 @@ NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *acti
             group[j] = (int8_t)q;
             sum += q;
         }
-        scales[g] = most <= 1e-30f ? 0.0f : most / 127.0f;
+        scales[g] = max_magnitude <= 1e-30f ? 0.0f : max_magnitude / 127.0f;
         sums[g] = sum;
         int8_t *low = quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g));
         memcpy(low, group, 16);

@@ -1,4 +1,5 @@
-/* Where the tile kernel is used: the processor has AMX for bytes, the kernel grants the registers, and a trial gives AVX-512's bits. */
+/* Whether the tile kernel is used: if the processor has AMX int8, the kernel grants the registers, and a trial gives
+ * AVX-512's bits. */
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
@@ -79,8 +80,8 @@ static int processor_has_tiles(void) {
     return np_isa_avx512.runs_here() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES) && (d & BYTES);
 }
 
-/* Once for a process: its threads and forked children have the permission, too, and a new program asks anew. Refused by kernels before
- * 5.16, by those that keep the registers off, and where a thread's signal stack is too small for them. */
+/* Once per process: threads and forked children inherit the permission, a new program has to ask again. Refused by
+ * kernels before 5.16, by those that disable the registers, and if a thread's signal stack is too small for them. */
 static int kernel_grants_tiles(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
@@ -101,7 +102,7 @@ const char *np_isa_amx_lacks(void) {
         [OTHER_BITS] = "in a trial its results differed from those of avx512",
         [USABLE] = NULL,
     };
-    static _Atomic verdict known; /* threads that race here find the same */
+    static _Atomic verdict known; /* racing threads store the same result */
     if (known == UNKNOWN) known = examine();
     return reasons[known];
 }

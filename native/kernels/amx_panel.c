@@ -1,11 +1,12 @@
 /* AMX: q8, q4 and q3 rows times a panel of many tokens, with the bits of avx512_panel.c.
  *
- * A tile product takes 16 rows and 16 tokens over one group of 32 columns, since the next group has other scales: half of what a
- * tile could hold. Its integers go through memory to vectors of 16 tokens, where they are converted, scaled and added in the
- * order of panel_tiles.h. Both sides are signed: quants stay as they are.
+ * A tile product has 16 rows, 16 tokens and one group of 32 columns, half of what a tile could hold, since the next
+ * group has other scales. Its integers go through memory to vectors of 16 tokens, where they are converted, scaled and
+ * added in the order of panel_tiles.h. Both sides are signed, so quants are used as they are.
  *
- * Products of a few groups come first, then their additions: while a tile instruction is on its way, a processor with tiles has been seen
- * to give vectors of 64 bytes one port of two, and additions between products took a third longer than after them. */
+ * The products of a few groups come first, then their additions: while a tile instruction executes, measured processors
+ * give vectors of 64 bytes only one of two ports, and additions between products took a third longer than after
+ * them. */
 #if defined(__x86_64__)
 #include "kernels/panel_tiles.h"
 
@@ -36,7 +37,7 @@ typedef struct {
     float scales[BLOCK_GROUPS];
 } unpacked;
 
-/* Sums that wait for their other half, [level][row][token]. */
+/* Partial sums of the tree, [level][row][token]. */
 typedef struct {
     float sums[LEVELS][BLOCK_ROWS][TILE];
 } sum_tree;
@@ -68,7 +69,8 @@ static void panel_prepare(int type, const uint8_t *activations, size_t stride, s
     fill_panel(type, activations, stride, tokens, n, 0, panel);
 }
 
-/* The block's rows, from r on. A few groups of each at a time: rows that lie 4 KiB apart push each other out of the first cache. */
+/* Unpack the block's rows, from r on, a few groups of each at a time: rows 4 KiB apart evict each other from the
+ * first-level cache. */
 NP_INLINE NP_AVX512 void unpack_rows(int type, const np_rows *rows, size_t r, const visits *v, row_block *b) {
     const size_t groups = rows->n / NP_GROUP;
     np_row row[BLOCK_ROWS];
@@ -92,9 +94,9 @@ NP_INLINE void store_dots(const int product, group_dots dots) {
     if (product == 3) TILE_STORE(3, dots[SIDE] + SIDE, STRIDE);
 }
 
-/* The integers of a piece's groups: `heights` times 16 rows and `vectors` times 16 tokens. Tiles 0 to 3: integers, 4 and 5: rows, 6 and
- * 7: tokens. Tile instructions take their turn: a store right behind its product would keep the next one waiting for 32 cycles instead
- * of 21, so that each comes after the next product has begun. */
+/* The integers of a piece's groups: `heights` times 16 rows and `vectors` times 16 tokens. Tiles 0 to 3: integers, 4
+ * and 5: rows, 6 and 7: tokens. A store right behind its product would delay the next one by 32 cycles instead of 21,
+ * so each store comes after the next product has begun. */
 NP_INLINE void multiply_piece(const row_block *b, const uint8_t *tile, const piece *p, const int heights, const int vectors,
                               group_dots *dots) {
     enum { STRIDE = TILE * 4 };
@@ -129,8 +131,8 @@ NP_INLINE void multiply_piece(const row_block *b, const uint8_t *tile, const pie
     if (p->count > 0) store_dots(last, dots[p->count - 1]);
 }
 
-/* Eight rows' sums over the groups of a piece, and up the tree when its visit ends. A visit's sum grows in the place of the tree that
- * it will have: that is free until then. */
+/* Add up eight rows over the groups of a piece; when a visit ends, its sums go up the tree. A visit's sum accumulates
+ * in its final place in the tree, which is free until then. */
 NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, const piece *p, const group_dots *dots, size_t row,
                                    const int vectors, sum_tree *tree) {
     __m512 sum[EIGHT][2];
@@ -156,7 +158,7 @@ NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, co
         for (int k = 0; k < vectors; k++) _mm512_storeu_ps(tree->sums[p->level][row + i] + SIDE * k, sum[i][k]);
 }
 
-/* All of a block of rows times one tile of tokens into the tree's top level. */
+/* Multiply a block of rows with one tile of tokens, into the tree's top level. */
 NP_INLINE NP_AVX512 void multiply_tile(const row_block *b, size_t groups, const piece *pieces, size_t count, const uint8_t *tile,
                                        const int heights, const int vectors, sum_tree *tree) {
     _Alignas(64) group_dots dots[PIECE];
@@ -197,17 +199,17 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
                                        .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, STEPS, STEPS}};
     const np_rows *rows = &job->rows;
     const size_t groups = rows->n / NP_GROUP, fit = BLOCK_COLUMNS / rows->n / SIDE * SIDE;
-    const size_t most = fit < MOST_BLOCKS * BLOCK_ROWS ? fit : MOST_BLOCKS * BLOCK_ROWS;
+    const size_t block_rows = fit < MOST_BLOCKS * BLOCK_ROWS ? fit : MOST_BLOCKS * BLOCK_ROWS;
     const visits v = visits_of(groups);
     piece pieces[MAX_PIECES];
     const size_t count = pieces_of(&v, pieces);
     unpacked space;
     row_block blocks[MOST_BLOCKS];
     _Alignas(64) sum_tree tree;
-    memset(&tree, 0, sizeof tree); /* rows that are not there are never added up, but turned around with the others */
+    memset(&tree, 0, sizeof tree); /* rows behind the last one are not added up, but transposed with the others */
     TILE_CONFIGURE(&shapes);
-    for (size_t r = 0; r < rows->rows; r += most) {
-        const size_t end = rows->rows - r < most ? rows->rows : r + most;
+    for (size_t r = 0; r < rows->rows; r += block_rows) {
+        const size_t end = rows->rows - r < block_rows ? rows->rows : r + block_rows;
         size_t used = 0;
         for (size_t from = r; from < end; from += BLOCK_ROWS, used++) {
             row_block *b = &blocks[used];
@@ -218,7 +220,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
             else if (type == NP_Q3) unpack_rows(NP_Q3, rows, from, &v, b);
             else unpack_rows(NP_Q8, rows, from, &v, b);
         }
-        fetch_rows(rows, end, end + most);
+        fetch_rows(rows, end, end + block_rows);
         const uint8_t *tile = job->activations;
         for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(rows->n)) {
             const size_t tokens = job->tokens - from < TILE ? job->tokens - from : TILE;

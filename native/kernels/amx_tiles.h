@@ -1,7 +1,9 @@
-/* The tile instructions of AMX, as amx_panel.c uses them. tests/native/tile_model.h has the same names for a model in C.
+/* The tile instructions of AMX, as amx_panel.c uses them. tests/native/tile_model.h has the same names for a model in
+ * C.
  *
- * Written as assembly: the compiler's intrinsics for loads do not say that they read memory (gcc 12), so that stores may move behind
- * them, and its load of a configuration says that it reads 8 bytes of the 64. `tile` is a number, 0 to 7, in the source. */
+ * Written as assembly: the compiler's intrinsics for loads do not say that they read memory (gcc 12), so that stores
+ * may move behind them, and its load of a configuration says that it reads 8 bytes of the 64. `tile` is a number, 0 to
+ * 7, in the source. */
 #ifndef NP_KERNELS_AMX_TILES_H
 #define NP_KERNELS_AMX_TILES_H
 #include <stdint.h>

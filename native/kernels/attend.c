@@ -1,9 +1,9 @@
-/* Attention of query heads that share a key head. Keys and values are f16 rows, so that the dot and add kernels do the work. */
+/* Attention of query heads that share a key head. Keys and values are f16 rows, so the dot and add kernels are used. */
 #include "kernels/isa.h"
 
 #include <string.h>
 
-enum { CHUNK = 64 }; /* positions whose values stay in the first cache while each head adds them */
+enum { CHUNK = 64 }; /* positions per chunk: their values stay in the first-level cache for all heads */
 
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
                float scale, float *scores, float *out) {

@@ -1,4 +1,4 @@
-/* AVX2 with FMA and F16C: everything but the dot products, and the table. */
+/* AVX2 with FMA and F16C: all kernels but the dot products, and the table. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/narrow.h"
@@ -19,7 +19,7 @@ NP_INLINE NP_AVX2 void add_row_f16(const uint8_t *quants, const uint8_t *scales,
     for (; j < n; j++) y[j] = __builtin_fmaf(a, np_half_to_float(w[j]), y[j]); /* rounds once, like the body */
 }
 
-/* So few bytes hold so much work that the processor alone does not run far enough ahead in memory. */
+/* Software prefetch: with so much work per byte the hardware prefetcher does not run far enough ahead. */
 enum { AHEAD_BYTES = 512 };
 
 NP_INLINE NP_AVX2 void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {

@@ -5,7 +5,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* The eight lanes in a fixed order. */
+/* Add the eight lanes in a fixed order. */
 NP_INLINE NP_AVX2 float add_lanes(__m256 sum) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -42,8 +42,8 @@ NP_INLINE NP_AVX2 __m256 group_scales(const uint16_t *scales, size_t count) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const void *)scales));
 }
 
-/* One group of 32. maddubs wants one side unsigned: the weights' magnitudes, their signs given to the activation; two products
- * reach 2 * 128 * 127, which int16 just holds. */
+/* One group of 32. maddubs needs one unsigned side: the weights' magnitudes, with their signs moved to the activation.
+ * Two products are at most 2 * 128 * 127, which fits int16. */
 NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
                               const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
@@ -73,7 +73,7 @@ NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size
     for (int t = 0; t < tokens; t++) sums[t] = add_lanes(sum[t]);
 }
 
-/* Two groups of q3 as those of q4. */
+/* Convert two groups of q3 to those of q4. */
 NP_INLINE NP_AVX2 __m256i q3_pair(const uint8_t *first, const uint8_t *second) {
     int64_t lows[2];
     int32_t thirds[2];
@@ -83,15 +83,15 @@ NP_INLINE NP_AVX2 __m256i q3_pair(const uint8_t *first, const uint8_t *second) {
     memcpy(thirds + 1, second + 8, 4);
     const __m256i low = _mm256_srlv_epi64(_mm256_setr_epi64x(lows[0], lows[0], lows[1], lows[1]), _mm256_setr_epi64x(0, 2, 0, 2));
     const __m256i third = _mm256_set_m128i(_mm_set1_epi32(thirds[1]), _mm_set1_epi32(thirds[0]));
-    const __m256i left = _mm256_sllv_epi32(third, _mm256_setr_epi32(2, 1, 0, 32, 2, 1, 0, 32)); /* 32: nothing is left */
+    const __m256i left = _mm256_sllv_epi32(third, _mm256_setr_epi32(2, 1, 0, 32, 2, 1, 0, 32)); /* shifts by 32 leave zero */
     const __m256i right = _mm256_srlv_epi32(third, _mm256_setr_epi32(32, 32, 32, 1, 32, 32, 32, 1));
     const __m256i three = _mm256_set1_epi8(0x33), four = _mm256_set1_epi8(0x44); /* code + 4 is the nibble */
     const __m256i codes = _mm256_or_si256(_mm256_and_si256(low, three), _mm256_and_si256(_mm256_or_si256(left, right), four));
     return _mm256_add_epi8(codes, four);
 }
 
-/* Two groups: lanes 0-3 belong to the first. Nibbles are taken as 0..15, and 8 times the group's sum of activations is taken off
- * in the group's first lane. */
+/* Two groups: lanes 0-3 belong to the first. Nibbles are used as 0..15, and 8 times the group's sum of activations is
+ * subtracted in the group's first lane. */
 NP_INLINE NP_AVX2 void q4_pair(__m256i w, size_t pair, __m256 *scale, __m256i *offset, const np_activation *x, size_t group,
                                const int tokens, __m256 *sum) {
     const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15), zero = _mm256_setzero_si256();
@@ -130,7 +130,7 @@ NP_INLINE NP_AVX2 void nibble_row(const int type, const uint8_t *quants, const u
             __m256i both;
             np_prefetch(w, ahead);
             if (type == NP_Q3) {
-                both = q3_pair(w, g + 1 < count ? w + group_bytes : w); /* a second group that is not there meets zeros */
+                both = q3_pair(w, g + 1 < count ? w + group_bytes : w); /* without a second group its activations are zeros */
             } else {
                 const __m128i a = _mm_loadu_si128((const void *)w);
                 const __m128i b = g + 1 < count ? _mm_loadu_si128((const void *)(w + 16)) : _mm_setzero_si128();

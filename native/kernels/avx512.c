@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: the table, and all but dot products and added rows. AMX: the same but for the panel. */
+/* AVX-512 with VNNI: the table, and all kernels but dot products and added rows. AMX differs only in the panel. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/narrow.h"
@@ -85,5 +85,5 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      PANEL}
 
 const np_isa np_isa_avx512 = TABLE("avx512", runs_here, &np_avx512_panel);
-const np_isa np_isa_amx = TABLE("amx", runs_with_amx, &np_amx_panel); /* amx.c says where */
+const np_isa np_isa_amx = TABLE("amx", runs_with_amx, &np_amx_panel); /* if amx.c allows it */
 #endif

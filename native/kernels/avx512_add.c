@@ -1,12 +1,13 @@
 /* AVX-512 with VNNI: rows of q8 and q4 added to a vector, as sums of integers.
  *
- * A list goes in batches of ROWS rows, in order. Of a batch and a group of 32 columns, the factors a * scale become integers of 16
- * bits in steps of a 32639th of the largest of them, each two signed bytes: 256 * high + low. Four rows (a quad) are interleaved
- * bytewise, so that one dpbusd multiplies four rows' weights by a byte of their factors and adds them up. These sums are exact, and a
- * batch adds them to y with one rounding: bits depend on the list and y, on nothing else.
+ * A list is processed in batches of ROWS rows, in order. For a batch and a group of 32 columns, the factors a * scale
+ * are converted to 16-bit integers in steps of a 32639th of the largest one, each as two signed bytes: 256 * high +
+ * low. Four rows (a quad) are interleaved bytewise, so that one dpbusd multiplies four rows' weights by a byte of their
+ * factors and adds them. These sums are exact, and a batch adds them to y with one rounding: bits depend on the list
+ * and y only.
  *
- * Rows are copied piece by piece, one piece ahead of the sums: slots lie at multiples of 4 KiB, and one line of each of many such rows
- * in turn comes out of the second-level cache at half the pace. */
+ * Rows are copied piece by piece, one piece ahead of the sums: slots lie at multiples of 4 KiB, and reading one line
+ * from each of many such rows in turn halves the speed of the second-level cache. */
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
@@ -15,14 +16,16 @@
 enum { ROWS = 32, QUADS = ROWS / 4, LINES = 4, PIECE = 64 * LINES };
 enum { MOST = 127 * 256 + 127 }; /* of a factor: both bytes 127 */
 
-/* The rows under way, filled up to whole quads with the first and a factor of zero, and those to fetch, if any. */
+/* The current batch, padded to whole quads with its first row and a factor of zero; and the rows to prefetch, if
+ * any. */
 typedef struct {
     size_t quads, quant_bytes, fetched;
     np_row at[ROWS], next[ROWS];
     float a[ROWS];
 } row_batch;
 
-/* Of 16 groups: of each quad one byte of each factor, rows in the order 0, 2, 1, 3; the factors' sum; what one step is. */
+/* Of 16 groups: of each quad one byte of each factor, rows in the order 0, 2, 1, 3; the factors' sum; what one step
+ * is. */
 typedef struct {
     __m512i high[QUADS], low[QUADS], sum;
     __m512 step;
@@ -42,8 +45,8 @@ NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_batc
     }
 }
 
-/* Factors of 16 groups from `group` on, `groups` of them there. One that is not finite makes the step so, and with it the group's
- * columns: as an integer, the magnitude of a NaN is the largest of all. */
+/* The factors of up to 16 groups from `group` on. A non-finite factor makes the step non-finite, and with it the
+ * group's columns: compared as integers, NaN has the largest magnitude. */
 NP_INLINE NP_AVX512 void take_factors(const row_batch *b, size_t group, size_t groups, batch_factors *f) {
     const __mmask16 mask = groups < 16 ? (__mmask16)((1u << groups) - 1) : 0xffff;
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
@@ -58,7 +61,8 @@ NP_INLINE NP_AVX512 void take_factors(const row_batch *b, size_t group, size_t g
     const __m512 largest = _mm512_castsi512_ps(most), per_step = _mm512_div_ps(_mm512_set1_ps(MOST), largest);
     f->step = _mm512_div_ps(largest, _mm512_set1_ps(MOST));
 
-    /* Added to 1.5 * 2^23, a factor in steps is rounded into the lowest bits of a float. 128 more makes its low byte unsigned. */
+    /* Added to 1.5 * 2^23, a factor in steps is rounded into the lowest bits of a float. 128 more makes its low byte
+     * unsigned. */
     const __m512 rounding = _mm512_set1_ps(0x1.8p23f + 128.0f);
     const __m512i rounding_bits = _mm512_castps_si512(rounding), signs = _mm512_set1_epi8((char)0x80);
     f->sum = _mm512_setzero_si512();
@@ -75,7 +79,7 @@ NP_INLINE NP_AVX512 void take_factors(const row_batch *b, size_t group, size_t g
     }
 }
 
-/* A row's bytes from `at` on, zeros behind its end up to a whole line; the row ROWS later is fetched. */
+/* Copy a row's bytes from `at` on, zero-padded to a whole line, and prefetch the row ROWS later. */
 NP_INLINE NP_AVX512 void copy_piece(const row_batch *b, size_t row, size_t at, batch_piece piece) {
     if (at >= b->quant_bytes) return;
     const size_t left = b->quant_bytes - at;
@@ -110,7 +114,8 @@ NP_INLINE NP_AVX512 void add_products(__m512i *sum, __m512i weights, __m512i fac
 
 NP_INLINE NP_AVX512 __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
-/* y[stride * i] .. += v * step[i], 16 columns for each i < count. Columns 4k to 4k + 3 of them stand in register k, quarter i. */
+/* y[stride * i] .. += v * step[i], 16 columns for each i < count. Columns 4k to 4k + 3 of them stand in register k,
+ * quarter i. */
 NP_INLINE NP_AVX512 void add_quarters(const __m512i v[4], const float *const step[4], size_t count, size_t stride, float *y) {
     const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
     const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
@@ -122,8 +127,9 @@ NP_INLINE NP_AVX512 void add_quarters(const __m512i v[4], const float *const ste
     }
 }
 
-/* Line `line` of a q4 piece: four groups from `group` on, `groups` of them there. A byte is 16 * upper + lower nibble: sums of bytes
- * and sums of lower nibbles leave those of upper nibbles, with no need to take these out. Nibbles are weights plus 8. */
+/* Line `line` of a q4 piece: four groups from `group` on, `groups` of them there. A byte is 16 * upper + lower nibble:
+ * sums of bytes and sums of lower nibbles leave those of upper nibbles, with no need to take these out. Nibbles are
+ * weights plus 8. */
 NP_INLINE NP_AVX512 void add_q4_groups(const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
                                        size_t groups, float *y) {
     const size_t first = group % 16, line = first / 4;

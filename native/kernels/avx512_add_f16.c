@@ -1,5 +1,5 @@
-/* AVX-512: rows of f16 added to a vector. Up to ROWS rows go over a block of 128 columns together, so that y stays in registers
- * meanwhile; the rows after them are fetched from memory at the same pace. The bits are those of one row after the other. */
+/* AVX-512: rows of f16 added to a vector. Up to ROWS rows are added to a block of 128 columns together, so that y stays
+ * in registers; the next rows are prefetched meanwhile. The bits are those of adding one row after the other. */
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@
 
 enum { ROWS = 8, COLUMNS = 128 };
 
-/* The rows under way, and those to fetch: the same as the rows where none follow, which costs nothing. */
+/* The current rows, and those to prefetch; if none follow, the same rows, at no cost. */
 typedef struct {
     size_t count;
     np_row at[ROWS], next[ROWS];

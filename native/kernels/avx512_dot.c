@@ -1,8 +1,10 @@
-/* AVX-512 with VNNI: dot products of rows. Of q8, q4 and q3 here with one token; with a few see avx512_few.c. */
+/* AVX-512 with VNNI: dot products of f16 rows, and of q8, q4 and q3 rows with one token; avx512_few.c has a few
+ * tokens. */
 #if defined(__x86_64__)
 #include "kernels/avx512_lanes.h"
 
-/* One step: 16 weights with 16 floats of each token, into accumulator `lane` of four, so that four sums are under way. */
+/* One step: 16 weights with 16 floats of each token, into accumulator `lane` of four, so that four sums are under
+ * way. */
 NP_INLINE NP_AVX512 void f16_step(__m512 w, __mmask16 mask, size_t j, int lane, const uint8_t *activation, size_t stride,
                                   const int tokens, __m512 sum[NP_TOKEN_BLOCK][4]) {
     for (int t = 0; t < tokens; t++) {
@@ -40,8 +42,8 @@ NP_INLINE NP_AVX512 __m512i add_up_quarters(__m512i a, __m512i b, __m512i c, __m
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-/* 16 groups from `group` on. dpbusd wants one side unsigned: weights plus 128; 128 times the group's sum of
- * activations is taken off again. Each register holds two groups. */
+/* 16 groups from `group` on. dpbusd needs one unsigned side: weights plus 128; 128 times the group's sum of activations
+ * is subtracted. Each register holds two groups. */
 NP_INLINE NP_AVX512 __m512 q8_block(const int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block,
                                     size_t ahead, const np_activation *x, __m512 sum) {
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
@@ -87,40 +89,41 @@ NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const uint8_t *w, const 
 typedef __m512 block_function(int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
                               const np_activation *x, __m512 sum);
 
-/* The 16 sums of row r; zeroes where there is none, or it is not wanted. */
-NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const np_rows *rows, size_t r, int wanted,
+/* The 16 sums of row r; zeros if there is no such row, or this token does not need it. */
+NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const np_rows *rows, size_t r, int is_needed,
                                     const np_block *end, const np_activation *x) {
     const np_block whole = np_block_of(NP_BLOCK_GROUPS, type);
     const size_t groups = rows->n / NP_GROUP, group_bytes = np_block_group_bytes(type);
     __m512 sum = _mm512_setzero_ps();
     size_t g = 0;
-    if (!wanted) return sum;
+    if (!is_needed) return sum;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
-    np_prefetch_beside(rows, r);
+    np_prefetch_extra(rows, r);
     for (; g + NP_BLOCK_GROUPS <= groups; g += NP_BLOCK_GROUPS)
         sum = dot(type, row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, sum);
     return g < groups ? dot(type, row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;
 }
 
-/* Whether there is a row r, and this token wants it. */
-NP_INLINE int is_wanted(const np_dot_job *job, size_t r, size_t token) { return r < job->rows.rows && np_wanted_of(job, r, token, 1); }
+/* True if there is a row r and this token needs it. */
+NP_INLINE int needs_token(const np_dot_job *job, size_t r, size_t token) { return r < job->rows.rows && np_token_mask(job, r, token, 1); }
 
 NP_INLINE NP_AVX512 void lane_rows(block_function *dot, const int type, const np_dot_job *job, const np_rows *rows, size_t token) {
     const np_block end = np_block_of(rows->n / NP_GROUP % NP_BLOCK_GROUPS, type);
     const np_activation x = np_activation_at(job->activations + token * job->activation_stride_bytes, rows->n);
     for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
-        /* Named: arguments may be worked out from the last to the first, and rows read backwards arrive half as fast. */
-        const __m512 a = lane_row(dot, type, rows, r, is_wanted(job, r, token), &end, &x);
-        const __m512 b = lane_row(dot, type, rows, r + 1, is_wanted(job, r + 1, token), &end, &x);
-        const __m512 c = lane_row(dot, type, rows, r + 2, is_wanted(job, r + 2, token), &end, &x);
-        const __m512 d = lane_row(dot, type, rows, r + 3, is_wanted(job, r + 3, token), &end, &x);
+        /* Named variables: function arguments may be evaluated last to first, and rows read backwards arrive at half
+         * the speed. */
+        const __m512 a = lane_row(dot, type, rows, r, needs_token(job, r, token), &end, &x);
+        const __m512 b = lane_row(dot, type, rows, r + 1, needs_token(job, r + 1, token), &end, &x);
+        const __m512 c = lane_row(dot, type, rows, r + 2, needs_token(job, r + 2, token), &end, &x);
+        const __m512 d = lane_row(dot, type, rows, r + 3, needs_token(job, r + 3, token), &end, &x);
         np_put_four(job, r, token, a, b, c, d);
     }
 }
 
-/* Twice, so that short rows that follow each other do not pay for the question whether they do. */
+/* Two copies, so that short consecutive rows need no check for scattered addresses. */
 NP_INLINE NP_AVX512 void at_or_in_order(block_function *dot, const int type, const np_dot_job *job, size_t token) {
     np_rows rows = job->rows;
     if (rows.quants_at) {

@@ -1,11 +1,12 @@
 /* AVX-512 with VNNI: dot products of q8, q4 and q3 rows with a few tokens.
  *
- * A row with one token spends more on adding up the lanes of a group than on multiplying. Here rows and activations are turned
- * first, so that every lane of a register is a group: four bytes of each of the block's 16 groups, and four more in the next
- * register. Products then add up in place. A row is turned once for all tokens, an activation once for all rows.
+ * A row with one token spends more time on adding the lanes of a group than on multiplying. Here rows and activations
+ * are transposed first, so that every lane of a register is a group: four bytes of each of the block's 16 groups, and
+ * four more in the next register. Products then accumulate in place. A row is transposed once for all tokens, an
+ * activation once for all rows.
  *
- *   turned block    q8, 8 registers    bytes 4j..4j+3 of groups 0..15, j = 0..7
- *                   q4, 4 registers    the same of packed groups, j = 0..3: low nibbles meet the turned activation's register j,
+ *   transposed      q8, 8 registers    bytes 4j..4j+3 of groups 0..15, j = 0..7
+ *                   q4, 4 registers    the same of packed groups, j = 0..3: low nibbles meet the activation's register j,
  *                                      high ones its register 4 + j
  *                   q3                 as q4, once its codes lie in nibbles */
 #if defined(__x86_64__)
@@ -41,12 +42,12 @@ NP_INLINE NP_AVX512 void turn_fours(const __m512i in[4], __m512i out[4]) {
     for (int j = 0; j < 4; j++) out[j] = _mm512_permutexvar_epi32(order, out[j]);
 }
 
-/* A block of an activation. owed: what the offset of unsigned weights puts into the products, with the sign that takes it off. */
+/* A block of an activation. owed: the negative of what the offset of unsigned weights adds to the products. */
 typedef struct {
     __m512i quants[STEPS], owed;
 } turned_activation;
 
-/* All blocks of an activation. Behind the last register there are zeros. */
+/* All blocks of an activation, zeros behind the last register. */
 NP_INLINE NP_AVX512 void turn_activation(const int type, const np_activation *x, size_t n, turned_activation *turned) {
     const size_t bytes = np_padded(n, 128);
     for (size_t from = 0; from < n; from += BLOCK_COLUMNS, turned++) {
@@ -66,7 +67,7 @@ NP_INLINE NP_AVX512 void turn_activation(const int type, const np_activation *x,
     }
 }
 
-/* A block of a row, its quants made unsigned: q8 plus 128, nibbles and codes as they are. */
+/* A block of a row with unsigned quants: q8 plus 128, nibbles and codes as they are. */
 NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_block *block, size_t ahead, __m512i turned[STEPS]) {
     const size_t registers = type == NP_Q8 ? 8 : 4;
     const __m512i nibble = _mm512_set1_epi8(np_nibble(type));
@@ -89,24 +90,24 @@ NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_b
     }
 }
 
-/* The 16 sums of row r with each token that wants it; zeroes of others, and where there is no such row. */
-NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, unsigned wanted, const np_block *end, const np_activation *x,
+/* The 16 sums of row r with each token that needs it; zeros for other tokens, and if there is no such row. */
+NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, unsigned mask, const np_block *end, const np_activation *x,
                                  const turned_activation *turned, size_t blocks, const size_t tokens, __m512 *sums) {
     const size_t group_bytes = np_block_group_bytes(type), groups = rows->n / NP_GROUP;
     const np_block whole = np_block_of(NP_BLOCK_GROUPS, type);
     __m512 sum[NP_TOKEN_BLOCK];
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t] = _mm512_setzero_ps();
-    if (!wanted) return;
+    if (!mask) return;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
-    np_prefetch_beside(rows, r);
+    np_prefetch_extra(rows, r);
     for (size_t g = 0; g < groups; g += NP_BLOCK_GROUPS, turned++) {
         const np_block *block = groups - g < NP_BLOCK_GROUPS ? end : &whole;
         const uint16_t *scales = (const uint16_t *)(const void *)row.scales + g;
         __m512i weights[STEPS];
         turn_block(type, row.quants + g * group_bytes, block, ahead, weights);
         for (size_t t = 0; t < tokens; t++) {
-            if (!(wanted >> t & 1)) continue;
+            if (!(mask >> t & 1)) continue;
             const turned_activation *own = &turned[t * blocks];
             __m512i dots = own->owed;
             for (size_t j = 0; j < STEPS; j++) dots = _mm512_dpbusd_epi32(dots, weights[j], own->quants[j]);
@@ -116,9 +117,9 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t];
 }
 
-/* Which of the tokens want row r; nobody, where there is none. */
-NP_INLINE unsigned wanted_of(const np_dot_job *job, size_t r, size_t token, size_t tokens) {
-    return r < job->rows.rows ? np_wanted_of(job, r, token, tokens) : 0;
+/* The tokens that need row r, as a mask; 0 if there is no such row. */
+NP_INLINE unsigned token_mask(const np_dot_job *job, size_t r, size_t token, size_t tokens) {
+    return r < job->rows.rows ? np_token_mask(job, r, token, tokens) : 0;
 }
 
 NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t token, const size_t tokens) {
@@ -133,15 +134,15 @@ NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t 
     }
     for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
         __m512 a[NP_TOKEN_BLOCK], b[NP_TOKEN_BLOCK], c[NP_TOKEN_BLOCK], d[NP_TOKEN_BLOCK];
-        few_row(type, rows, r, wanted_of(job, r, token, tokens), &end, x, turned, blocks, tokens, a);
-        few_row(type, rows, r + 1, wanted_of(job, r + 1, token, tokens), &end, x, turned, blocks, tokens, b);
-        few_row(type, rows, r + 2, wanted_of(job, r + 2, token, tokens), &end, x, turned, blocks, tokens, c);
-        few_row(type, rows, r + 3, wanted_of(job, r + 3, token, tokens), &end, x, turned, blocks, tokens, d);
+        few_row(type, rows, r, token_mask(job, r, token, tokens), &end, x, turned, blocks, tokens, a);
+        few_row(type, rows, r + 1, token_mask(job, r + 1, token, tokens), &end, x, turned, blocks, tokens, b);
+        few_row(type, rows, r + 2, token_mask(job, r + 2, token, tokens), &end, x, turned, blocks, tokens, c);
+        few_row(type, rows, r + 3, token_mask(job, r + 3, token, tokens), &end, x, turned, blocks, tokens, d);
         for (size_t t = 0; t < tokens; t++) np_put_four(job, r, token + t, a[t], b[t], c[t], d[t]);
     }
 }
 
-/* A function for each number of tokens, so that the sums stay in registers. */
+/* One function per number of tokens, so that the sums stay in registers. */
 NP_INLINE NP_AVX512 void few(const int type, const np_dot_job *job, size_t token, size_t tokens) {
     if (tokens == 2) few_rows(type, job, token, 2);
     else if (tokens == 3) few_rows(type, job, token, 3);

@@ -1,9 +1,9 @@
-/* What avx512_dot.c and avx512_few.c have in common: blocks of 16 groups of a q8, q4 or q3 row, whose sums are the lanes of a register.
- * Four rows are always written out one after the other: a loop over them would cost a tenth and more.
+/* Shared by avx512_dot.c and avx512_few.c: blocks of 16 groups of a q8, q4 or q3 row, whose sums are the lanes of a
+ * register. The code of four rows is unrolled by hand: a loop over them costs a tenth and more.
  *
- * The order of float additions, which np_dot_panel keeps, too: 16 sums, of groups g = 0..15 modulo 16, each over ascending g; then
- * within each four of them (0+2)+(1+3), and of the fours (0+2)+(1+3). Of four rows at once the adding up costs little more than
- * of one, and its latency is hidden. Integers are exact, in whatever order: only scaled sums round. */
+ * The order of float additions, the same in np_dot_panel: 16 sums, of groups g = 0..15 modulo 16, each over ascending
+ * g; then within each four of them (0+2)+(1+3), and of the fours (0+2)+(1+3). Adding up four rows at once costs little
+ * more than one, and hides latency. Integers are exact in any order; only scaled sums are rounded. */
 #ifndef NP_KERNELS_AVX512_LANES_H
 #define NP_KERNELS_AVX512_LANES_H
 #include "kernels/activation.h"
@@ -18,7 +18,8 @@ enum { NP_FEW_COLUMNS = 8192 };
 typedef void np_few_function(const np_dot_job *job, size_t token, size_t tokens);
 np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3;
 
-/* The groups of a block: 16, or fewer at the end of a row. Worked out once for all rows: short rows are hardly more than this. */
+/* The groups of a block: 16, or fewer at the end of a row. Computed once for all rows, since short rows have few
+ * blocks. */
 typedef struct {
     size_t registers; /* of 64 bytes of quants, of q3 48 */
     __mmask16 scales; /* which of 16 scales are there */
@@ -31,8 +32,8 @@ NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? N
 NP_INLINE size_t np_register_bytes(const int type) { return type == NP_Q3 ? 4 * NP_Q3_GROUP_BYTES : 64; }
 
 NP_INLINE np_block np_block_of(size_t groups, const int type) {
-    const size_t each = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
-    const size_t registers = (bytes + each - 1) / each, left = bytes - (registers - 1) * each;
+    const size_t register_bytes = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
+    const size_t registers = (bytes + register_bytes - 1) / register_bytes, left = bytes - (registers - 1) * register_bytes;
     return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
 }
 
@@ -41,7 +42,8 @@ NP_INLINE NP_AVX512 __m512i np_load_row(const uint8_t *w, size_t k, const np_blo
     return block->last == ~(__mmask64)0 ? _mm512_loadu_si512(w + 64 * k) : _mm512_maskz_loadu_epi8(block->last, w + 64 * k);
 }
 
-/* Four groups of q4 as they lie; of q3 their codes in the nibbles' lower three bits, and anything in the fourth: np_nibble says what to keep. */
+/* Four groups of q4 as they lie; of q3 their codes in the nibbles' lower three bits, and anything in the fourth:
+ * np_nibble says what to keep. */
 NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, size_t k, const np_block *block) {
     if (type == NP_Q4) return np_load_row(w, k, block);
     const __m512i lows = _mm512_setr_epi32(0, 1, 0, 1, 3, 4, 3, 4, 6, 7, 6, 7, 9, 10, 9, 10);

@@ -1,9 +1,8 @@
 /* AVX-512 with VNNI: q8, q4 and q3 rows times a panel of many tokens, with the bits of np_dot_rows.
  *
- * Tokens lie across the lanes: a register is 4 columns of 16 tokens, and a weight is broadcast to all of them. dpbusd wants one side
- * unsigned: activations plus 128; 128 times the group's sum of weights is where its integer starts. q4 and q3 rows are unpacked to bytes,
- * a block of rows at a time, and go the same way.
- * The panel and the order of additions: panel_tiles.h. */
+ * Tokens lie across the lanes: a register is 4 columns of 16 tokens, and a weight is broadcast to all of them. dpbusd
+ * needs one unsigned side: activations plus 128; the group's integer starts at -128 times its sum of weights. q4 and q3
+ * rows are unpacked to bytes first, a block of rows at a time. The panel and the order of additions: panel_tiles.h. */
 #if defined(__x86_64__)
 #include "kernels/panel_tiles.h"
 
@@ -21,7 +20,7 @@ typedef struct {
     float scales[BLOCK_GROUPS];
 } row_block;
 
-/* Sums that wait for their other half, [level][row][token]. */
+/* Partial sums of the tree, [level][row][token]. */
 typedef struct {
     float sums[LEVELS][BLOCK_ROWS][TILE];
 } sum_tree;
@@ -30,7 +29,7 @@ static void panel_prepare(int type, const uint8_t *activations, size_t stride, s
     fill_panel(type, activations, stride, tokens, n, 0x80808080u, panel);
 }
 
-/* Up to four rows from r on; rows that are not there repeat the last one. */
+/* Unpack up to four rows from r on; missing rows repeat the last one. */
 NP_INLINE NP_AVX512 void unpack_four(int type, const np_rows *rows, size_t r, const visits *v, int8_t *quants, int32_t *start,
                                      float *scales) {
     np_row row[FOUR];
@@ -77,7 +76,7 @@ NP_INLINE NP_AVX512 void multiply(const uint8_t *x, const float *x_scales, const
     }
 }
 
-/* All of a block of rows times one tile of tokens into the tree's top level. */
+/* Multiply a block of rows with one tile of tokens, into the tree's top level. */
 NP_INLINE NP_AVX512 void multiply_tile(const row_block *b, size_t rows, size_t groups, const visits *v, const uint8_t *tile,
                                        const int vectors, sum_tree *tree) {
     const float *x_scales = (const float *)(const void *)(tile + groups * TILE * NP_GROUP);

@@ -1,4 +1,4 @@
-/* NEON with the dot product instructions (Armv8.2 dotprod): q8, q4 and q3 rows. All else is as with NEON. */
+/* NEON with the dot product instructions (Armv8.2 dotprod): q8, q4 and q3 rows. All other kernels are those of NEON. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #define TARGET __attribute__((target("dotprod")))

@@ -1,13 +1,14 @@
-/* exp for softmax and sampling: arguments <= 0, relative error below 1.2e-7, 0 below -87. Plain operations in a fixed order, so
- * that every instruction set and every C library gives the same bits, and the compiler can vectorize loops of it. */
+/* exp for softmax and sampling: arguments <= 0, relative error below 1.2e-7, 0 below -87. Plain operations in a fixed
+ * order, so that all instruction sets and C libraries give the same bits, and the compiler can vectorize loops of
+ * it. */
 #ifndef NP_KERNELS_EXPONENTIAL_H
 #define NP_KERNELS_EXPONENTIAL_H
 #include "kernels/half.h"
 #include "kernels/isa.h"
 
 NP_INLINE float np_exponential(float x) {
-    /* x = k ln 2 + r with |r| <= ln 2 / 2; k by adding 1.5 * 2^23, which rounds and leaves k in the low bits. ln 2 in two parts,
-     * the first short enough for an exact product. */
+    /* x = k ln 2 + r with |r| <= ln 2 / 2; k by adding 1.5 * 2^23, which rounds and leaves k in the low bits. ln 2 in
+     * two parts, the first short enough for an exact product. */
     const float shifted = x * 1.44269504f + 12582912.0f;
     const float k = shifted - 12582912.0f;
     const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
@@ -24,14 +25,14 @@ NP_INLINE float np_exponential(float x) {
 
 /* The body of np_isa.softmax_weights. Sixteen partial sums, combined in a fixed order. */
 NP_INLINE float np_softmax_body(float *scores, size_t count) {
-    float most[16], sum[16];
-    for (int j = 0; j < 16; j++) most[j] = -__builtin_inff(), sum[j] = 0.0f;
+    float max[16], sum[16];
+    for (int j = 0; j < 16; j++) max[j] = -__builtin_inff(), sum[j] = 0.0f;
     size_t i = 0;
     for (; i + 16 <= count; i += 16)
-        for (int j = 0; j < 16; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
-    for (size_t j = 0; i + j < count; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
-    float greatest = most[0];
-    for (int j = 1; j < 16; j++) greatest = most[j] > greatest ? most[j] : greatest;
+        for (int j = 0; j < 16; j++) max[j] = scores[i + j] > max[j] ? scores[i + j] : max[j];
+    for (size_t j = 0; i + j < count; j++) max[j] = scores[i + j] > max[j] ? scores[i + j] : max[j];
+    float greatest = max[0];
+    for (int j = 1; j < 16; j++) greatest = max[j] > greatest ? max[j] : greatest;
     for (i = 0; i + 16 <= count; i += 16)
         for (int j = 0; j < 16; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);
     for (size_t j = 0; i + j < count; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);

@@ -1,4 +1,5 @@
-/* fp16 <-> fp32 in integer arithmetic, with the bits that F16C and NEON give: nearest even, denormals kept, NaN made quiet. */
+/* fp16 <-> fp32 in integer arithmetic, with the bits that F16C and NEON give: nearest even, denormals kept, NaN made
+ * quiet. */
 #ifndef NP_KERNELS_HALF_H
 #define NP_KERNELS_HALF_H
 #include <stdint.h>
@@ -29,7 +30,8 @@ static inline uint16_t np_float_to_half(float x) {
     if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
     if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* from 65520 on: rounds to infinity */
     if (magnitude < 0x38800000) {
-        /* Below 2^-14: adding 0.5 leaves the units of 2^-24 in the last bits, rounded to nearest even by the addition. */
+        /* Below 2^-14: adding 0.5 leaves the units of 2^-24 in the last bits, rounded to nearest even by the
+         * addition. */
         return (uint16_t)(sign | (np_bits_of(np_float_of(magnitude) + 0.5f) - 0x3f000000));
     }
     uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);

@@ -1,4 +1,5 @@
-/* The choice of instruction set: np_isa_select, or NEURONPIPE_ISA on first use, or the best one here. */
+/* The choice of the instruction set: np_isa_select, else NEURONPIPE_ISA at the first use, else the best one of this
+ * machine. */
 #include "kernels/isa.h"
 
 #include <stdatomic.h>
@@ -25,7 +26,7 @@ static const np_isa *find(const char *name) {
     return NULL;
 }
 
-/* Threads that race here find the same answer, so that it does not matter whose store comes last. */
+/* Racing threads store the same result. */
 static const np_isa *choose_first(void) {
     const char *name = getenv("NEURONPIPE_ISA");
     const np_isa *isa = find(name && *name ? name : NULL);

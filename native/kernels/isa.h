@@ -1,7 +1,7 @@
-/* One instruction set's kernels: what differs between instruction sets, and nothing else. isa.c picks one at run time.
+/* The table of kernels that differ between instruction sets. isa.c chooses one at run time.
  *
- * Every file here is built with the same compile options; code for an instruction set carries a function target attribute,
- * and a file for the other architecture compiles to nothing. */
+ * All files are compiled with the same options; code for an instruction set has a function target attribute, and a file
+ * for another architecture is empty after preprocessing. */
 #ifndef NP_KERNELS_ISA_H
 #define NP_KERNELS_ISA_H
 #include "neuronpipe.h"
@@ -11,14 +11,14 @@
 enum { NP_GROUP = 32 };      /* weights that share a scale */
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
-/* Whether these of NP_TOKEN_BLOCK tokens take less time together with the others than by themselves. */
-NP_INLINE int np_want_together(unsigned wanted) { return __builtin_popcount(wanted) >= NP_TOKEN_BLOCK - 1; }
+/* True if so many of NP_TOKEN_BLOCK tokens are faster together with the others than by themselves. */
+NP_INLINE int np_are_faster_together(unsigned mask) { return __builtin_popcount(mask) >= NP_TOKEN_BLOCK - 1; }
 
-/* Rows of weights: one after the other from quants and scales on, or wherever the addresses in quants_at and scales_at say. */
+/* Rows of weights: consecutive ones from quants and scales on, or those at the addresses in quants_at and scales_at. */
 typedef struct {
     const uint8_t *quants, *scales;
     size_t quant_bytes, scale_bytes; /* of one row */
-    const void *const *quants_at, *const *scales_at; /* NULL: one after the other */
+    const void *const *quants_at, *const *scales_at; /* NULL: consecutive rows */
     np_fetch fetch; /* with scattered rows */
     size_t rows, n;
 } np_rows;
@@ -40,23 +40,24 @@ typedef struct {
     const float *bias; /* or NULL */
     float *out;
     size_t out_stride;
-    const uint16_t *wanted; /* [rows] bit t: the product with token t is wanted, of 16 at most; the others may be anything. NULL: all */
+    const uint16_t *token_masks; /* [rows] bit t: the product with token t is needed; at most 16 tokens; other results are undefined. NULL: all */
 } np_dot_job;
 
-/* Bit i: row r's product with token first + i, of so many, is wanted. */
-NP_INLINE unsigned np_wanted_of(const np_dot_job *job, size_t r, size_t first, size_t tokens) {
+/* Bit i: row r's product with token first + i is needed. */
+NP_INLINE unsigned np_token_mask(const np_dot_job *job, size_t r, size_t first, size_t tokens) {
     const unsigned all = (1u << tokens) - 1;
-    return job->wanted ? job->wanted[r] >> first & all : all;
+    return job->token_masks ? job->token_masks[r] >> first & all : all;
 }
 
 typedef void np_dot_function(const np_dot_job *job);
-/* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows alone. */
+/* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows only. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
 /* A row of q8, q4 or q3 as signed bytes with one scale: np_rows_to_s8. */
 typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
 
-/* Rows of q8, q4 or q3 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */
+/* Rows of q8, q4 or q3 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are
+ * the panel). */
 typedef struct {
     size_t most_columns; /* n beyond this goes without a panel of its own */
     size_t (*bytes)(size_t n, size_t tokens);
@@ -79,7 +80,7 @@ typedef struct {
     const np_panel_kernel *panel; /* NULL: through dot_rows */
 } np_isa;
 
-/* The one in use. Aborts with a message when NEURONPIPE_ISA names one that this machine lacks. */
+/* The instruction set in use. Aborts with a message if NEURONPIPE_ISA names one that this machine lacks. */
 const np_isa *np_isa_current(void);
 
 extern const np_isa np_isa_scalar;
@@ -89,7 +90,7 @@ np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3;
 np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
-/* Whether two panel kernels give the same bits for some rows and tokens of q8 and of q4. 0, too, without memory to find out. */
+/* True if two panel kernels give the same bits for some rows and tokens of q8 and q4. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
@@ -98,10 +99,10 @@ extern const np_isa np_isa_neon, np_isa_dotprod;
 np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3;
 #endif
 
-/* Prefetch stays within the rows asked for: in a cache slot the next row may be a neuron that does not fire, and reading it would
- * take bandwidth from one that does. While row r is read at some place, this many bytes on from there something else that was asked
- * for is fetched: the rows behind it, or of scattered rows one that comes soon; 0 where nothing follows. Into the second-level
- * cache: pieces of 2 KiB that lie anywhere arrive 1.2 times as fast for it, and 2, 4 or 6 rows ahead make no difference. */
+/* Prefetch stays within the requested rows: in a cache slot the next row may belong to a neuron that does not fire, and
+ * reading it would take bandwidth from one that does. The distance in bytes from the place being read to the place to
+ * prefetch: in a following row, or for scattered rows in one a few rows ahead; 0 if none follows. Prefetching into the
+ * second-level cache makes scattered pieces of 2 KiB 1.2 times as fast; 2, 4 or 6 rows ahead make no difference. */
 enum { NP_AHEAD_BYTES = 2048, NP_AHEAD_ROWS = 3 };
 
 NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
@@ -110,23 +111,23 @@ NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
     return (rows->rows - r - 1) * rows->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;
 }
 
-/* As an integer, because `ahead` may lead into another allocation, or back. */
+/* Computed on integers, because `ahead` may lead into another allocation. */
 NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead), 0, 2); }
 
-/* What the row function, which fetches quants, leaves of a row that comes soon: scales, and what lies behind the quants. */
-NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
+/* Prefetch what the row function does not: scales, what lies behind the quants, and fetch.prefetch. */
+NP_INLINE void np_prefetch_extra(const np_rows *rows, size_t r) {
     if (!rows->scales_at || r + NP_AHEAD_ROWS >= rows->rows) return;
     const uint8_t *quants = rows->quants_at[r + NP_AHEAD_ROWS], *scales = rows->scales_at[r + NP_AHEAD_ROWS];
     for (size_t i = rows->quant_bytes; i < rows->fetch.row_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
-    for (size_t i = 0; rows->fetch.beside && i < rows->fetch.beside_bytes; i += 64)
-        __builtin_prefetch((const uint8_t *)rows->fetch.beside[r + NP_AHEAD_ROWS] + i, 0, 2);
+    for (size_t i = 0; rows->fetch.prefetch && i < rows->fetch.prefetch_bytes; i += 64)
+        __builtin_prefetch((const uint8_t *)rows->fetch.prefetch[r + NP_AHEAD_ROWS] + i, 0, 2);
     const size_t scale_bytes = rows->scale_bytes > rows->fetch.scale_bytes ? rows->scale_bytes : rows->fetch.scale_bytes;
     for (size_t i = 0; i < scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
 
-/* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an always-inlined
- * function whose token count is a constant at both places it is used. A (row, token) goes through the same operations in
- * either place, which is what makes its bits independent of what else is asked for. */
+/* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an
+ * always-inlined function whose token count is a constant at both places it is used. A (row, token) goes through the
+ * same operations in both places, so its bits do not depend on the other tokens. */
 #define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                       \
     TARGET void NAME(const np_dot_job *job) {                                                       \
         const size_t n = job->rows.n, stride = job->activation_stride_bytes;                        \
@@ -134,18 +135,18 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
             const np_row row = np_row_at(&job->rows, r);                                            \
             const size_t ahead = np_ahead_bytes(&job->rows, r);                                     \
             const float bias = job->bias ? job->bias[r] : 0.0f;                                     \
-            np_prefetch_beside(&job->rows, r);                                                      \
+            np_prefetch_extra(&job->rows, r);                                                      \
             for (size_t first = 0; first < job->tokens;) {                                          \
                 const size_t left = job->tokens - first;                                            \
                 const uint8_t *activation = job->activations + first * stride;                      \
                 float sums[NP_TOKEN_BLOCK], *out = job->out + first * job->out_stride + r;          \
-                if (left >= NP_TOKEN_BLOCK && np_want_together(np_wanted_of(job, r, first, NP_TOKEN_BLOCK))) { \
+                if (left >= NP_TOKEN_BLOCK && np_are_faster_together(np_token_mask(job, r, first, NP_TOKEN_BLOCK))) { \
                     ROW(row.quants, row.scales, n, ahead, activation, stride, NP_TOKEN_BLOCK, sums); \
                     for (int t = 0; t < NP_TOKEN_BLOCK; t++) out[t * job->out_stride] = sums[t] + bias; \
                     first += NP_TOKEN_BLOCK;                                                        \
                     continue;                                                                       \
                 }                                                                                   \
-                if (np_wanted_of(job, r, first++, 1)) {                                             \
+                if (np_token_mask(job, r, first++, 1)) {                                             \
                     ROW(row.quants, row.scales, n, ahead, activation, stride, 1, sums);             \
                     *out = sums[0] + bias;                                                          \
                 }                                                                                   \
@@ -153,13 +154,13 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
         }                                                                                           \
     }
 
-/* Define the np_add_function NAME from ROW(quants, scales, n, a, y), with the next row fetched meanwhile. */
+/* Define the np_add_function NAME from ROW(quants, scales, n, a, y), prefetching the next row. */
 #define NP_DEFINE_ADD_ROWS(TARGET, NAME, ROW)                                                                 \
     TARGET void NAME(const np_rows *rows, const float *a, float *y) {                                         \
         for (size_t r = 0; r < rows->rows; r++) {                                                             \
             const np_row row = np_row_at(rows, r);                                                            \
             const size_t ahead = np_ahead_bytes(rows, r);                                                     \
-            np_prefetch_beside(rows, r);                                                                      \
+            np_prefetch_extra(rows, r);                                                                      \
             for (size_t i = 0; ahead && i < rows->quant_bytes; i += 64) np_prefetch(row.quants + i, ahead);   \
             ROW(row.quants, row.scales, rows->n, a[r], y);                                                    \
         }                                                                                                     \

@@ -1,5 +1,5 @@
-/* A row of groups of 32 as signed bytes with one scale for all of it: what a neural processor multiplies. Products of a scale and a quant are
- * exact, and the nearest integer is one, so that all instruction sets give the same bits. */
+/* Conversion of a row of groups of 32 to signed bytes with a single scale, for neural processors. Products of a scale
+ * and a quant are exact and rounding to nearest is unambiguous, so all instruction sets give the same bits. */
 #ifndef NP_KERNELS_NARROW_H
 #define NP_KERNELS_NARROW_H
 #include "kernels/half.h"
@@ -8,15 +8,16 @@
 
 NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? NP_GROUP / 2 : NP_Q3_GROUP_BYTES; }
 
-/* 0, or no number where a scale is not finite. */
+/* 0, or NaN if a scale is not finite. */
 NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
     uint32_t strange = 0;
     for (size_t g = 0; g < groups; g++) strange |= (scales[g] & 0x7c00) == 0x7c00;
     return strange ? np_float_of(0x7fc00000) : 0.0f;
 }
 
-/* Define the np_narrow_function NAME from LARGEST(type, quants, scales, groups), the largest magnitude of a row, and ROUND(type, quants,
- * factor, out), the integers nearest to a group's quants times a factor. The type is a constant in each of their copies. */
+/* Define the np_narrow_function NAME from LARGEST(type, quants, scales, groups), the largest magnitude of a row, and
+ * ROUND(type, quants, factor, out), the integers nearest to a group's quants times a factor. The type is a constant in
+ * each of their copies. */
 #define NP_NARROW_ROW(TYPE, LARGEST, ROUND)                                                                              \
     do {                                                                                                                 \
         const size_t groups = n / NP_GROUP;                                                                              \

@@ -1,4 +1,4 @@
-/* NEON: everything but the dot products, and the tables of both NEON instruction sets. */
+/* NEON: all kernels but the dot products, and the tables of both NEON instruction sets. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/narrow.h"
@@ -91,7 +91,7 @@ NP_INLINE int8x16_t half_group(int type, const uint8_t *quants, int half) {
     return vsubq_s8(vreinterpretq_s8_u8(half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15))), vdupq_n_s8(8));
 }
 
-/* Sixteen bytes as floats, times a factor. */
+/* Convert sixteen bytes to floats and multiply them by a factor. */
 NP_INLINE float32x4x4_t times(int8x16_t bytes, float factor) {
     const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
     return (float32x4x4_t){{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), factor),

@@ -8,7 +8,7 @@
 
 #include <arm_neon.h>
 
-/* Two products reach 2 * 128 * 127, which int16 just holds. */
+/* Two products are at most 2 * 128 * 127, which fits int16. */
 NP_INLINE int32x4_t multiply_add(int32x4_t sum, int8x16_t w, int8x16_t x) {
     const int16x8_t products = vmull_s8(vget_low_s8(w), vget_low_s8(x));
     return vpadalq_s16(sum, vmlal_high_s8(products, w, x));

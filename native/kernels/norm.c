@@ -1,4 +1,5 @@
-/* RMS and layer normalization. Sums are taken in double precision in eight fixed lanes: the same bits on every instruction set. */
+/* RMS and layer normalization. Sums are taken in double precision in eight fixed lanes: the same bits on every
+ * instruction set. */
 #include "neuronpipe.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
-/* Many tokens at once: activations packed once into a panel that every row reads. An instruction set without a way of its own
- * goes through its np_dot_function over a panel that is the activations as they are. */
+/* Panels of many tokens. For an instruction set without a panel kernel, the panel is a copy of the activations, and
+ * np_dot_function is used. */
 #include "kernels/activation.h"
 
 static const np_panel_kernel *kernel_for(int type, size_t n) {

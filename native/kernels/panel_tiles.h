@@ -1,11 +1,11 @@
-/* What the panels of avx512_panel.c and amx_panel.c have in common: the layout, the order of groups, unpacked weights.
+/* Shared by avx512_panel.c and amx_panel.c: the panel's layout, the order of groups, unpacked weights.
  *
  *   panel, for each tile of 32 tokens    bytes
  *   quants [groups][8][32][4]            1024 for each group: 8 times 4 columns of each token
  *   scales [groups][32]                  128 for each group, float32
  *
- * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are visited
- * one remainder after the other, in the order in which the tree takes them up, and panel and rows are laid out in that order. */
+ * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are
+ * visited remainder by remainder, in the order of the tree's leaves, and panel and rows are laid out in that order. */
 #ifndef NP_KERNELS_PANEL_TILES_H
 #define NP_KERNELS_PANEL_TILES_H
 #include "kernels/activation.h"
@@ -21,7 +21,7 @@ enum {
     LEVELS = 5 /* of the tree over the visits' sums */
 };
 
-/* The groups with one remainder modulo 16, by visit: how many before, how many. */
+/* By visit (groups with one remainder modulo 16): the number of groups before it, and its own. */
 typedef struct {
     size_t first[VISITS], count[VISITS], first_of_remainder[VISITS];
 } visits;
@@ -45,26 +45,26 @@ static size_t tile_bytes(size_t n) { return n / NP_GROUP * TILE_GROUP_BYTES; }
 
 static size_t panel_bytes(size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(n); }
 
-/* `flip`: bits to turn over in every four quants; 0x80808080 makes them unsigned, plus 128. */
+/* flip: bits to invert in every four quants; 0x80808080 adds 128 and makes them unsigned. */
 static void fill_panel(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint32_t flip, uint8_t *panel) {
     const size_t groups = n / NP_GROUP;
     const visits v = visits_of(groups);
     for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(n)) {
         float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP);
         for (size_t t = 0; t < TILE; t++) {
-            const int there = from + t < tokens;
-            const np_activation x = np_activation_at(activations + (there ? from + t : from) * stride, n);
+            const int is_token = from + t < tokens;
+            const np_activation x = np_activation_at(activations + (is_token ? from + t : from) * stride, n);
             for (size_t g = 0; g < groups; g++) {
                 const int8_t *low = x.quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g)), *high = low + (type == NP_Q8 ? 16 : 64);
                 const size_t place = place_of(&v, g);
                 uint8_t *to = panel + place * TILE * NP_GROUP + 4 * t;
                 for (size_t step = 0; step < STEPS; step++, to += 4 * TILE) {
                     uint32_t four = 0;
-                    if (there) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
+                    if (is_token) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
                     four ^= flip;
                     memcpy(to, &four, 4);
                 }
-                scales[place * TILE + t] = there ? x.scales[g] : 0.0f;
+                scales[place * TILE + t] = is_token ? x.scales[g] : 0.0f;
             }
         }
     }

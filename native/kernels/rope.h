@@ -1,5 +1,5 @@
-/* Rotary positions. Sine and cosine are computed here and not by the C library, so that no bit depends on which library it is,
- * and so that the compiler can vectorize the loop, once for each instruction set. */
+/* Rotary positions. Sine and cosine are computed here and not by the C library, so that bits do not depend on the
+ * library, and the compiler can vectorize the loop for each instruction set. */
 #ifndef NP_KERNELS_ROPE_H
 #define NP_KERNELS_ROPE_H
 #include "kernels/isa.h"
@@ -8,8 +8,8 @@
 
 /* Both for |angle| < 10^6, absolute error below 1e-10: reduce to |r| <= pi/4 and quadrant k, then Taylor series. */
 NP_INLINE void np_sine_cosine(double angle, double *sine, double *cosine) {
-    /* Adding 1.5 * 2^52 rounds to an integer and leaves it in the low bits. pi/2 in two parts, the first of 33 bits: k times
-     * it is exact. */
+    /* Adding 1.5 * 2^52 rounds to an integer and leaves it in the low bits. pi/2 in two parts, the first of 33 bits: k
+     * times it is exact. */
     const double shifted = angle * 0.63661977236758134308 + 6755399441055744.0;
     const double k = shifted - 6755399441055744.0;
     const double r = (angle - k * 1.57079632673412561417e+00) - k * 6.07710050650619224932e-11;

@@ -1,10 +1,11 @@
-/* From logits to a token. Deterministic: the same logits, options and uniform number give the same id, whatever the C library. */
+/* From logits to a token. Deterministic: the same logits, options and uniform number give the same id, whatever the C
+ * library. */
 #include "kernels/exponential.h"
 
 #include <math.h>
 #include <string.h>
 
-/* Is candidate a to be taken before b? Higher logit first, lower id among equals. */
+/* True if candidate a comes before b: by higher logit; of equal ones, by lower id. */
 static int comes_before(const float *logits, int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
@@ -19,7 +20,7 @@ static void sift_down(int32_t *heap, size_t count, size_t at, const float *logit
     heap[at] = moving;
 }
 
-/* Take the first candidate off the heap. */
+/* Remove the first candidate from the heap. */
 static int32_t take(int32_t *heap, size_t *count, const float *logits) {
     const int32_t first = heap[0];
     heap[0] = heap[--*count];
@@ -27,16 +28,16 @@ static int32_t take(int32_t *heap, size_t *count, const float *logits) {
     return first;
 }
 
-/* Unnormalized probability, 1 for the greatest. Equal infinities have no difference, so that they are told apart first. */
+/* Unnormalized probability, 1 for the greatest. Equal infinities have no difference, so they are compared first. */
 static double weight_of(float logit, float greatest, float temperature) {
     return logit == greatest ? 1.0 : np_exponential((logit - greatest) / temperature);
 }
 
-/* 0 for what is too unlikely to be sampled. A loop that knows that floor is 0 does without the comparison. */
+/* 0 if too unlikely to be sampled. If floor is known to be 0, the compiler omits the comparison. */
 static double floored(double weight, double floor) { return floor > 0.0 && weight < floor ? 0.0 : weight; }
 
-/* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. There is one, since target is less
- * than the whole sum, which was added up in the same order. */
+/* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. It exists, since target
+ * is less than the total, which was added in the same order. */
 static int32_t pick(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double floor,
                     double target) {
     double sum = 0.0;
@@ -65,9 +66,10 @@ static int in_range(const np_sampling *how, size_t n) {
     return 1;
 }
 
-/* Each token of the text once: how often it was generated is counted first. counts: zeroes, and zeroes again afterwards. */
+/* Apply penalties once per distinct token, after counting how often it was generated. counts: zeros, before and
+ * after. */
 static void penalize(const np_sampling *how, float *logits, int32_t *counts) {
-    const int32_t seen = INT32_MIN; /* the top bit: in the text at all */
+    const int32_t seen = INT32_MIN; /* the top bit: the token occurs in the sequence */
     for (size_t i = 0; i < how->text_tokens; i++) {
         int32_t *count = &counts[how->text[i]];
         *count = (*count + (i >= how->prompt_tokens)) | seen;
@@ -87,13 +89,14 @@ static void penalize(const np_sampling *how, float *logits, int32_t *counts) {
 static void forbid(const uint8_t *allowed, size_t n, float *logits) {
     for (size_t first = 0; first < n; first += 8) {
         const unsigned bits = allowed[first / 8];
-        if (bits == 0xff) continue; /* a free text allows nearly all */
+        if (bits == 0xff) continue; /* grammars often allow nearly all tokens */
         for (size_t j = 0; j < 8 && first + j < n; j++)
             if (!(bits >> j & 1)) logits[first + j] = -INFINITY;
     }
 }
 
-/* The logits to sample from: as they are, or a copy behind scratch[2*n]; NULL when one is NaN that the copy may not show. */
+/* The logits to sample from: the original, or a modified copy in scratch[2*n...]; NULL if one is NaN, which the copy
+ * might hide. */
 static const float *adjusted(const float *logits, size_t n, const np_sampling *how, int32_t *scratch) {
     const int penalties = has_penalty(how);
     if (!penalties && !how->biased_count && !how->allowed) return logits;
@@ -111,7 +114,7 @@ static const float *adjusted(const float *logits, size_t n, const np_sampling *h
     return copy;
 }
 
-/* The lowest id with the greatest logit; -1 when one is NaN. In lanes, which compilers turn into registers. */
+/* The lowest id with the greatest logit; -1 if one is NaN. In lanes, which compilers vectorize. */
 static int32_t likeliest(const float *logits, size_t n) {
     enum { LANES = 16 };
     float greatest[LANES];
@@ -148,32 +151,33 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     if (how->temperature <= 0.0f) return best;
     const float greatest = from[best], temperature = how->temperature, top_p = how->top_p;
     const double floor = how->min_p;
-    const size_t most = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
+    const size_t max_count = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
     double total = 0.0;
-    if (most == n) {
+    if (max_count == n) {
         const double least = top_p >= 1.0f ? floor : 0.0;
         for (size_t i = 0; i < n; i++) total += floored(weight_of(from[i], greatest, temperature), least);
         if (top_p >= 1.0f) return pick(from, NULL, n, greatest, temperature, floor, uniform * total);
     }
-    /* A heap gives the candidates in order at log n each: few are needed, and sorting all would cost more than the softmax. */
+    /* A heap yields candidates in order at log n each: few are needed, and sorting all would cost more than the
+     * softmax. */
     int32_t *heap = scratch, *kept = scratch + n;
     size_t left = n, count = 0;
     for (size_t i = 0; i < n; i++) heap[i] = (int32_t)i;
     for (size_t i = n / 2; i-- > 0;) sift_down(heap, n, i, from);
-    if (most < n) {
-        for (; count < most; count++) {
+    if (max_count < n) {
+        for (; count < max_count; count++) {
             kept[count] = take(heap, &left, from);
             total += weight_of(from[kept[count]], greatest, temperature);
         }
     }
-    double sum = 0.0, reached = 0.0; /* of what may be sampled; of what top_p counts, the unlikely included */
+    double sum = 0.0, reached = 0.0; /* of tokens that may be sampled; of all that count for top_p */
     size_t cut = 0;
     do {
         if (cut == count) kept[count++] = take(heap, &left, from);
         const double weight = weight_of(from[kept[cut++]], greatest, temperature);
         sum += floored(weight, floor);
         reached += weight;
-    } while (cut < most && (top_p >= 1.0f || reached < top_p * total));
+    } while (cut < max_count && (top_p >= 1.0f || reached < top_p * total));
     return pick(from, kept, cut, greatest, temperature, floor, uniform * sum);
 }
 
@@ -190,10 +194,10 @@ double np_uniform(uint64_t seed, uint64_t counter) {
 }
 
 void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids) {
-    size_t known = 0;
+    size_t listed = 0;
     for (size_t i = 0; i < n && count; i++) {
-        if (known == count && !comes_before(logits, (int32_t)i, ids[known - 1])) continue;
-        size_t at = known < count ? known++ : known - 1;
+        if (listed == count && !comes_before(logits, (int32_t)i, ids[listed - 1])) continue;
+        size_t at = listed < count ? listed++ : listed - 1;
         for (; at && comes_before(logits, (int32_t)i, ids[at - 1]); at--) ids[at] = ids[at - 1];
         ids[at] = (int32_t)i;
     }

@@ -1,4 +1,4 @@
-/* The reference kernels: plain C, one operation after the other. */
+/* The reference kernels in plain C. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/narrow.h"
@@ -140,7 +140,7 @@ NP_INLINE void unpack_group(int type, const uint8_t *quants, int8_t *q) {
 }
 
 NP_INLINE float largest_of_row(int type, const uint8_t *quants, const uint16_t *scales, size_t groups) {
-    float most = 0.0f;
+    float max_magnitude = 0.0f;
     for (size_t g = 0; g < groups; g++) {
         int8_t q[NP_GROUP];
         int16_t largest = 0;
@@ -150,12 +150,12 @@ NP_INLINE float largest_of_row(int type, const uint8_t *quants, const uint16_t *
             largest = magnitude > largest ? magnitude : largest;
         }
         const float magnitude = np_half_to_float(scales[g] & 0x7fff) * (float)largest;
-        most = magnitude > most ? magnitude : most;
+        max_magnitude = magnitude > max_magnitude ? magnitude : max_magnitude;
     }
-    return most;
+    return max_magnitude;
 }
 
-/* Adding and taking off 1.5 * 2^23 rounds to the nearest integer, to even between two. */
+/* Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, ties to even. */
 NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
     int8_t q[NP_GROUP];
     unpack_group(type, quants, q);

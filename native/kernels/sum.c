@@ -1,4 +1,4 @@
-/* What sums and turns vectors, with the same bits on every instruction set. */
+/* Sums and rotations of vectors, with the same bits on every instruction set. */
 #include "kernels/isa.h"
 
 #include <string.h>

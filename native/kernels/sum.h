@@ -1,29 +1,30 @@
-/* Sums of vectors in a fixed order: the tree that pairing neighbours, level by level, gives. */
+/* Sums of vectors in the fixed order of a tree: neighbours are paired, level by level. */
 #ifndef NP_KERNELS_SUM_H
 #define NP_KERNELS_SUM_H
 #include "kernels/isa.h"
 
 #include <string.h>
 
-/* Columns at a time, as many as make rows worth reading ahead while the partial sums stay in the first cache. */
+/* Columns per pass: enough for hardware prefetch of rows, while the partial sums stay in the first-level cache. */
 enum { NP_SUM_COLUMNS = 512, NP_SUM_LEVELS = 32 };
 
 NP_INLINE void np_add_left(const float *left, size_t n, float *sum) {
     for (size_t j = 0; j < n; j++) sum[j] = left[j] + sum[j];
 }
 
-/* A binary counter of partial sums: after row i, level l holds a sum of 2^l rows when bit l of i+1 is set. Adding a row carries
- * like adding one, and what is left at the end combines from the right. Rows come in pairs, so that level 0 is never stored. Of rows that
- * were summed before, the counter's sums are there already: each in the place of its first row, that of level 0 being a row. */
+/* A binary counter of partial sums: after row i, level l holds a sum of 2^l rows when bit l of i+1 is set. Adding a row
+ * carries like incrementing the counter, and the remaining levels are combined from the right at the end. Rows come in
+ * pairs, so level 0 is never stored. Sums of rows that were summed before lie in the places of their first rows; that
+ * of level 0 is a row itself. */
 NP_INLINE void np_sum_columns(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
     float partial[NP_SUM_LEVELS][NP_SUM_COLUMNS];
-    const size_t whole = summed & ~(size_t)1;
-    for (size_t first = 0; first < whole;) {
-        const int level = 63 - __builtin_clzll((uint64_t)(whole - first));
+    const size_t even = summed & ~(size_t)1;
+    for (size_t first = 0; first < even;) {
+        const int level = 63 - __builtin_clzll((uint64_t)(even - first));
         memcpy(partial[level], rows + first * stride, n * sizeof *out);
         first += (size_t)1 << level;
     }
-    for (size_t i = whole; i + 1 < count; i += 2) {
+    for (size_t i = even; i + 1 < count; i += 2) {
         const float *first = rows + i * stride, *second = first + stride;
         const int level = 1 + __builtin_ctzll(~(uint64_t)(i / 2)); /* where the carry ends */
         float *sum = partial[level];

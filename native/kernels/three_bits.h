@@ -1,11 +1,12 @@
-/* q3: groups of 32 weights of -4 to 3 in 12 bytes, as codes of three bits: weight + 4. They are unpacked to the order of q4, so that all that
- * is made of a q3 row has the bits of a q4 row of the same weights and scales.
+/* q3: groups of 32 weights of -4 to 3 in 12 bytes, as codes of three bits: weight + 4. They are unpacked to the order
+ * of q4, so that results of a q3 row have the bits of a q4 row with the same weights and scales.
  *
  *   bytes 0..7     low two bits of codes: byte i has those of i, i + 8, i + 16, i + 24, from its lowest bits on
  *   bytes 8..11    third bits: byte 8 + i has those of i, i + 4, i + 8, ..., i + 28, from its lowest bit on
  *
- * With a group's first eight bytes, and the same two bits to the right behind them, low two bits lie where q4 has them; and with the last four
- * bytes four times, two and one bits to the left, as they are, and one bit to the right, the third bits lie above those. */
+ * With a group's first eight bytes, and the same two bits to the right behind them, low two bits lie where q4 has them;
+ * and with the last four bytes four times, two and one bits to the left, as they are, and one bit to the right, the
+ * third bits lie above those. */
 #ifndef NP_KERNELS_THREE_BITS_H
 #define NP_KERNELS_THREE_BITS_H
 #include "kernels/isa.h"
@@ -14,7 +15,7 @@
 
 enum { NP_Q3_GROUP_BYTES = 12 };
 
-/* A group's 16 bytes as q4 has them, the lower byte of a word first. */
+/* A group's 16 bytes in q4's format, the lower byte of a word first. */
 typedef struct {
     uint64_t words[2];
 } np_q4_group;

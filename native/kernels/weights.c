@@ -1,4 +1,4 @@
-/* Sizes of rows, and the public kernels that hand over to the instruction set in use. */
+/* Sizes of rows, and the public kernels, which call the instruction set in use. */
 #include "kernels/activation.h"
 #include "kernels/three_bits.h"
 
@@ -46,7 +46,7 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
     if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 
-void np_dot_wanted(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
+void np_dot_masked(int type, const void *const *quants, const void *const *scales, const uint16_t *token_masks, size_t rows, size_t n,
                    const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                    size_t out_stride) {
     np_dot_job job = {
@@ -56,7 +56,7 @@ void np_dot_wanted(int type, const void *const *quants, const void *const *scale
         .tokens = tokens,
         .out = out,
         .out_stride = out_stride,
-        .wanted = wanted,
+        .token_masks = token_masks,
     };
     job.rows.quants_at = quants;
     job.rows.scales_at = scales;
@@ -67,7 +67,7 @@ void np_dot_wanted(int type, const void *const *quants, const void *const *scale
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
                       const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                       size_t out_stride) {
-    np_dot_wanted(type, quants, scales, NULL, rows, n, fetch, activations, activation_stride_bytes, tokens, out, out_stride);
+    np_dot_masked(type, quants, scales, NULL, rows, n, fetch, activations, activation_stride_bytes, tokens, out, out_stride);
 }
 
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y) {
@@ -85,7 +85,7 @@ int np_rows_to_s8(int type, const void *const *quants, const void *const *scales
     return NP_OK;
 }
 
-/* Products of an fp16 scale and a small integer are exact, so that this needs no version for each instruction set. */
+/* Products of an fp16 scale and a small integer are exact, so one version serves all instruction sets. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w) {
     if (type == NP_F16) {
         np_f16_to_f32(quants, n, w);

@@ -1,16 +1,16 @@
-/* Reading memory and doing nothing else: what a device profile measures. */
+/* Memory reads for the device profile's bandwidth measurement. */
 #include "neuronpipe.h"
 
 #include <string.h>
 
-/* Pieces that come are fetched into the second-level cache, as the kernels do it: two threads read pieces of 2 KiB a quarter faster for
- * it. One long piece is fetched within itself. */
+/* Pieces are prefetched into the second-level cache, as the kernels do: two threads read pieces of 2 KiB a quarter
+ * faster this way. Long pieces are prefetched within themselves. */
 enum { AHEAD_PIECES = 3, AHEAD_BYTES = 2048, LINE_BYTES = 64 };
-typedef uint64_t lanes __attribute__((vector_size(16))); /* the width that every target has */
+typedef uint64_t lanes __attribute__((vector_size(16))); /* a width that every target has */
 
-/* Of each group of `every` pieces one is read: which one looks random, and is another in each of `every` turns, so that what one turn
- * leaves in the caches is of no use to the next. */
-static size_t chosen(size_t group, uint32_t every, uint32_t turn) {
+/* The piece that is read of each group of `every` pieces: pseudo-random, and different in each turn, so that caches
+ * left by one turn do not help the next. */
+static size_t chosen_piece(size_t group, uint32_t every, uint32_t turn) {
     const uint32_t mixed = (uint32_t)group * 2654435761u;
     return group * every + ((mixed >> 16) + turn) % every;
 }
@@ -27,15 +27,15 @@ uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uin
     const size_t groups = pieces / every;
     turn %= every;
     for (size_t group = 0; group < groups; group++) {
-        const uint8_t *here = from + chosen(group, every, turn) * piece_bytes;
-        const size_t later = group + AHEAD_PIECES;
-        const uint8_t *after = later < groups ? from + chosen(later, every, turn) * piece_bytes : here;
+        const uint8_t *piece = from + chosen_piece(group, every, turn) * piece_bytes;
+        const size_t ahead = group + AHEAD_PIECES;
+        const uint8_t *next_piece = ahead < groups ? from + chosen_piece(ahead, every, turn) * piece_bytes : piece;
         const int within = piece_bytes > AHEAD_PIECES * AHEAD_BYTES * 4;
         for (size_t at = 0; at < piece_bytes; at += LINE_BYTES) {
-            const uint8_t *fetched = within ? here + (at + AHEAD_BYTES < piece_bytes ? at + AHEAD_BYTES : at) : after + at;
-            __builtin_prefetch(fetched, 0, 2);
+            const uint8_t *target = within ? piece + (at + AHEAD_BYTES < piece_bytes ? at + AHEAD_BYTES : at) : next_piece + at;
+            __builtin_prefetch(target, 0, 2);
             lanes line[4];
-            memcpy(line, here + at, LINE_BYTES);
+            memcpy(line, piece + at, LINE_BYTES);
             a ^= line[0];
             b ^= line[1];
             c ^= line[2];
@@ -44,6 +44,6 @@ uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uin
         read_bytes += piece_bytes;
     }
     a ^= b ^ c ^ d;
-    *sum = a[0] ^ a[1]; /* so that the compiler has to read */
+    *sum = a[0] ^ a[1]; /* keeps the compiler from removing the reads */
     return read_bytes;
 }

@@ -1,4 +1,4 @@
-/* What a worker asks of the kernel for itself. */
+/* Process settings: parent death signal, name, memory. */
 #include "neuronpipe.h"
 
 #include <errno.h>
@@ -37,7 +37,7 @@ int np_memory_advise_huge(void *memory, size_t bytes)
 int np_memory_lock(const void *memory, size_t bytes)
 {
 #ifdef SYS_mlock2
-    enum { ON_FAULT = 1 }; /* MLOCK_ONFAULT, which not every C library names */
+    enum { ON_FAULT = 1 }; /* MLOCK_ONFAULT; some C libraries do not define it */
     return syscall(SYS_mlock2, memory, bytes, ON_FAULT) == 0 ? NP_OK : -errno;
 #else
     (void)memory, (void)bytes;

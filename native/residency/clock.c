@@ -1,26 +1,26 @@
-/* CLOCK with usage counts, the replacement rule, and why a slot is never taken from under a worker.
+/* CLOCK with usage counts, the eviction rule, and a proof that no slot is evicted while a worker reads it.
  *
- * A worker that looks a word up sets its reference bit, once. The hand goes round: where it finds the bit, it turns it into a use, up to
- * NP_MAX_USES; where it does not, it takes one use away; a cluster without uses goes. Only the hand counts, so that looking
- * often costs a worker nothing.
+ * A look-up sets an entry's reference bit. The hand circulates: it turns the bit into a use, up to NP_MAX_USES; without
+ * the bit it removes a use; an entry without uses is evicted. Only the hand writes uses, so frequent look-ups cost a
+ * worker nothing.
  *
  *   worker                                        cache
- *   W  read window := [first, end)                C  clear the reference bit of a present word
- *   L  look: present and referenced, or           ...                  (one turn of the hand later, perhaps in a new process)
- *      R  present: set the reference bit          P  the word is present and unreferenced
+ *   W  read window := [first, end)                C  clear the reference bit of a present entry
+ *   L  look up: present and referenced, or        ...          (one round of the hand later, possibly in a new process)
+ *      R  present: set the reference bit          P  the entry is present and unreferenced
  *   ...read the slot...                           S  no read window covers it
- *   Z  read window := another or none             E  present, unreferenced -> absent, if the word is still as in P
+ *   Z  read window := another one or none         E  present, unreferenced -> absent, if the entry is still as in P
  *
- * All of these are sequentially consistent, so they have one order, and E replaces a word without the bit.
- *   Looked and found it referenced (L): the clearing C that E builds on comes after L, or L would not have seen the bit. So
- *     W < L < C < P < S: the cache sees the read window, or a later one.
- *   Set the bit (R): R comes after E and sees absent; or before it, and then a clearing C lies between them (E would fail
- *     otherwise): W < R < C < P < S again.
- * When S sees a later read window, Z has happened, and with it all reading of the slot: only then may the slot be written again.
- * No word ever turns absent and back, so that neither worker nor loader meets a state which does not last. */
+ * All of these are sequentially consistent, so they have one total order, and E replaces an entry without the bit.
+ *   If L found the bit set, the clearing C before E comes after L, or L would not have seen the bit. So W < L < C < P < S: the cache sees
+ *     the read window, or a later one.
+ *   If R set the bit, R either comes after E, and sees an absent entry; or before E, and then a clearing C lies between them, because E would
+ *     fail otherwise: again W < R < C < P < S.
+ * If S sees a later read window, Z has happened, and all reads of the slot before it: only then may the slot be written
+ * again. No entry turns absent temporarily, so workers and the loader only see states that last. */
 #include "neuronpipe.h"
 
-static int covered(const uint64_t *windows, size_t window_count, size_t id)
+static int is_covered(const uint64_t *windows, size_t window_count, size_t id)
 {
     for (size_t i = 0; i < window_count; i++) {
         const uint64_t window = __atomic_load_n(&windows[i], __ATOMIC_SEQ_CST);
@@ -30,8 +30,9 @@ static int covered(const uint64_t *windows, size_t window_count, size_t id)
     return 0;
 }
 
-/* What the hand leaves of a present word: a use more for its reference bit, a use less without it, absent without either. */
-static uint32_t passed(uint32_t value)
+/* A present entry after the hand: the reference bit becomes a use; without it a use is removed; without either it is
+ * absent. */
+static uint32_t after_hand(uint32_t value)
 {
     const uint32_t uses = value / NP_ENTRY_USE & NP_MAX_USES;
     if (value & NP_ENTRY_REFERENCED)
@@ -48,64 +49,66 @@ void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t sl
     }
 }
 
-/* One present word of a slot that is to be empty. C, P, S and E follow each other: a worker that looks after C must set the bit before
- * it reads, and then E fails; who looked before C has a read window that S sees. Returns whether the slot holds nothing now. */
+/* Empty a present entry's slot. C, P, S and E follow each other directly: a worker that looks up after C sets the bit
+ * before it reads, and E fails; one that looked up before C has a read window that S sees. Returns 1 if the slot is
+ * empty. */
 static int vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t window_count)
 {
     uint32_t value = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-    uint32_t bare = NP_ENTRY_PRESENT | (value & NP_ENTRY_SLOT_MASK);
-    if (value != bare && !__atomic_compare_exchange_n(word, &value, bare, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    uint32_t cleared = NP_ENTRY_PRESENT | (value & NP_ENTRY_SLOT_MASK);
+    if (value != cleared && !__atomic_compare_exchange_n(word, &value, cleared, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return 0;
-    if (covered(windows, window_count, id))
+    if (is_covered(windows, window_count, id))
         return 0;
-    return __atomic_compare_exchange_n(word, &bare, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return __atomic_compare_exchange_n(word, &cleared, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
 size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count)
 {
-    size_t left = 0;
+    size_t remaining = 0;
     for (size_t id = 0; id < count; id++) {
         const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
         if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && (value & NP_ENTRY_SLOT_MASK) >= first_slot)
-            left += !vacate(&words[id], id, windows, window_count);
+            remaining += !vacate(&words[id], id, windows, window_count);
     }
-    return left;
+    return remaining;
 }
 
 size_t np_clusters_evict(uint32_t *words, size_t count, const uint32_t *ids, size_t id_count, const uint64_t *windows, size_t window_count,
-                         size_t want, uint32_t *slots)
+                         size_t max_slots, uint32_t *slots)
 {
-    size_t taken = 0;
-    for (size_t i = 0; i < id_count && taken < want; i++) {
+    size_t evicted = 0;
+    for (size_t i = 0; i < id_count && evicted < max_slots; i++) {
         const size_t id = ids[i];
         if (id >= count)
             continue;
         const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
         if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && vacate(&words[id], id, windows, window_count))
-            slots[taken++] = value & NP_ENTRY_SLOT_MASK;
+            slots[evicted++] = value & NP_ENTRY_SLOT_MASK;
     }
-    return taken;
+    return evicted;
 }
 
-size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
+size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t max_slots,
                      uint32_t *slots)
 {
     if (count == 0)
         return 0;
-    size_t taken = 0, at = *hand % count, idle = 0; /* idle: words since one that may ever go */
-    /* So many turns empty the most used word; workers that mark words again as fast as they are passed must not keep the cache here. */
-    for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && taken < want && idle < count; visited++) {
+    size_t evicted = 0, at = *hand % count, idle = 0; /* idle: entries since the last one that can be evicted at all */
+    /* So many rounds evict the most used entry. The limit matters if workers set bits as fast as the hand clears
+     * them. */
+    for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && evicted < max_slots && idle < count; visited++) {
         uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
         idle++;
-        if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && !covered(windows, window_count, at)) {
-            const uint32_t left = passed(value);
+        if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && !is_covered(windows, window_count, at)) {
+            const uint32_t next = after_hand(value);
             idle = 0;
-            /* A worker or the loader that is faster set a bit: the word's next turn. */
-            if (__atomic_compare_exchange_n(&words[at], &value, left, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) && left == NP_ENTRY_ABSENT)
-                slots[taken++] = value & NP_ENTRY_SLOT_MASK;
+            /* If a worker or the loader set a bit meanwhile, the entry stays until the next round. */
+            if (__atomic_compare_exchange_n(&words[at], &value, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) && next == NP_ENTRY_ABSENT)
+                slots[evicted++] = value & NP_ENTRY_SLOT_MASK;
         }
         at = at + 1 == count ? 0 : at + 1;
     }
     *hand = at;
-    return taken;
+    return evicted;
 }

@@ -1,16 +1,17 @@
 /* The barrier of a step's participants.
  *
- *   word      changed by                       ordering
- *   arrived   each participant; the last zeroes it  acquire-release: the last participant sees what all wrote before they came
- *   phase     the last participant                  sequentially consistent store: releases what all wrote to all
- *   waiters   a participant going to sleep          sequentially consistent, like the releaser's look at it
+ *   word      changed by                            ordering
+ *   arrived   each participant; the last zeroes it  acquire-release: the last participant sees what the others wrote
+ *   phase     the last participant                  sequentially consistent store: all participants see what the others wrote
+ *   waiters   a participant going to sleep          sequentially consistent, like the last participant's load
  *
- * No lost wake-up: a participant counts itself in `waiters` and then looks at `phase`; the last participant changes `phase` and then looks
- * at `waiters`. Both orders are sequentially consistent, so at least one sees the other; and the futex compares `phase` again.
- * `arrived` is zeroed before `phase` changes, so a released participant that reaches the barrier again counts from zero.
+ * No wake-up is lost: a participant adds itself to `waiters` and then reads `phase`; the last participant changes
+ * `phase` and then reads `waiters`. All are sequentially consistent, so at least one sees the other; and the futex
+ * compares `phase` again. `arrived` is zeroed before `phase` changes, so a released participant that reaches the
+ * barrier again counts from zero.
  *
- * A participant that leaves because of the epoch (or dies) stays counted in `arrived`: nobody uses the barrier again until
- * np_barrier_reset. A sleeper that died stays counted in `waiters`, which costs needless wake-ups and nothing else. */
+ * A participant that leaves because of the epoch, or dies, stays counted in `arrived`: the barrier is not used again
+ * before np_barrier_reset. A sleeper that died stays counted in `waiters`, which only causes needless wake-ups. */
 #include "neuronpipe.h"
 #include "sync/wait.h"
 
@@ -27,7 +28,7 @@ int np_barrier_wait(np_barrier *barrier, uint32_t participants, const uint32_t *
     if (participants == 0)
         return NP_E_ARGUMENT;
     if (__atomic_load_n(epoch, __ATOMIC_ACQUIRE) != expected_epoch)
-        return NP_E_EPOCH; /* a barrier of a step that is over must not be touched: it may be in use again */
+        return NP_E_EPOCH; /* the barrier of an abandoned step may be in use by the next one */
     const uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE); /* cannot change before this participant arrives */
     const uint32_t arrived = __atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL);
     if (arrived > participants)

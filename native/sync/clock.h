@@ -1,4 +1,4 @@
-/* The monotonic clock and the processor's hint that it is only waiting. */
+/* The monotonic clock, and the processor's hint for waiting loops. */
 #ifndef NP_SYNC_CLOCK_H
 #define NP_SYNC_CLOCK_H
 #include <stdint.h>

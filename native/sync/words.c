@@ -1,5 +1,5 @@
-/* Single words in shared memory. The header states the ordering of each; on Arm these are ldar/stlr and their kin, on x86-64
- * plain moves and locked instructions. */
+/* Single words in shared memory; neuronpipe.h has the ordering of each. On Arm these are ldar, stlr and the like, on
+ * x86-64 plain moves and locked instructions. */
 #include "neuronpipe.h"
 
 uint32_t np_word_load(const uint32_t *word)
@@ -25,7 +25,7 @@ int np_word_swap(uint32_t *word, uint32_t from, uint32_t to)
 void np_long_store(uint64_t *word, uint64_t value)
 {
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
-    /* A sequentially consistent store alone does not keep a later acquire load behind it (ldapr may pass stlr on Arm), and a
-     * worker looks at residency entries right after it published its window. */
+    /* A sequentially consistent store alone does not order a later acquire load (ldapr may pass stlr on Arm), and a
+     * worker looks up residency entries right after it has published its window. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }

@@ -1,4 +1,5 @@
-/* The latest spans of a process, in shared memory: one writer, no locks. A reader that is overtaken sees it by `next`. */
+/* A ring of a process's latest spans, in shared memory: one writer, no locks. A reader notices by `next` that it was
+ * overtaken. */
 #include <string.h>
 
 #include "neuronpipe.h"
@@ -20,7 +21,8 @@ void np_trace_add(const np_trace *trace, int kind, uint32_t layer, uint32_t valu
     if (!trace->capacity)
         return;
     const uint64_t next = __atomic_load_n(trace->next, __ATOMIC_RELAXED);
-    /* A reader that sees any byte of this span must also see that the one before it was put: it tells by `next` what is being overwritten. */
+    /* A reader that sees a byte of this span must also see the `next` of the span before, by which it knows what is
+     * being overwritten. */
     __atomic_thread_fence(__ATOMIC_RELEASE);
     trace->spans[next & (trace->capacity - 1)] = (np_span){
         .start_ns = start_ns,
@@ -45,11 +47,12 @@ int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out)
     for (uint64_t number = first; number < end; number++)
         out[number - first] = trace->spans[number & (capacity - 1)];
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    /* Meanwhile the writer has put spans up to `now` and may be at the one after: whatever that overwrites is not whole. */
+    /* Meanwhile the writer has put spans up to `now` and may be writing one more: those that it overwrites are not
+     * intact. */
     const uint64_t now = __atomic_load_n(trace->next, __ATOMIC_RELAXED);
-    const uint64_t whole = now + 1 > capacity ? now + 1 - capacity : 0;
-    const uint64_t kept = whole <= first ? first : whole < end ? whole : end;
-    memmove(out, out + (kept - first), (size_t)(end - kept) * sizeof *out);
-    *from = kept;
-    return (int64_t)(end - kept);
+    const uint64_t intact = now + 1 > capacity ? now + 1 - capacity : 0;
+    const uint64_t start = intact <= first ? first : intact < end ? intact : end;
+    memmove(out, out + (start - first), (size_t)(end - start) * sizeof *out);
+    *from = start;
+    return (int64_t)(end - start);
 }

@@ -138,8 +138,8 @@ class Neurons:
             "np_fetch *",
             {
                 "row_bytes": self._slot_bytes[place.part] if self._one_neuron_slots and matrix == 0 else 0,
-                "beside": _pointers(prefetched) if matrix == 1 else ffi.NULL,
-                "beside_bytes": self._quant_bytes,
+                "prefetch": _pointers(prefetched) if matrix == 1 else ffi.NULL,
+                "prefetch_bytes": self._quant_bytes,
             },
         )
         type_ = self.trigger_type if matrix == 0 else self.type

@@ -152,7 +152,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
             workers=shape.workers,
-            lane_words=lib.np_lane_bytes(shape.sequences) // WORD_BYTES,
+            lane_words=lib.np_channel_bytes(shape.sequences) // WORD_BYTES,
             **_stage_lengths(manifest, shape.sequences, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes, sequences=shape.sequences),

@@ -64,9 +64,9 @@ class StepPipeline:
         self.wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         claims = ffi.from_buffer("uint32_t[]", memory.view("exchange", "claims"))
         self._config = ffi.new(
-            "np_relay_config *",
+            "np_pipeline_config *",
             {
-                "lanes": self._lanes.native[0],
+                "channels": self._lanes.native[0],
                 "epoch": ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch")),
                 "barrier": ffi.cast("np_barrier *", ffi.from_buffer(memory.view("exchange", "barriers"))),
                 "claims": claims,
@@ -78,9 +78,9 @@ class StepPipeline:
             },
         )
         for lane in range(self._lanes.count):  # workers may still listen to a coordinator that has died
-            lib.np_lane_clear(self._lanes.native, lane)
-        self._native = lib.np_relay_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
-        self._native_outcome = ffi.new("np_relay_taken *")
+            lib.np_channel_clear(self._lanes.native, lane)
+        self._native = lib.np_pipeline_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
+        self._native_outcome = ffi.new("np_pipeline_result *")
         self._outstanding: SendStep | None = None  # the outstanding step, if it was sent this way
         self._owed: dict[ProcessKey, int] = {}  # participants that have not answered, with their channels
         self._armed_step: Ahead | None = None  # what the native thread will send next
@@ -90,7 +90,7 @@ class StepPipeline:
 
     def close(self) -> None:
         """End the native thread of the pipeline."""
-        lib.np_relay_destroy(self._native)
+        lib.np_pipeline_destroy(self._native)
         self._native = ffi.NULL
 
     # ---- giving ----------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class StepPipeline:
         lanes = {process: process[1] for process in action.processes}
         steps, arrays = _native_steps(message, action.processes)
         mask = sum(1 << lane for lane in lanes.values())
-        if lib.np_relay_give(self._native, mask, steps) != 1:
+        if lib.np_pipeline_send(self._native, mask, steps) != 1:
             return False
         del arrays  # the native code has copied them
         self._outstanding, self._owed = action, lanes
@@ -118,7 +118,7 @@ class StepPipeline:
         how, uniforms, self._native_arrays = self._sampler.prepare(ahead.rows)
         positions, ends = ffi.new("int32_t[]", ahead.positions), ffi.new("int32_t[]", ahead.ends)
         following = ffi.new(
-            "np_relay_next *",
+            "np_pipeline_next *",
             {
                 "number": ahead.number,
                 "count": len(ahead.rows),
@@ -131,7 +131,7 @@ class StepPipeline:
         )
         self._native_arrays += [how, uniforms, positions, ends]
         self._armed_step = ahead
-        lib.np_relay_arm(self._native, following)
+        lib.np_pipeline_arm(self._native, following)
 
     def sent_already(self, action: SendStep) -> FinishedStep | None:
         """Return how the previous step ended if the native thread has sent this one already; else None.
@@ -170,9 +170,9 @@ class StepPipeline:
         if self._outstanding is None:
             return []
         outcome, step = self._native_outcome, self._outstanding.message
-        lib.np_relay_take(self._native, outcome)
+        lib.np_pipeline_collect(self._native, outcome)
         ahead, self._armed_step, self._native_arrays = self._armed_step, None, []
-        lanes = int(outcome.lanes)
+        lanes = int(outcome.channels)
         answered = {process: lane for process, lane in self._owed.items() if lanes >> lane & 1}
         answers = []
         if answered:
@@ -184,7 +184,7 @@ class StepPipeline:
                 StepAnswer(process, step.step, step.epoch, sums)
                 for process, sums in zip(answered, counters, strict=True)
             ]
-        if outcome.all:
+        if outcome.all_answered:
             self._end(outcome, ahead)
         return answers
 
@@ -192,8 +192,8 @@ class StepPipeline:
         assert self._outstanding is not None
         message, processes = self._outstanding.message, self._outstanding.processes
         tokens = tuple(outcome.tokens[0 : len(message.tokens)]) if outcome.sampled else None
-        self.done = FinishedStep(tokens, int(outcome.done_ns), int(outcome.sampled_ns), int(outcome.passed_ns))
-        if outcome.passed:
+        self.done = FinishedStep(tokens, int(outcome.done_ns), int(outcome.sampled_ns), int(outcome.next_sent_ns))
+        if outcome.next_sent:
             assert ahead is not None
             assert tokens is not None
             assert isinstance(message, Step)
@@ -211,7 +211,7 @@ class StepPipeline:
         """Expect nothing more of a process that has ended."""
         self._owed.pop(process, None)
         if process[0] == "decode" and process[1] < self._lanes.count:
-            lib.np_lane_clear(self._lanes.native, process[1])
+            lib.np_channel_clear(self._lanes.native, process[1])
 
     def answered_by_message(self, process: ProcessKey) -> None:
         """Note that a participant has answered by a message."""
@@ -221,7 +221,7 @@ class StepPipeline:
         """Make a worker look for a message, which is about to be sent."""
         role, _, index = peer.partition("-")
         if role == "decode" and int(index) < self._lanes.count:
-            lib.np_lane_release(self._lanes.native, int(index))
+            lib.np_channel_release(self._lanes.native, int(index))
 
 
 def _native_steps(message: Step, processes: Sequence[ProcessKey]) -> tuple[Any, list[Any]]:

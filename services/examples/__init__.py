@@ -1,1 +1,1 @@
-"""Workers to learn from, and to start an experiment with."""
+"""Example workers, as a start for experiments."""

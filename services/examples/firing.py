@@ -1,4 +1,4 @@
-"""A decode worker that says which neurons fire: one line of its log for each token.
+"""A decode worker that logs which neurons fire, one line per token.
 
 neuronpipe run -p "import os" --use decode=neuronpipe.services.examples.firing:FiringLog --run /tmp/firing
 tail -f /tmp/firing/decode.0.log
@@ -15,8 +15,8 @@ from neuronpipe.services.worker.worker import Outcome
 
 
 class FiringLog(DecodeService):
-    """Computes as ours does, and logs the neurons of the blocks that this worker took, by layer; in a mixture by
-    layer * experts + expert."""
+    """A decode worker that logs the active neurons of the blocks it computed, as `layer/neuron`; in a mixture as
+    `layer * experts + expert/neuron`."""
 
     def __init__(self, job: Job) -> None:
         layout = job.package.manifest.layout
@@ -25,7 +25,7 @@ class FiringLog(DecodeService):
         super().__init__(job, activity=self._flags)
 
     def compute(self, step: Step) -> Outcome:
-        """One step; a step that was abandoned is computed again, and logged then."""
+        """Compute a step and log its active neurons. An abandoned step is logged when it is repeated."""
         outcome = super().compute(step)
         if isinstance(outcome, StepDone):
             fired = [divmod(place, self._row) for place, flags in enumerate(self._flags) if flags & lib.NP_ACTIVE]

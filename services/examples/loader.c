@@ -1,15 +1,17 @@
-/* A loader in C, with nothing but libc, written from SPEC.md: one read at a time, no io_uring, no prefetch ahead of a demand.
+/* An example loader in C: libc and the client library (native/client), written from SPEC.md. It makes one read at a
+ * time, without io_uring, and prefetches only when no demand waits.
  *
- *     cc -O2 -o loader loader.c life.c wire.c place.c sha256.c -lm
+ *     cc -D_GNU_SOURCE -O2 -I../../native -o loader loader.c ../../native/client/{lifecycle,run_context,sha256,wire}.c -lm
  *     neuronpipe conformance loader --use argv:./loader
  *
- * It empties the workers' rings, reads what is absent into slots that the cache granted, checks it, publishes the words and wakes
- * who waits; and it lives the life of a service meanwhile. */
-#include "life.h"
-#include "place.h"
+ * The main loop drains the workers' request rings, reads absent clusters into slots that the cache granted, verifies
+ * their checksums, publishes the residency entries and wakes the waiting workers. In between it sends heartbeats and
+ * handles the cache's messages. */
+#include "client/lifecycle.h"
+#include "client/run_context.h"
+#include "client/sha256.h"
+#include "client/wire.h"
 #include "queue.h"
-#include "sha256.h"
-#include "wire.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -46,7 +48,7 @@ static uint64_t *board;
 static uint8_t *staging;
 static int bundles, doorbell;
 static uint64_t generation;
-static life alive;
+static lifecycle service;
 static wire cache = {.fd = -1};
 
 static void wake(uint32_t *word)
@@ -115,10 +117,10 @@ static int load(int number, uint32_t cluster, uint32_t flags)
     }
 }
 
-/* Take what the workers put into their rings. */
-static int take_requests(void)
+/* Queue the entries of the workers' rings. */
+static int queue_requests(void)
 {
-    int taken = 0;
+    int any = 0;
     for (size_t m = 0; m < participants; m++) {
         const uint32_t tail = __atomic_load_n(&tails[m * LINE], __ATOMIC_SEQ_CST);
         uint32_t head = __atomic_load_n(&heads[m * LINE], __ATOMIC_RELAXED);
@@ -126,7 +128,7 @@ static int take_requests(void)
             continue;
         const int was_full = tail - head >= entries;
         if (tail - head > entries)
-            head = tail; /* nobody can have put so many */
+            head = tail; /* impossible: drop all */
         for (; head != tail; head++) {
             const uint32_t entry = requests[m * entries + head % entries], cluster = entry & WORD;
             if (cluster >= word_count || entry & ~(uint32_t)KNOWN_BITS || !(entry & (GATE | GATE << 1))) {
@@ -140,18 +142,18 @@ static int take_requests(void)
         __atomic_store_n(&heads[m * LINE], head, __ATOMIC_RELEASE);
         if (was_full)
             wake(&heads[m * LINE]);
-        taken = 1;
+        any = 1;
     }
-    return taken;
+    return any;
 }
 
-/* Demands first; of the others one, and only where slots are left over. Returns whether anything was read. */
+/* Read demands, or one other cluster if slots are left over. Returns 1 if anything was read. */
 static int read_some(void)
 {
     int done = 0;
     for (int number = 0; number < 2; number++)
         for (queue *q = &parts[number].demands; q->count && done < BATCH && load(number, q->clusters[q->from], 0); done++)
-            queue_take(q); /* the others wait for a grant */
+            queue_take(q); /* the remaining demands wait for a grant */
     for (int number = 0; number < 2 && !done; number++) {
         part *p = &parts[number];
         const size_t spare = p->slot_count < word_count ? SPARE_SLOTS : 0;
@@ -167,17 +169,17 @@ static int read_some(void)
 }
 
 /* ---- the cache ----------------------------------------------------------------------------------------------------- */
-static void tell_slot_counts(int idle)
+static void send_slot_counts(int idle)
 {
-    static uint64_t told[7], told_at;
-    static int told_fd = -1;
+    static uint64_t sent[7], sent_at;
+    static int sent_fd = -1;
     const uint64_t figures[7] = {generation,       parts[0].free_count, parts[1].free_count, parts[0].demands.count, parts[1].demands.count,
                                  parts[0].granted, parts[1].granted};
     if (!cache.open)
         return;
-    int due = told_fd != cache.fd || (!generation && life_now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
+    int due = sent_fd != cache.fd || (!generation && lifecycle_now_ms() - sent_at >= STOCK_MS) || (idle && memcmp(sent, figures, sizeof sent));
     for (int n = 1; n <= 2; n++)
-        due |= 4 * figures[n] < 3 * told[n] || (figures[n + 2] && !told[n + 2]);
+        due |= 4 * figures[n] < 3 * sent[n] || (figures[n + 2] && !sent[n + 2]);
     if (!due)
         return;
     pack p;
@@ -185,9 +187,9 @@ static void tell_slot_counts(int idle)
     static const char *const names[] = {"generation", "trigger_free", "value_free", "trigger_waiting", "value_waiting", "trigger_granted", "value_granted"};
     for (int n = 0; n < 7; n++)
         pack_number(&p, names[n], figures[n]);
-    memcpy(told, figures, sizeof told);
-    told_at = life_now_ms();
-    told_fd = cache.fd;
+    memcpy(sent, figures, sizeof sent);
+    sent_at = lifecycle_now_ms();
+    sent_fd = cache.fd;
     wire_send(&cache, p.bytes, p.count);
 }
 
@@ -209,15 +211,15 @@ static void reset(uint64_t to)
             queue_empty(forgotten[n]);
     }
     answer("ResetDone");
-    life_become_available(&alive);
+    lifecycle_become_available(&service);
 }
 
-static uint32_t item(value list, size_t n)
+static uint32_t item_at(value list, size_t n)
 {
     return list.bytes[4 * n] | (uint32_t)list.bytes[4 * n + 1] << 8 | (uint32_t)list.bytes[4 * n + 2] << 16 | (uint32_t)list.bytes[4 * n + 3] << 24;
 }
 
-/* The slots from `first` on hold nothing: their whole pages go back to the system. */
+/* Return the memory of unused slots from `first` on to the system, whole pages only. */
 static void trim(const part *p, value slots)
 {
     const uint64_t first = slots.kind == 'n' ? slots.number : p->slot_count;
@@ -235,15 +237,15 @@ static void from_cache(const uint8_t *map, size_t bytes)
         if (number.number > generation)
             reset(number.number);
     } else if (number.number != generation) {
-        return; /* late */
+        return; /* a message of an earlier generation */
     } else if (value_is(type, "Grant")) {
         const value which = unpack_field(map, bytes, "part"), slots = unpack_field(map, bytes, "slots");
         if (which.kind != 'n' || which.number > 1 || slots.kind != 's' || slots.count % 4)
             return;
         part *p = &parts[which.number];
         for (size_t n = 0; n < slots.count / 4 && p->free_count < p->slot_count; n++)
-            if (item(slots, n) < p->slot_count)
-                p->free_slots[p->free_count++] = item(slots, n);
+            if (item_at(slots, n) < p->slot_count)
+                p->free_slots[p->free_count++] = item_at(slots, n);
         p->granted += slots.count / 4;
     } else if (value_is(type, "Trim")) {
         trim(&parts[0], unpack_field(map, bytes, "trigger_slots"));
@@ -256,8 +258,8 @@ static void from_cache(const uint8_t *map, size_t bytes)
             return;
         for (size_t n = 0; n < clusters.count / 4; n++)
             for (int number = 0; number < 2; number++)
-                if (which.number & (1u << number) && item(clusters, n) < word_count)
-                    queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item(clusters, n));
+                if (which.number & (1u << number) && item_at(clusters, n) < word_count)
+                    queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item_at(clusters, n));
     }
 }
 
@@ -268,7 +270,7 @@ static void verify(const char *manifest, const char *name, const void *bytes, si
     snprintf(path, sizeof path, "files/%s/sha256", name);
     sha256_text(bytes, count, sum);
     if (strcmp(sum, json_text(manifest, path)))
-        place_fail(name, "does not match the manifest's sha256; convert the model again");
+        run_fail(name, "does not match the manifest's sha256; convert the model again");
 }
 
 static void copy_verified(const char *package, const char *manifest, const char *name, const segment *fixed, const char *field)
@@ -277,10 +279,10 @@ static void copy_verified(const char *package, const char *manifest, const char 
     uint8_t *to = segment_field(fixed, field, shape);
     if (!shape[0])
         return;
-    char *file = place_read(package, name, &bytes);
+    char *file = run_read_file(package, name, &bytes);
     verify(manifest, name, file, bytes);
     if (bytes != shape[0])
-        place_fail(name, "has another size than its place in shared memory");
+        run_fail(name, "has another size than its place in shared memory");
     memcpy(to, file, bytes);
     free(file);
 }
@@ -288,7 +290,7 @@ static void copy_verified(const char *package, const char *manifest, const char 
 static void load_fixed(const char *run_file, const char *package, const char *manifest)
 {
     segment fixed = segment_open(run_file, "fixed", 0);
-    if (!segment_is_sealed(&fixed)) { /* else a loader before us did it */
+    if (!segment_is_sealed(&fixed)) { /* otherwise an earlier loader has filled it */
         segment_close(&fixed);
         fixed = segment_open(run_file, "fixed", 1);
         copy_verified(package, manifest, "fixed.safetensors", &fixed, "file");
@@ -319,11 +321,11 @@ static void open_part(int number, const segment *slots, const segment *residency
     p->free_slots = calloc(p->slot_count + 1, sizeof *p->free_slots);
     if (!p->free_slots || p->slot_bytes < p->moved_bytes || p->part_bytes < p->slot_bytes - p->moved_bytes ||
         p->moved_from > parts[0].part_bytes || p->moved_bytes > parts[0].part_bytes - p->moved_from)
-        place_fail("loader", "the slots do not suit the package");
+        run_fail("loader", "the slots do not suit the package");
     queue *const queues[] = {&p->demands, &p->guesses, &p->warm, &p->pinned};
     for (int n = 0; n < 4; n++)
         queue_create(queues[n], word_count);
-    for (size_t n = 0; n < word_count; n++) /* what a loader before us had begun */
+    for (size_t n = 0; n < word_count; n++) /* reads of an earlier loader */
         if ((__atomic_load_n(&p->words[n], __ATOMIC_ACQUIRE) & STATE) == LOADING)
             __atomic_store_n(&p->words[n], ABSENT, __ATOMIC_RELEASE);
 }
@@ -332,8 +334,8 @@ static void open_all(const char *run, const char *package)
 {
     char path[4096];
     size_t shape[2], bytes;
-    const char *run_file = place_read(run, "run.json", NULL), *manifest = place_read(package, "manifest.json", NULL);
-    const char *plan = place_read(run, "plan.json", NULL);
+    const char *run_file = run_read_file(run, "run.json", NULL), *manifest = run_read_file(package, "manifest.json", NULL);
+    const char *plan = run_read_file(run, "plan.json", NULL);
     const segment residency = segment_open(run_file, "residency", 1), slots = segment_open(run_file, "slots", 1);
     const segment exchange = segment_open(run_file, "exchange", 0), boards = segment_open(run_file, "board", 1);
     for (uint32_t n = 0; n < 256; n++) {
@@ -354,30 +356,30 @@ static void open_all(const char *run, const char *package)
     open_part(0, &slots, &residency, manifest, plan);
     open_part(1, &slots, &residency, manifest, plan);
     stride_bytes = parts[0].part_bytes + parts[1].part_bytes;
-    sums = (uint32_t *)place_read(package, "checksums.bin", &bytes);
+    sums = (uint32_t *)run_read_file(package, "checksums.bin", &bytes);
     verify(manifest, "checksums.bin", sums, bytes);
     snprintf(path, sizeof path, "%s/bundles.bin", package);
     bundles = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
     if (bundles < 0)
         bundles = open(path, O_RDONLY | O_CLOEXEC); /* a file system without direct reads */
     if (bundles < 0 || posix_memalign((void **)&staging, PAGE, stride_bytes))
-        place_fail(path, strerror(errno));
+        run_fail(path, strerror(errno));
     snprintf(path, sizeof path, "%s/doorbell", run);
     doorbell = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
     load_fixed(run_file, package, manifest);
 }
 
 /* ---- the loop ------------------------------------------------------------------------------------------------------- */
-static void hear(int listening)
+static void receive_messages(int listening)
 {
     struct pollfd ready = {listening, POLLIN, 0};
     size_t bytes;
     const uint8_t *map;
     if (poll(&ready, 1, 0) > 0)
         wire_accept(&cache, listening, "ROUTER");
-    alive.step = board[BOARD_READS];
-    while (life_hear(&alive, &bytes))
-        ; /* a loader gets its work from the cache */
+    service.step = board[BOARD_READS];
+    while (lifecycle_receive(&service, &bytes))
+        ; /* a loader's work comes from the cache and the rings */
     if (cache.fd >= 0 && !wire_receive(&cache))
         wire_close(&cache);
     while ((map = wire_next(&cache, &bytes)))
@@ -387,11 +389,11 @@ static void hear(int listening)
 static void sleep_until_needed(int listening)
 {
     char bells[64];
-    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {alive.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
+    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {service.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (!take_requests())
-        poll(sources, 4, alive.control.fd < 0 || !generation ? STOCK_MS : LIFE_WAIT_MS);
+    if (!queue_requests())
+        poll(sources, 4, service.control.fd < 0 || !generation ? STOCK_MS : LIFECYCLE_TICK_MS);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
     while (read(doorbell, bells, sizeof bells) > 0)
         ;
@@ -400,22 +402,22 @@ static void sleep_until_needed(int listening)
 int main(void)
 {
     char cache_path[4096];
-    const char *run = place_fact("RUN");
-    open_all(run, place_fact("PACKAGE"));
-    life_begin(&alive, run, "loader", "", 0, 0);
+    const char *run = run_environment("RUN");
+    open_all(run, run_environment("PACKAGE"));
+    lifecycle_begin(&service, run, "loader", "", 0, 0);
     snprintf(cache_path, sizeof cache_path, "%s/cache", run);
     const int listening = wire_listen(cache_path);
     if (listening < 0 || doorbell < 0)
-        place_fail(cache_path, strerror(errno));
-    while (!alive.draining) {
-        life_tick(&alive);
-        hear(listening);
-        take_requests();
+        run_fail(cache_path, strerror(errno));
+    while (!service.draining) {
+        lifecycle_tick(&service);
+        receive_messages(listening);
+        queue_requests();
         const int busy = generation && read_some();
-        tell_slot_counts(!busy);
-        if (!busy && !alive.draining)
+        send_slot_counts(!busy);
+        if (!busy && !service.draining)
             sleep_until_needed(listening);
     }
-    life_end(&alive);
+    lifecycle_report_drained(&service);
     return 0;
 }

@@ -1,8 +1,8 @@
-/* Clusters that wait to be read, each at most once. */
+/* A queue of clusters that wait to be read, each at most once. */
 #ifndef QUEUE_H
 #define QUEUE_H
 
-#include "place.h"
+#include "client/run_context.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,12 +13,12 @@ typedef struct {
     size_t size, from, count;
 } queue;
 
-/* For cluster numbers below `size`. Ends the process when memory is short. */
+/* Create a queue for cluster numbers below `size`. Ends the run if memory is short. */
 static inline void queue_create(queue *q, size_t size)
 {
     *q = (queue){.clusters = calloc(size, sizeof *q->clusters), .queued = calloc(size, 1), .size = size};
     if (!q->clusters || !q->queued)
-        place_fail("loader", "out of memory");
+        run_fail("loader", "out of memory");
 }
 
 static inline void queue_put(queue *q, uint32_t cluster)

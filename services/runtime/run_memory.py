@@ -155,10 +155,10 @@ class Lanes:
         self._finished = ffi.from_buffer("uint32_t[]", memory.view("exchange", "finished"))
         self.count, lane_words = layout["lanes"].shape
         tokens = layout["residual"].shape[0]
-        if lib.np_lane_bytes(tokens) != WORD_BYTES * lane_words:
+        if lib.np_channel_bytes(tokens) != WORD_BYTES * lane_words:
             raise ValueError(f"lanes: {lane_words} words are no lane of {tokens} tokens")
         self.native: Any = ffi.new(
-            "np_lanes *",
+            "np_step_channels *",
             {
                 "memory": ffi.cast("uint8_t *", self._keep),
                 "count": self.count,

@@ -13,7 +13,7 @@ from neuronpipe.protocol.messages.outcome import Rating
 class Ratings:
     """The scores of target tokens, each with the `likely` most likely tokens at its place.
 
-    native: the np_ratings for a step's participants, valid as long as this object
+    native: the np_token_scores for a step's participants, valid as long as this object
     """
 
     def __init__(self, targets: Sequence[int], likely: int) -> None:
@@ -24,7 +24,7 @@ class Ratings:
         for row, target in enumerate(targets):
             self._ids[row * self._columns] = target
         self.native: Any = ffi.new(
-            "np_ratings *", {"count": self._count, "likely": likely, "ids": self._ids, "logs": self._logs}
+            "np_token_scores *", {"count": self._count, "likely": likely, "ids": self._ids, "logs": self._logs}
         )
 
     def read(self, logits: memoryview, vocabulary: int, first: int, tokens: int) -> None:

@@ -32,9 +32,9 @@ class ComputeBlocks(Protocol):
     """The computation of a participant's offloaded blocks, by what has their weights."""
 
     def __call__(self, request: Any, /) -> NDArray[np.float32]:
-        """Return the sums that an np_wanted_blocks of native/neuronpipe.h requests: [pairs][nodes][width]. The caller
-        reads them before the next call."""
+        """Return the sums that an np_offloaded_blocks of native/neuronpipe.h requests: [pairs][nodes][width]. The
+        caller reads them before the next call."""
 
 
 ComputeRows = Callable[[Any], None]
-"""The computation of the rows that an np_wanted_rows of native/neuronpipe.h requests."""
+"""The computation of the rows that an np_offloaded_matrix of native/neuronpipe.h requests."""

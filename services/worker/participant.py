@@ -32,7 +32,11 @@ READS = {
 }
 
 
-HELD_MATRICES = {"qkv": lib.NP_HELD_QKV, "attention_output": lib.NP_HELD_ATTENTION_OUTPUT, "output": lib.NP_HELD_OUTPUT}
+HELD_MATRICES = {
+    "qkv": lib.NP_OFFLOAD_QKV,
+    "attention_output": lib.NP_OFFLOAD_ATTENTION_OUTPUT,
+    "output": lib.NP_OFFLOAD_OUTPUT,
+}
 """Matrices that can be offloaded besides blocks, by their names in a plan. The engine refuses other bits."""
 
 
@@ -89,9 +93,9 @@ class EngineConfig:
     pipeline: bool
     hints: bool = False
     moved_scales: bool = False  # value slots hold the scales of their rows
-    outside: bool = False  # matrix products of layers are external
+    external_products: bool = False  # matrix products of layers are external
     product_blocks: int = 0  # blocks per external product
-    held: bool = False  # this participant's blocks are offloaded
+    offload_blocks: bool = False  # this participant's blocks are offloaded
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
@@ -205,13 +209,13 @@ class Participant:
         if multiply is None:
             self._check(lib.np_engine_step(self._engine, step))
             return
-        self._check(lib.np_engine_begin(self._engine, step))
+        self._check(lib.np_engine_begin_external(self._engine, step))
         if work.share.participant:
-            self._check(lib.np_engine_next(self._engine, ffi.new("np_product *")))
+            self._check(lib.np_engine_next_product(self._engine, ffi.new("np_product *")))
             return
         multiply.begin(self)
         try:
-            while self._check(lib.np_engine_next(self._engine, product := ffi.new("np_product *"))):
+            while self._check(lib.np_engine_next_product(self._engine, product := ffi.new("np_product *"))):
                 multiply(self, product)
         finally:
             multiply.end()
@@ -224,15 +228,15 @@ class Participant:
         if work.share.held_matrices and rows is None:
             raise ValueError(f"held_matrices: {', '.join(work.share.held_matrices)}: this backend computes no rows")
         engine = self._engine
-        self._check(lib.np_engine_begin_held(engine, self._take(work)))
-        block_request, row_request = ffi.new("np_wanted_blocks *"), ffi.new("np_wanted_rows *")
-        while kind := self._check(lib.np_engine_next_blocks(engine, block_request)):
-            if kind == lib.NP_WANTED_ROWS and rows is not None:
-                lib.np_engine_wanted_rows(engine, row_request)
+        self._check(lib.np_engine_begin_offload(engine, self._take(work)))
+        block_request, row_request = ffi.new("np_offloaded_blocks *"), ffi.new("np_offloaded_matrix *")
+        while kind := self._check(lib.np_engine_next_offload(engine, block_request)):
+            if kind == lib.NP_OFFLOADED_MATRIX and rows is not None:
+                lib.np_engine_offloaded_matrix(engine, row_request)
                 rows(row_request)
             else:
                 sums = blocks(block_request)
-                self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
+                self._check(lib.np_engine_put_block_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
 
     def serve_lane(self, lane: Lane) -> None:
         """Compute the steps that arrive on the step channel, as `Lane.serve` does. Raises as `compute`, about the step
@@ -252,11 +256,11 @@ class Participant:
         step.participants, step.participant = share.participants, share.participant
         step.first_block, step.end_block = share.first_block, share.end_block
         step.sharers, step.sharer = share.sharers, share.sharer
-        step.held_blocks = share.held_blocks
-        step.held_matrices = sum(HELD_MATRICES.get(name, 1 << 31) for name in set(share.held_matrices))
+        step.offloaded_blocks = share.held_blocks
+        step.offloaded_matrices = sum(HELD_MATRICES.get(name, 1 << 31) for name in set(share.held_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
         step.sequences, step.positions, step.tokens = self._step_arrays
-        step.ratings = ffi.NULL if work.ratings is None else work.ratings.native
+        step.token_scores = ffi.NULL if work.ratings is None else work.ratings.native
         return step
 
     def next_rows(self) -> Any | None:
@@ -289,7 +293,7 @@ class Participant:
         number, room = ffi.from_buffer("uint32_t[]", tokens), ffi.from_buffer("float[]", out, require_writable=True)
         if len(room) < len(number) * stride:
             raise ValueError(f"out: {len(room)} elements for {len(number)} tokens of {stride}")
-        self._check(lib.np_engine_product(self._engine, product, rows, number, len(number), room, stride))
+        self._check(lib.np_engine_compute_product(self._engine, product, rows, number, len(number), room, stride))
 
     def counters(self) -> dict[str, float]:
         """Return the counters of the last `compute`: the fields of np_engine_counters, times in milliseconds."""

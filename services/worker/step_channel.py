@@ -27,14 +27,16 @@ class Lane:
         """spin_us: how long the participants of a step spin at a barrier; the wait for a step spins longer."""
         self._lanes = Lanes(memory)
         self._index, self._spin_us = index, SPIN_FACTOR * spin_us
-        self._served = ffi.new("np_lane_served *")
+        self._served = ffi.new("np_channel_progress *")
         self.listens = False
         self.step = self.epoch = 0
 
     def serve(self, engine: Any) -> int:
-        """Serve the channel until no step comes for IDLE_MS, or for SERVE_MS. Return the result of np_lane_serve."""
+        """Serve the channel until no step comes for IDLE_MS, or for SERVE_MS. Return the result of np_channel_serve."""
         done = int(
-            lib.np_lane_serve(engine, self._lanes.native, self._index, self._spin_us, IDLE_MS, SERVE_MS, self._served)
+            lib.np_channel_serve(
+                engine, self._lanes.native, self._index, self._spin_us, IDLE_MS, SERVE_MS, self._served
+            )
         )
         self.listens = done == lib.NP_OK
         if self._served.step:

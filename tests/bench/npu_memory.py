@@ -52,7 +52,7 @@ def measure(manifest: Manifest, provider: str, tokens: int) -> dict[str, int]:
                 participant.rows.append(participant.of(kind, rows, columns))
                 product = ffi.new("np_product *")
                 product.kind, product.rows, product.columns, product.inputs_stride = kind, rows, columns, columns
-                product.number, product.of = number, of
+                product.number, product.count = number, of
                 product.tokens, product.outputs_stride = min(length, tokens), out
                 product.inputs = ffi.cast("float *", ffi.from_buffer(inputs))
                 product.outputs = ffi.cast("float *", ffi.from_buffer(outputs))

@@ -78,7 +78,9 @@ class Participants:
                 manifest,
                 View(**shared, window=np.zeros(1, np.uint64), requests=_ring(ring), trace=ffi.new("np_trace *")),
                 dataclasses.replace(
-                    self._config(max_tokens, predicts), **config, held=holder is not None and ring is self._rings[-1]
+                    self._config(max_tokens, predicts),
+                    **config,
+                    offload_blocks=holder is not None and ring is self._rings[-1],
                 ),
             )
             for ring in self._rings

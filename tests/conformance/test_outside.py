@@ -60,15 +60,15 @@ def test_products_by_the_engines_own_kernels_make_the_engines_step(
     """Block sums are added in another order, so bits differ; who takes part and how steps are cut changes none."""
     package = write_package(tmp_path / "package", GATED[name], quantization)
     wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
-    alone = Participants(package, count=1, max_tokens=70, outside=True).run(TEXT, 70, multiply=ByTheEngine())
+    alone = Participants(package, count=1, max_tokens=70, external_products=True).run(TEXT, 70, multiply=ByTheEngine())
     assert 0 < difference(alone, wanted) < 0.02
-    several = Participants(package, count=3, max_tokens=16, outside=True)
+    several = Participants(package, count=3, max_tokens=16, external_products=True)
     assert np.array_equal(several.run(TEXT, 16, multiply=ByTheEngine()), alone)
 
 
 def test_a_product_waits_for_its_clusters_and_asks_for_them(tmp_path: Path) -> None:
     package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
-    participants = Participants(package, count=2, max_tokens=70, outside=True)
+    participants = Participants(package, count=2, max_tokens=70, external_products=True)
     wanted = participants.run(TEXT, 70, multiply=ByTheEngine())
     lost = range(package.manifest.layout.clusters, package.manifest.layout.clusters + 5)
     participants.lose(lost)
@@ -86,7 +86,7 @@ def test_an_engine_refuses_the_steps_of_the_other_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refused its arguments"):
         Participants(package, count=1, max_tokens=70).run(TEXT, 70, multiply=ByTheEngine())
     with pytest.raises(ValueError, match="refused its arguments"):
-        Participants(package, count=1, max_tokens=70, outside=True).run(TEXT, 70)
+        Participants(package, count=1, max_tokens=70, external_products=True).run(TEXT, 70)
 
 
 @pytest.mark.parametrize(("name", "quantization"), [("qwen3", "q8"), ("opt", "q8"), ("scaled", "f16")])
@@ -94,8 +94,8 @@ def test_an_engine_refuses_to_leave_what_another_cannot_compute(
     tmp_path: Path, name: str, quantization: Quantization
 ) -> None:
     package = write_package(tmp_path / "package", SPECS[name], quantization)
-    with pytest.raises(ValueError, match="`outside`"):
-        Participants(package, count=1, max_tokens=70, outside=True)
+    with pytest.raises(ValueError, match="`external_products`"):
+        Participants(package, count=1, max_tokens=70, external_products=True)
 
 
 def test_products_of_tokens_that_there_are_not_are_refused(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_products_of_tokens_that_there_are_not_are_refused(tmp_path: Path) -> No
 
     package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
     with pytest.raises(ValueError, match="refused its arguments"):
-        Participants(package, count=1, max_tokens=70, outside=True).run(TEXT, 70, multiply=Beyond())
+        Participants(package, count=1, max_tokens=70, external_products=True).run(TEXT, 70, multiply=Beyond())
 
 
 class ReadAhead(ByTheEngine):
@@ -139,9 +139,9 @@ def test_rows_may_be_read_ahead_of_their_products(tmp_path: Path, name: str) -> 
     """Of a dense model all at once; of a mixture up to the first whose router has not been computed."""
     package = write_package(tmp_path / "package", GATED[name], "q8")
     model, layout = package.manifest.model, package.manifest.layout
-    wanted = Participants(package, count=1, max_tokens=70, outside=True).run(TEXT, 70, multiply=ByTheEngine())
+    wanted = Participants(package, count=1, max_tokens=70, external_products=True).run(TEXT, 70, multiply=ByTheEngine())
     ahead = ReadAhead()
-    several = Participants(package, count=2, max_tokens=70, outside=True, window_blocks=layout.blocks)
+    several = Participants(package, count=2, max_tokens=70, external_products=True, window_blocks=layout.blocks)
     assert np.array_equal(several.run(TEXT, 70, multiply=ahead), wanted)
     pieces = -(-layout.blocks // 2)
     if model.experts == 1:

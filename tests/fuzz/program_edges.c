@@ -1,9 +1,9 @@
-/* What programs in C read from outside, by the code that services/examples and the program npu-prefill share.
- *     program_edges wire      standard input: records, each 4 bytes of length (little-endian) and what one peer sends before it is gone;
- *                             says of each message its type, its number `step`, and the sum of its array `tokens`
- *     program_edges json      standard input: a text; says what some paths hold */
-#include "place.h"
-#include "wire.h"
+/* The C client library's parsers on arbitrary input.
+ *     program_edges wire      standard input: records of 4 bytes of length (little-endian) and the bytes that one peer sends; prints each
+ *                             message's type, its number `step` and the sum of its array `tokens`
+ *     program_edges json      standard input: a document; prints the values at some paths */
+#include "client/run_context.h"
+#include "client/wire.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,9 +11,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MOST = 1 << 20, TOKENS = 16 };
+enum { MAX_BYTES = 1 << 20, TOKENS = 16 };
 
-static void tell(const uint8_t *map, size_t bytes)
+static void print_message(const uint8_t *map, size_t bytes)
 {
     int32_t items[TOKENS];
     long sum = 0;
@@ -25,7 +25,7 @@ static void tell(const uint8_t *map, size_t bytes)
            step.kind == 'n' ? (unsigned long long)step.number : 0, count, sum);
 }
 
-static void hear(const uint8_t *sent, size_t bytes)
+static void receive(const uint8_t *sent, size_t bytes)
 {
     int ends[2];
     wire w = {.fd = -1};
@@ -34,14 +34,14 @@ static void hear(const uint8_t *sent, size_t bytes)
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends))
         abort();
     w.fd = ends[0];
-    for (int goes_on = 1; goes_on && w.fd >= 0;) {
-        const ssize_t some = at < bytes ? send(ends[1], sent + at, bytes - at > 4096 ? 4096 : bytes - at, MSG_NOSIGNAL) : 0;
-        at += some > 0 ? (size_t)some : 0;
+    for (int is_open = 1; is_open && w.fd >= 0;) {
+        const ssize_t sent_bytes = at < bytes ? send(ends[1], sent + at, bytes - at > 4096 ? 4096 : bytes - at, MSG_NOSIGNAL) : 0;
+        at += sent_bytes > 0 ? (size_t)sent_bytes : 0;
         if (at == bytes)
             close(ends[1]);
-        goes_on = wire_receive(&w) && at < bytes;
+        is_open = wire_receive(&w) && at < bytes;
         while ((map = wire_next(&w, &count)))
-            tell(map, count);
+            print_message(map, count);
     }
     if (at < bytes)
         close(ends[1]);
@@ -51,21 +51,21 @@ static void hear(const uint8_t *sent, size_t bytes)
 
 int main(int argc, char **argv)
 {
-    static uint8_t text[MOST + 1];
+    static uint8_t text[MAX_BYTES + 1];
     uint8_t head[4];
     if (argc == 2 && !strcmp(argv[1], "wire")) {
         while (fread(head, 4, 1, stdin) == 1) {
             const size_t bytes = head[0] | (size_t)head[1] << 8 | (size_t)head[2] << 16;
-            uint8_t *record = malloc(bytes + 1); /* of its own, so that what is read behind its end is seen */
-            if (!record || bytes > MOST || fread(record, 1, bytes, stdin) != bytes)
+            uint8_t *record = malloc(bytes + 1); /* an exact allocation, so that the sanitizer detects reads behind its end */
+            if (!record || bytes > MAX_BYTES || fread(record, 1, bytes, stdin) != bytes)
                 return 1;
-            hear(record, bytes);
+            receive(record, bytes);
             free(record);
         }
         return 0;
     }
     if (argc == 2 && !strcmp(argv[1], "json")) {
-        const size_t bytes = fread(text, 1, MOST, stdin);
+        const size_t bytes = fread(text, 1, MAX_BYTES, stdin);
         char *copy = malloc(bytes + 1);
         if (!copy)
             return 1;

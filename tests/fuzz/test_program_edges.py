@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.fuzz.test_wire import GOLDEN, documents, values
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[1] / "services" / "examples"
+NATIVE = HERE.parents[1] / "native"
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -31,8 +31,8 @@ Program = Callable[[str, bytes], subprocess.CompletedProcess[bytes]]
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     folder = tmp_path_factory.mktemp("edges")
-    sources = [HERE / "program_edges.c", EXAMPLES / "wire.c", EXAMPLES / "place.c"]
-    flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLES}")
+    sources = [HERE / "program_edges.c", NATIVE / "client" / "wire.c", NATIVE / "client" / "run_context.c"]
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     subprocess.run([str(COMPILER), *flags, *sanitizers, "-o", folder / "edges", *sources], check=True)
     environment = os.environ | {"NEURONPIPE_RUN": str(folder), "ASAN_OPTIONS": "detect_leaks=0"}

@@ -17,7 +17,8 @@ from tests.moved_scales import move_scales
 from tests.pipeline import Shell, eventually
 
 Converted = Callable[..., Package]
-SOURCES = Path(__file__).parents[2] / "services" / "examples"
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / "native" / "client"
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: install gcc or set CC")
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: install
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("loader") / "loader"
-    files = [SOURCES / name for name in ("loader.c", "life.c", "wire.c", "place.c", "sha256.c")]
-    flags = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror")
+    files = [ROOT / "services" / "examples" / "loader.c", *sorted(CLIENT.glob("*.c"))]
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{CLIENT.parent}")
     subprocess.run([str(COMPILER), *flags, "-o", program, *files, "-lm"], check=True)
     return program
 

@@ -36,7 +36,7 @@ from neuronpipe.services.offload.npu.providers import Provider
 from neuronpipe.services.offload.npu.sessions import Runtime
 
 RUNTIME = Path(onnxruntime.__file__).parent / "capi"
-SOURCES = Path(__file__).parents[2] / "services" / "worker" / "npu" / "program"
+SOURCES = Path(__file__).parents[2] / "services" / "offload" / "npu" / "program"
 LACKING = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"no {' and no '.join(LACKING)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -55,8 +56,25 @@ def test_the_kernels_the_demo_model_the_page_and_the_types_are_there(names: set[
     assert {f"neuronpipe/{name}" for name in wanted} <= names
 
 
+def test_the_c_client_library_is_there_and_compiles(installed: Path, tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    native, program = installed / "neuronpipe" / "native", tmp_path / "service"
+    (tmp_path / "service.c").write_text(
+        '#include "client/lifecycle.h"\n#include "client/run_context.h"\n#include "client/sha256.h"\n'
+        "int main(void) { char sum[65]; sha256_text(\"\", 0, sum); return sum[0] != 'e'; }\n"
+    )
+    files = [tmp_path / "service.c", *sorted((native / "client").glob("*.c"))]
+    command = [compiler, "-std=c11", "-D_GNU_SOURCE", f"-I{native}", "-o", program, *files, "-lm"]
+    subprocess.run(command, check=True)
+    subprocess.run([program], check=True)
+
+
 def test_what_only_the_checkout_needs_stays_there(names: set[str]) -> None:
     for name in names:
+        if name.startswith("neuronpipe/native/client/"):
+            continue
         assert not name.endswith(
             (".c", ".h", ".cmake", ".sh", "CMakeLists.txt", "README.md", "FORMAT.md", "phone.md", "bind.py", ".pth")
         ), name

@@ -1,12 +1,14 @@
-/* How fast the loader brings clusters, and what it costs: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MAX_READ_BYTES [GAP_BYTES [LONG_READS]]]]]]
+/* Measure the loader's speed and processor time: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MAX_READ_BYTES
+ * [GAP_BYTES [LONG_READS]]]]]]
  *
- * Cuts FILE (random bytes, at most 2 GiB are used) into clusters of 4096 + 4096 bytes, and a slot for each, already touched but for warm.
- * PATTERN:
- *   bundle   both parts of clusters in random order, through a ring, as a worker asks
- *   gate     the trigger parts alone
- *   warm     everything, in the order of the file, as the cache warms up, by LONG_READS (8) reads of 1 MiB at once
- * Prints MB/s that arrived, microseconds of processor time per read, of the loader's thread in total, and reads. Not a test: it says how
- * fast, not whether. fio beside it: fio --name=x --filename=FILE --rw=randread --bs=8k --iodepth=32 --ioengine=io_uring --direct=1 */
+ * Divides FILE (random bytes, at most 2 GiB) into clusters of 4096 + 4096 bytes, with a slot each. Slots are touched
+ * before, except for warm. PATTERN:
+ *   bundle   both parts of clusters in random order, requested through a ring
+ *   gate     trigger parts only
+ *   warm     all clusters in the order of the file, as a warm-up, by LONG_READS (8) concurrent reads of 1 MiB
+ * Prints MB/s, microseconds of processor time per read of the loader's thread and in total, and the number of reads.
+ * Not a test. For comparison with fio: fio --name=x --filename=FILE --rw=randread --bs=8k --iodepth=32
+ * --ioengine=io_uring --direct=1 */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,7 +116,7 @@ int main(int arguments, char **argument)
     else
         REQUIRE(pthread_create(&worker, NULL, ask, &bits) == 0);
     np_loader_state state;
-    do { /* the first answer starts the clock: until then the worker shuffles */
+    do { /* the clock starts with the first arrival: before it the worker shuffles */
         np_loader_turn(loader, 1);
         np_loader_read_state(loader, &state);
     } while (state.reads == 0);

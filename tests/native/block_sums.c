@@ -1,5 +1,5 @@
-/* Block sums of a dReLU feed-forward by the library's kernels, for a test of kernels elsewhere: of numbers from standard input, under the
- * instruction sets that are named, to standard output.
+/* Compute block sums of a dReLU feed-forward by the library's kernels, to test kernels of accelerators: reads numbers
+ * from standard input, writes sums for the named instruction sets to standard output.
  *
  *   in    uint32 type, n, neurons, tokens; quants of Gate, Up and Down [neurons] each; scales of these; vectors [tokens][n] float
  *   out   for each instruction set: sums [tokens][n] float */

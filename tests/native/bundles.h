@@ -18,18 +18,18 @@ enum {
     SLOTS = 40,
     DEPTH = 8,
     QUEUE = 64,
-    SLOTS_FILE_OFFSET = 131072, /* of the second part in a memory file, behind the first */
+    SLOTS_FILE_OFFSET = 131072, /* of the second part, behind the first in a memory file */
 };
 
 static const uint32_t part_bytes[2] = {TRIGGER_BYTES, VALUE_BYTES};
-static const uint32_t slot_bytes[2] = {TRIGGER_BYTES - 1280, VALUE_BYTES}; /* a slot need not be whole pages, nor aligned to them */
+static const uint32_t slot_bytes[2] = {TRIGGER_BYTES - 1280, VALUE_BYTES}; /* neither a multiple of a page nor aligned */
 static const np_loader_reading apart = {.most_read_bytes = STRIDE, .prefetch_depth = DEPTH};
 static char path[64];
 static int file;
 static uint8_t *file_bytes;
 static uint32_t checksums[2][CLUSTERS], words[2][CLUSTERS], arrivals;
 static uint8_t *slots[2];
-static int slots_file = -1; /* a test may make one: see map_slots */
+static int slots_file = -1; /* see map_slots */
 
 static inline const uint8_t *part_of_file(int part, uint32_t id)
 {
@@ -59,7 +59,7 @@ static inline void write_bundles(void)
     }
 }
 
-/* From now on slots are a memory file's, both parts in one, as in a run. */
+/* Map the slots of both parts from one memory file, as in a run. */
 static inline void map_slots(void)
 {
     slots_file = memfd_create("slots", 0);
@@ -108,7 +108,7 @@ static inline np_loader *start_reading(const char *engine, const np_loader_readi
     return loader;
 }
 
-/* Every part in a read of its own. */
+/* Read every part by itself. */
 static inline np_loader *start(const char *engine)
 {
     return start_reading(engine, &apart);

@@ -1,5 +1,6 @@
-/* Checks for the native tests: CHECK(condition, format, ...) counts a failure and goes on; main ends with `return checks_report();`.
- * A program that checked nothing, for want of an instruction set for one, ends with 77: it was skipped. */
+/* Checks for the native tests: CHECK(condition, format, ...) counts a failure and continues; main ends with `return
+ * checks_report();`. A program that checked nothing, because an instruction set is missing for example, exits with 77:
+ * skipped. */
 #ifndef NP_TESTS_CHECK_H
 #define NP_TESTS_CHECK_H
 #include <stdint.h>
@@ -24,7 +25,7 @@ static inline int checks_report(void) {
     return checks_failed ? 1 : checks_done ? 0 : CHECKS_SKIPPED;
 }
 
-/* Random numbers that are the same on every run. */
+/* Pseudo-random numbers, the same in every run. */
 static uint64_t random_state = 0x243f6a8885a308d3u;
 
 static inline uint32_t random_bits(void) {

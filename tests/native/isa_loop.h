@@ -1,4 +1,4 @@
-/* Run one function under every instruction set of this machine, scalar (the last in the list) included. */
+/* Run a function under every instruction set of this machine; scalar is the last. */
 #ifndef NP_TESTS_ISA_LOOP_H
 #define NP_TESTS_ISA_LOOP_H
 #include "check.h"

@@ -1,5 +1,5 @@
-/* Checks for the native tests that run several processes or threads: a failed one says where and ends the program (a forked
- * child ends with status 1), since the others would wait for what never comes. */
+/* Checks for native tests with several processes or threads: a failed check prints its place and ends the program (a
+ * forked child exits with status 1), since the others would wait for ever. */
 #ifndef NP_TESTS_REQUIRE_H
 #define NP_TESTS_REQUIRE_H
 #include <stdio.h>
@@ -13,7 +13,7 @@
         }                                                                           \
     } while (0)
 
-/* Like REQUIRE for two integers, and shows both. */
+/* REQUIRE for two integers; prints both. */
 #define REQUIRE_EQUAL(left, right)                                                                              \
     do {                                                                                                        \
         const long long require_left = (long long)(left), require_right = (long long)(right);                   \

@@ -1,5 +1,5 @@
-/* The AMX panel's own source over modelled tile instructions, bit for bit against the rows of avx512, on processors without AMX.
- * What it cannot show: that the real instructions do what the model does. */
+/* The AMX panel's source over a model of the tile instructions, compared bit for bit with avx512 rows, on processors
+ * without AMX. It cannot show that the real instructions behave like the model. */
 #define np_amx_panel modelled_panel
 #include "tile_model.h"
 
@@ -20,7 +20,7 @@ typedef struct {
     float bias[MAX_ROWS], want[MAX_TOKENS][MAX_ROWS];
 } product;
 
-/* Row r's neighbours in memory are not its neighbours in the list; row 3 and token 3 have the largest magnitudes. */
+/* Neighbours in the list are no neighbours in memory; row 3 and token 3 have the largest magnitudes. */
 static product make_product(int type, size_t n) {
     product p = {.type = type, .n = n, .stride = np_padded(np_activation_bytes(type, n), 64)};
     p.quant_bytes = np_quant_bytes(type, n), p.scale_bytes = np_scale_bytes(type, n);
@@ -103,7 +103,7 @@ static void test_long_rows(int type) {
     }
 }
 
-/* One product for 16 rows, 16 tokens and a group; loads are shared by rows and by tokens (tests/bench/results, AMX). */
+/* The instruction counts: one product per 16 rows, 16 tokens and a group; loads are shared by rows and by tokens. */
 static void test_instructions(void) {
     product p = make_product(NP_Q4, 512);
     const long products = model.products, loads = model.loads, stores = model.stores;
@@ -114,7 +114,7 @@ static void test_instructions(void) {
     free_product(&p);
 }
 
-/* What chooses the kernel at run time believes it only if its bits are right. */
+/* The trial accepts the kernel only if its bits are right. */
 static void test_trial(void) {
     CHECK(np_panels_agree(&modelled_panel, &np_avx512_panel), "the model differs from avx512");
     model.fault = 1;

@@ -1,5 +1,5 @@
-/* The tile kernel on a processor that has AMX, while everything that keeps or drops a thread's tiles happens at once: threads of one
- * core, signals whose handlers multiply, too, and forked children. */
+/* The tile kernel on a processor with AMX, with everything that saves and restores tiles at once: threads sharing a
+ * core, signal handlers that multiply as well, and forked children. */
 #include "check.h"
 #include "neuronpipe.h"
 

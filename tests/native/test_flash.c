@@ -19,7 +19,7 @@
 #include "sync/clock.h"
 
 enum { PAGE = 4096, PAGES = 64, TAIL = 1000, FILE_BYTES = PAGES * PAGE + TAIL, DEPTH = 8 };
-static char path[64]; /* of an unlinked file, so that nothing stays behind */
+static char path[64]; /* of an unlinked file, which disappears with the test */
 static uint8_t contents[FILE_BYTES];
 static uint8_t *buffer; /* page-aligned, as long as the file rounded up */
 
@@ -33,7 +33,7 @@ static np_reader *open_reader(const char *engine, uint32_t depth)
     return reader;
 }
 
-/* One read, waited for; returns the completion's result. */
+/* Read once and wait; return the completion's result. */
 static int32_t read_one(np_reader *reader, uint64_t offset, uint32_t bytes, void *target)
 {
     const uint64_t tag = offset ^ 0x5555;
@@ -72,7 +72,7 @@ static void test_many_at_once(const char *engine)
     while (done < PAGES) {
         const int taken = np_reader_submit(reader, offsets + submitted, bytes + submitted, targets + submitted, tags + submitted,
                                            PAGES - submitted);
-        REQUIRE(taken >= 0 && taken <= DEPTH); /* no more than fit */
+        REQUIRE(taken >= 0 && taken <= DEPTH); /* only as many as fit */
         submitted += (size_t)taken;
         REQUIRE(np_reader_in_flight(reader) <= DEPTH);
         np_completion out[3];
@@ -98,7 +98,7 @@ static void test_full_queue_takes_the_first(const char *engine)
     REQUIRE_EQUAL(np_reader_submit(reader, offsets, bytes, targets, tags, 3), 2);
     REQUIRE_EQUAL(np_reader_submit(reader, offsets, bytes, targets, tags, 1), 0);
     np_completion out[4];
-    REQUIRE_EQUAL(np_reader_reap(reader, out, 4, 4, -1), 2); /* what can never come is not waited for */
+    REQUIRE_EQUAL(np_reader_reap(reader, out, 4, 4, -1), 2); /* does not wait for completions that cannot come */
     REQUIRE_EQUAL(out[0].tag + out[1].tag, 3);
     REQUIRE_EQUAL(np_reader_reap(reader, out, 1, 4, -1), 0);
     np_reader_close(reader);
@@ -109,8 +109,8 @@ static void test_end_of_file_is_an_error(const char *engine)
     np_reader *reader = open_reader(engine, DEPTH);
     REQUIRE_EQUAL(read_one(reader, PAGES * PAGE, PAGE, buffer), -EIO);               /* a piece of a page */
     REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, 2 * PAGE, buffer), -EIO);     /* a page and a piece */
-    REQUIRE_EQUAL(read_one(reader, (PAGES + 9) * PAGE, PAGE, buffer), -EIO);         /* nothing */
-    REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, PAGE, buffer), PAGE);         /* and the reader goes on */
+    REQUIRE_EQUAL(read_one(reader, (PAGES + 9) * PAGE, PAGE, buffer), -EIO);         /* no bytes */
+    REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, PAGE, buffer), PAGE);         /* the reader still works */
     np_reader_close(reader);
 }
 
@@ -183,7 +183,7 @@ static void test_opening_says_what_is_wrong(void)
     np_reader_close(NULL);
 }
 
-/* Where io_uring is forbidden, by an errno or (Android) by a signal that kills, the threads take over. */
+/* If io_uring is forbidden, by an errno or (Android) by a deadly signal, the thread pool takes over. */
 static void test_forbidden_io_uring(uint32_t verdict)
 {
     const pid_t child = fork();
@@ -196,7 +196,7 @@ static void test_forbidden_io_uring(uint32_t verdict)
         };
         const struct sock_fprog program = {sizeof rules / sizeof *rules, rules};
         if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
-            _exit(77); /* an emulator: it cannot be tried */
+            _exit(77); /* an emulator without seccomp */
         int error = 0;
         REQUIRE(!np_reader_open(path, "io_uring", DEPTH, &error));
         REQUIRE_EQUAL(error, EPERM);

@@ -1,4 +1,4 @@
-/* Row kernels of every instruction set against plain double precision, and against themselves: batch against one by one. */
+/* Row kernels of every instruction set against double precision, and batches against single rows. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -11,7 +11,7 @@ typedef struct {
     int type;
     size_t n, quant_bytes, scale_bytes;
     uint8_t *quants, *scales; /* exactly ROWS rows, so that the sanitizer sees a read past the end */
-    double *w, *x;            /* what they stand for: [ROWS, n] and [TOKENS, n] */
+    double *w, *x;            /* decoded: [ROWS, n] and [TOKENS, n] */
     float *inputs;
     uint8_t *activations;
     size_t stride;
@@ -174,7 +174,7 @@ static void test_halves(const char *isa) {
         CHECK(back[i] == np_float_to_half(floats[i]), "%s f32_to_f16 %a: %04x", isa, floats[i], back[i]);
 }
 
-/* A value that is not finite must show in the result, never be rounded away. */
+/* A non-finite value must make the result non-finite. */
 static void test_not_finite_shows(const char *isa) {
     for (int type = NP_Q8; type <= NP_Q3; type++) {
         matrix m = make_matrix(type, 96, ORDINARY);

@@ -1,4 +1,5 @@
-/* np_rows_to_s8: the nearest bytes for a row's largest magnitude, the same ones under every instruction set, inside its bounds. */
+/* np_rows_to_s8: nearest bytes relative to a row's largest magnitude, the same under every instruction set, within
+ * bounds. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -10,7 +11,7 @@ enum { ROWS = 5, BEHIND = 16 };
 typedef struct {
     int type;
     size_t n;
-    void *quants[ROWS], *scales[ROWS]; /* each of its exact size, so that the sanitizer sees a read past its end */
+    void *quants[ROWS], *scales[ROWS]; /* exact sizes, so that the sanitizer detects reads past the end */
 } rows_of_groups;
 
 static rows_of_groups make_rows(int type, size_t n) {
@@ -36,7 +37,7 @@ static int to_s8(const rows_of_groups *rows, int8_t *out, size_t stride, float *
                          scales);
 }
 
-/* By the definition, in double precision. */
+/* The definition in double precision. */
 static void check_values(const rows_of_groups *rows, const int8_t *out, size_t stride, const float *scales, const char *isa) {
     float *w = malloc(4 * rows->n);
     for (size_t r = 0; r < ROWS; r++) {
@@ -57,7 +58,7 @@ static void check_values(const rows_of_groups *rows, const int8_t *out, size_t s
     free(w);
 }
 
-/* What the scalar kernel, the last in the list, must give as well. */
+/* The results to compare with the scalar kernel's, the last in the list. */
 static void check_same_bits(const rows_of_groups *rows, const int8_t *out, size_t stride, const float *scales, const char *isa) {
     int8_t *again = malloc(ROWS * stride);
     float again_scales[ROWS];

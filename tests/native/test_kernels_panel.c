@@ -1,4 +1,5 @@
-/* np_dot_panel against np_dot_rows, bit for bit: every instruction set, awkward sizes, one to forty tokens, with and without bias. */
+/* np_dot_panel against np_dot_rows, bit for bit: every instruction set, awkward sizes, one to forty tokens, with and
+ * without bias. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 

@@ -1,5 +1,5 @@
-/* Rows that lie anywhere: np_dot_scattered has the bits of np_dot_rows, np_add_rows bits
- * that depend on its list alone, near the sum in double precision. */
+/* Rows at arbitrary addresses: np_dot_scattered gives the bits of np_dot_rows; np_add_rows gives bits that depend on
+ * its list only, near the sum in double precision. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -11,7 +11,7 @@ enum { ROWS = 37 };
 typedef struct {
     int type;
     size_t n;
-    void *quants[ROWS], *scales[ROWS]; /* each row an allocation of its exact size, so that the sanitizer sees a read past its end */
+    void *quants[ROWS], *scales[ROWS]; /* each row is an allocation of its exact size, so that the sanitizer detects reads past its end */
 } scattered;
 
 static scattered make_rows(int type, size_t n) {
@@ -50,7 +50,7 @@ static void check_dot(const scattered *s, const char *isa) {
     free(x), free(activation);
 }
 
-/* Some rows by some tokens: what is wanted has the bits of np_dot_rows, whatever else is. */
+/* Some rows by some tokens: needed pairs have the bits of np_dot_rows, whatever the masks. */
 static void check_wanted(const scattered *s, const char *isa) {
     enum { TOKENS = 16 };
     const size_t stride = (np_activation_bytes(s->type, s->n) + 63) / 64 * 64;
@@ -64,7 +64,7 @@ static void check_wanted(const scattered *s, const char *isa) {
     for (size_t tokens = 1; tokens <= TOKENS; tokens += tokens < 6 ? 1 : 5) {
         for (int r = 0; r < ROWS; r++) wanted[r] = (uint16_t)(r % 4 ? random_bits() & (r % 4 == 1 ? random_bits() : 0xffff) : r % 8 ? 0xffff : 0);
         for (size_t t = 0; t < TOKENS; t++) out[t][ROWS] = 77.0f;
-        np_dot_wanted(s->type, as_rows(s->quants), as_rows(s->scales), wanted, ROWS, s->n, NULL, activations, stride, tokens, out[0], ROWS + 1);
+        np_dot_masked(s->type, as_rows(s->quants), as_rows(s->scales), wanted, ROWS, s->n, NULL, activations, stride, tokens, out[0], ROWS + 1);
         for (size_t t = 0; t < tokens; t++)
             for (int r = 0; r < ROWS; r++) {
                 if (!(wanted[r] >> t & 1)) continue;
@@ -77,7 +77,7 @@ static void check_wanted(const scattered *s, const char *isa) {
     free(x), free(activations);
 }
 
-/* Factors of very different sizes: those of avx512 are rounded against the largest of 32 rows. */
+/* Factors of very different sizes: avx512 rounds them relative to the largest of 32 rows. */
 static float factor_of(size_t r) { return r == 3 ? 0.0f : (r % 5 == 1 ? 3.0f : 0.1f) * random_float(); }
 
 static void check_add(const scattered *s, const char *isa) {
@@ -107,7 +107,7 @@ static void check_add(const scattered *s, const char *isa) {
     free(y), free(w), free(want), free(room);
 }
 
-/* Where rows lie and how many columns follow leave no trace in the bits. */
+/* Bits do not depend on addresses or on the number of columns that follow. */
 static void check_add_bits(const scattered *s, const char *isa) {
     const size_t part = s->type == NP_F16 ? s->n : s->n / 64 * 32, quant_bytes = np_quant_bytes(s->type, s->n);
     const size_t scale_bytes = np_scale_bytes(s->type, s->n);
@@ -126,7 +126,7 @@ static void check_add_bits(const scattered *s, const char *isa) {
     free(quants), free(scales), free(y), free(elsewhere);
 }
 
-/* A factor or a scale that is not finite is never rounded away, in whichever row it stands. */
+/* A non-finite factor or scale makes the result non-finite, in any row. */
 static void check_not_finite_shows(scattered *s, const char *isa) {
     static const float bad[] = {INFINITY, -INFINITY, NAN};
     float *y = malloc(4 * s->n), a[ROWS];

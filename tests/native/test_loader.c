@@ -1,4 +1,4 @@
-/* The loader's core over a small bundle file: what arrives is right, what is damaged is marked, nothing is read twice or lost. */
+/* The loader over a small bundle file: clusters arrive intact, damaged ones are marked, none is read twice or lost. */
 #include "bundles.h"
 
 static void test_loads_what_is_asked(const char *engine)
@@ -18,7 +18,7 @@ static void test_loads_what_is_asked(const char *engine)
         require_present(0, ids[i]);
         require_present(1, ids[i]);
         REQUIRE_EQUAL(words[0][ids[i]] & NP_ENTRY_PINNED, 0);
-        REQUIRE_EQUAL(words[1][ids[i]] & (NP_ENTRY_PINNED | NP_ENTRY_REFERENCED), NP_ENTRY_PINNED); /* nobody looked yet */
+        REQUIRE_EQUAL(words[1][ids[i]] & (NP_ENTRY_PINNED | NP_ENTRY_REFERENCED), NP_ENTRY_PINNED); /* not looked up yet */
     }
     const np_loader_state state = state_of(loader);
     REQUIRE_EQUAL(state.reads, 40);
@@ -38,7 +38,7 @@ static void test_nothing_is_read_twice(void)
     REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, ids, 4, 0), NP_OK);
     run_dry(loader);
     REQUIRE_EQUAL(state_of(loader).reads, 2);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 4, 0, NP_ENTRY_PINNED), 4); /* there already: pinned, not read */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 4, 0, NP_ENTRY_PINNED), 4); /* present: pinned, not read */
     REQUIRE_EQUAL(np_loader_turn(loader, 0), 0);
     REQUIRE_EQUAL(state_of(loader).already_there, 6 + 4);
     REQUIRE(words[0][3] & NP_ENTRY_PINNED && words[0][4] & NP_ENTRY_PINNED);
@@ -93,7 +93,7 @@ static void test_full_queue_and_bad_arguments(void)
     REQUIRE_EQUAL(np_loader_grant(loader, 0, doubled, 3), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_grant(loader, 0, beyond, 2), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_grant(loader, -1, doubled, 1), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(state_of(loader).free_slots[0], 0); /* a refused grant gives nothing */
+    REQUIRE_EQUAL(state_of(loader).free_slots[0], 0); /* a refused grant adds no slot */
     grant(loader, 0, 7, 2);
     REQUIRE_EQUAL(np_loader_grant(loader, 0, doubled, 1), NP_E_ARGUMENT);
     np_loader_part parts[2];
@@ -133,7 +133,7 @@ static void test_a_failure_is_forgiven_in_another_epoch(void)
 {
     np_loader *loader = start("threads");
     uint32_t epoch = 7;
-    words[1][60] = NP_ENTRY_FAILED | 6; /* left by a loader before this one */
+    words[1][60] = NP_ENTRY_FAILED | 6; /* left by an earlier loader */
     REQUIRE_EQUAL(np_loader_attach(loader, NULL, 0, NULL, &epoch, NULL, NULL), NP_OK);
     grant(loader, 0, 0, 1);
     const uint32_t id = 51;
@@ -143,7 +143,7 @@ static void test_a_failure_is_forgiven_in_another_epoch(void)
     checksums[0][id] ^= 1;
     REQUIRE_EQUAL(words[0][id], NP_ENTRY_FAILED | 7);
     REQUIRE_EQUAL(words[1][60], NP_ENTRY_ABSENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &id, 1, 0, 0), 1); /* whoever waits for it must find it failed */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &id, 1, 0, 0), 1); /* a waiting worker must find it failed */
     REQUIRE_EQUAL(run_dry(loader), 0);
     REQUIRE_EQUAL(words[0][id], NP_ENTRY_FAILED | 7);
     epoch = 8;
@@ -181,7 +181,7 @@ static void test_short_file_is_an_io_error(const char *engine)
     stop(loader);
 }
 
-/* One turn lands the first failure and submits the second read, which may fail as well; the third comes after the trouble. */
+/* One turn lands the first failure and submits the second read, which may fail as well; the third read succeeds. */
 static void test_trouble_that_passes_costs_another_read(const char *engine)
 {
     np_loader *loader = start(engine);
@@ -204,7 +204,7 @@ static void test_trouble_that_passes_costs_another_read(const char *engine)
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, flipped);
     REQUIRE_EQUAL(state_of(loader).checksum_failures, 1);
-    REQUIRE_EQUAL(arrivals, arrivals_before + 2); /* nobody is woken for a read that is made again */
+    REQUIRE_EQUAL(arrivals, arrivals_before + 2); /* a repeated read wakes no waiter */
     stop(loader);
 }
 
@@ -231,7 +231,7 @@ static void test_reset_leaves_no_word_loading(const char *engine)
     const np_loader_state state = state_of(loader);
     REQUIRE_EQUAL(state.in_flight + state.free_slots[0] + state.waiting[0], 0);
     REQUIRE_EQUAL(np_loader_turn(loader, 1000), 0);
-    uint32_t free_slot = 0; /* what no present word names can be granted again */
+    uint32_t free_slot = 0; /* slots that no present entry names can be granted again */
     for (uint32_t id = 0; id < CLUSTERS; id++)
         if ((words[0][id] & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && (words[0][id] & NP_ENTRY_SLOT_MASK) == free_slot) {
             free_slot++;
@@ -264,7 +264,7 @@ static void test_reset_keeps_demands(void)
     stop(loader);
 }
 
-/* Its reads went to its own memory: nothing has to be waited for. */
+/* Its reads went to its own memory: there is nothing to wait for. */
 static void test_a_dead_loaders_claims_are_forgotten(void)
 {
     np_loader *loader = start("threads");
@@ -287,7 +287,7 @@ static void test_both_parts_of_a_cluster_are_one_read(const char *engine)
     np_loader *loader = start(engine);
     grant(loader, 0, 0, SLOTS);
     grant(loader, 1, 0, 6);
-    words[0][9] = NP_ENTRY_PRESENT | 39; /* of this one only the rest is missing */
+    words[0][9] = NP_ENTRY_PRESENT | 39; /* only its other part is absent */
     const uint32_t ids[] = {5, 20, 9};
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 3, 0, 0), 3);
     REQUIRE_EQUAL(run_dry(loader), 5);
@@ -301,7 +301,7 @@ static void test_both_parts_of_a_cluster_are_one_read(const char *engine)
     stop(loader);
 }
 
-/* Else the parts of neighbours would come as two reads, each over what the other one brings. */
+/* Otherwise the parts of neighbours would need two reads, each covering most bytes of the other. */
 static void test_pairs_wait_for_slots_of_both_parts_and_are_read_once(void)
 {
     for (int priority = 0; priority < 2; priority++) {
@@ -360,7 +360,7 @@ static np_loader *start_moving(const char *engine, uint32_t moved, uint32_t most
 
 static void test_what_is_moved_comes_with_the_value_part(const char *engine)
 {
-    enum { MOVED = 512, OWN = VALUE_BYTES - MOVED }; /* slots are as large as ever: they leave out the end of the part */
+    enum { MOVED = 512, OWN = VALUE_BYTES - MOVED }; /* the slots' size is unchanged: they omit the end of the part */
     np_loader *loader = start_moving(engine, MOVED, STRIDE);
     REQUIRE(loader != NULL);
     grant(loader, 0, 0, SLOTS);
@@ -376,7 +376,7 @@ static void test_what_is_moved_comes_with_the_value_part(const char *engine)
         REQUIRE(memcmp(slot, part_of_file(1, id), OWN) == 0);
         REQUIRE(memcmp(slot + OWN, part_of_file(0, id) + 2304, MOVED) == 0);
         if (i < 5)
-            REQUIRE_EQUAL(words[0][id], NP_ENTRY_ABSENT); /* it was read, and nobody asked for it */
+            REQUIRE_EQUAL(words[0][id], NP_ENTRY_ABSENT); /* it was read, but not requested */
         else
             require_present(0, id);
     }
@@ -390,7 +390,7 @@ static void test_what_is_moved_is_checked(const char *engine)
     REQUIRE(loader != NULL);
     grant(loader, 1, 0, 2);
     const uint32_t ids[] = {50, 51};
-    checksums[0][51] ^= 1; /* of the part that its scales come from */
+    checksums[0][51] ^= 1; /* of the part that contains its scales */
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, ids, 2, 0, 0), 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
     checksums[0][51] ^= 1;
@@ -434,7 +434,7 @@ static void test_neighbours_are_read_together_over_gaps_that_are_cheaper_than_a_
     stop(loader);
 }
 
-/* A page that cannot be read spoils the read it is in; the other clusters of that read are not to pay for it. */
+/* An unreadable page fails its whole read; the other clusters of that read must still be loaded. */
 static void test_neighbours_of_a_cluster_that_cannot_be_read_are_read_without_it(const char *engine)
 {
     const np_loader_reading merging = {.most_read_bytes = 4 * STRIDE, .prefetch_depth = DEPTH};

@@ -1,6 +1,7 @@
-/* Neurons of many tokens in one step: each token gets the bits that it gets by itself, whoever else wants the same rows; and nobody who is not
- * predicted has a value. The feed-forward of one layer, with weights at random, in every layout, with a predictor and without. */
-#include "engine/engine.h"
+/* Neurons of many tokens in one step: each token gets the bits that it gets alone, and neurons that are not predicted
+ * have no value. The feed-forward of one layer with random weights, in every layout, with and without a predictor. */
+#include "engine/feed_forward.h"
+#include "engine/step.h"
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -26,7 +27,7 @@ static uint32_t of_slot(const np_shape *s, uint32_t rows, int is_scales) {
     return (uint32_t)(rows * each * (np_quant_bytes(s->type, WIDTH) + (is_scales ? np_scale_bytes(s->type, WIDTH) : 0)));
 }
 
-/* As a package has it: quants, and in the trigger part the scales of all rows behind them. */
+/* The layout of packages: quants, and in the trigger part the scales of all rows behind them. */
 static np_shape shape_of(int type, uint32_t each, int gated, int activation, int decides) {
     np_shape s = {
         .width = WIDTH, .neurons = NEURONS, .layers = 1, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .vocabulary = 1,
@@ -82,8 +83,8 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
     np_engine *engine = np_engine_create(&s->shape, &fixed, &shared, &config, &wrong);
     CHECK(engine != NULL, "refused: %s", wrong ? wrong : "memory");
     if (!engine) exit(checks_report());
-    CHECK(np_engine_take_step(engine, &step) == NP_OK, "%u tokens", count);
-    CHECK(np_engine_feed_forward(engine, 0) >= 0, "%u tokens", count);
+    CHECK(np_begin_step(engine, &step) == NP_OK, "%u tokens", count);
+    CHECK(np_feed_forward(engine, 0) >= 0, "%u tokens", count);
     np_engine_read_counters(engine, &s->counters);
     np_engine_destroy(engine);
 }
@@ -108,7 +109,7 @@ static void compare(stage *s, stage *alone, const char *isa, uint32_t count) {
 static void test_isa(const char *isa) {
     static const uint32_t counts[] = {1, 2, 4, 7, 15, 16, TOKENS};
     static stage s, alone;
-    for (int type = NP_F16; type <= NP_Q3; type++) /* q3: of gates alone */
+    for (int type = NP_F16; type <= NP_Q3; type++) /* q3: only gates */
         for (uint32_t each = 1; each <= 4; each *= 2)
             for (int kind = 0; kind < 6; kind++) {
                 const int gated = kind % 3 < 2;

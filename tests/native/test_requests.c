@@ -1,4 +1,5 @@
-/* Request rings: what workers put is loaded, whatever else they put; no demand is lost in a full ring, no doorbell unheard. */
+/* Request rings: valid entries are loaded, invalid ones ignored; no demand is lost in a full ring, and no doorbell is
+ * missed. */
 #include <fcntl.h>
 #include <pthread.h>
 
@@ -69,9 +70,9 @@ static void test_nonsense_is_dropped_alone(void)
     np_loader *loader = start_with_rings("threads");
     grant(loader, 0, 0, SLOTS);
     grant(loader, 1, 0, SLOTS);
-    put(0, CLUSTERS | NP_REQUEST_TRIGGER);   /* the first index that is none */
-    put(0, 3);                            /* of no part */
-    put(0, 3 | NP_REQUEST_TRIGGER | 1u << 31); /* a bit that means nothing */
+    put(0, CLUSTERS | NP_REQUEST_TRIGGER);   /* the first invalid index */
+    put(0, 3);                            /* no part */
+    put(0, 3 | NP_REQUEST_TRIGGER | 1u << 31); /* an undefined bit */
     put(0, 3 | NP_REQUEST_TRIGGER);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 3);
@@ -81,7 +82,7 @@ static void test_nonsense_is_dropped_alone(void)
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 4);
     REQUIRE_EQUAL(state_of(loader).refused, 4);
-    put(1, 8 | NP_REQUEST_TRIGGER); /* that ring serves again */
+    put(1, 8 | NP_REQUEST_TRIGGER); /* the ring works again */
     REQUIRE_EQUAL(run_dry(loader), 1);
 
     uint32_t random = 77, legal = 0;
@@ -128,12 +129,12 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
 static void test_a_guess_is_read_while_nothing_else_is_and_dropped_by_the_next_request(void)
 {
     np_loader *loader = start_with_rings("threads");
-    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
+    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_SPECULATIVE);
     grant(loader, 0, 0, 4);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 80);
-    put(0, 81 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
-    put(0, 82 | NP_REQUEST_TRIGGER | NP_REQUEST_PREFETCH); /* in the same turn: the guess was not begun */
+    put(0, 81 | NP_REQUEST_TRIGGER | NP_REQUEST_SPECULATIVE);
+    put(0, 82 | NP_REQUEST_TRIGGER | NP_REQUEST_PREFETCH); /* in the same turn: the speculative read has not begun */
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 82);
     REQUIRE_EQUAL(words[0][81], NP_ENTRY_ABSENT);
@@ -155,8 +156,8 @@ static void test_attaching_refuses_rings_that_cannot_be(void)
 }
 
 /* ---- workers, loader and cache together -------------------------------------------------------------------------------- */
-/* Two workers ask through rings much smaller than what they want, wait on arrivals and check every byte under their window, while
- * the main thread is loader and cache over fewer slots than clusters. */
+/* Two workers make more requests than their rings hold, wait for arrivals and check every byte under their window,
+ * while the main thread is loader and cache with fewer slots than clusters. */
 static uint32_t workers_done;
 
 static void put_all(int participant, const uint32_t *ids, size_t count)
@@ -237,7 +238,7 @@ static void *run_slow_worker(void *argument)
     for (uint32_t id = 0; id < 30; id++) {
         const uint32_t entry = id | NP_REQUEST_TRIGGER;
         for (int i = 0; i < 200 && !__atomic_load_n(&asleep, __ATOMIC_SEQ_CST); i++)
-            usleep(100); /* mostly it sleeps by then; whether it does is not ours to know */
+            usleep(100); /* it usually sleeps by then, which cannot be checked */
         put(0, entry);
         for (;;) {
             const uint32_t seen = np_word_load(&arrivals);
@@ -263,7 +264,7 @@ static void test_every_request_wakes_a_sleeping_loader(const char *engine)
     const uint64_t before = np_clock_ns();
     char told;
     while (read(end[0], &told, 1) != 1)
-        REQUIRE(np_loader_serve(loader, end, 1, 60000, 0) == 1); /* a quarter of the slots is used, or the end was told */
+        REQUIRE(np_loader_serve(loader, end, 1, 60000, 0) == 1); /* a quarter of the slots is used, or the test ends */
     REQUIRE(np_clock_ns() - before < 30000000000u);
     pthread_join(worker, NULL);
     REQUIRE_EQUAL(np_loader_serve(loader, end, 1, 5, 0), 0);

@@ -1,4 +1,4 @@
-/* Residency entries: looking up, CLOCK, and that no slot is reused under a worker's window. */
+/* Residency entries: look-ups, CLOCK, and no slot is reused under a worker's window. */
 #include <pthread.h>
 
 #include "require.h"
@@ -14,7 +14,7 @@ static void test_look_marks_present_words_only(void)
     REQUIRE_EQUAL(np_entry_look(&absent), NP_ENTRY_ABSENT);
     REQUIRE_EQUAL(np_entry_look(&loading), NP_ENTRY_LOADING);
     REQUIRE_EQUAL(np_entry_look(&failed), NP_ENTRY_FAILED);
-    REQUIRE_EQUAL(np_entry_look(&evicted), NP_ENTRY_ABSENT | NP_ENTRY_REFERENCED); /* bits beside the state say nothing of it */
+    REQUIRE_EQUAL(np_entry_look(&evicted), NP_ENTRY_ABSENT | NP_ENTRY_REFERENCED); /* other bits do not change the state */
     REQUIRE(absent == NP_ENTRY_ABSENT && loading == NP_ENTRY_LOADING && failed == NP_ENTRY_FAILED);
 }
 
@@ -27,13 +27,13 @@ static void test_clock_gives_a_second_chance(void)
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 1, slots), 1);
     REQUIRE(slots[0] == 11 && hand == 2 && words[1] == NP_ENTRY_ABSENT);
     REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | NP_ENTRY_USE | 10); /* found in use once */
-    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 2); /* pinned and loading words stay */
+    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 2); /* pinned and loading entries stay */
     REQUIRE(slots[0] == 10 && slots[1] == 15);
     REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 13);
     REQUIRE_EQUAL(words[4], NP_ENTRY_LOADING);
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 0);
     REQUIRE_EQUAL(np_clock_take(words, 0, &hand, NULL, 0, 6, slots), 0);
-    hand = 1000; /* a hand from before the word array shrank */
+    hand = 1000; /* a hand beyond the end of the array */
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 0, slots), 0);
     REQUIRE(hand < 6);
 }
@@ -43,7 +43,7 @@ static uint32_t uses_of(uint32_t word)
     return word / NP_ENTRY_USE & NP_MAX_USES;
 }
 
-/* Both were looked up last; one was found in use in three turns before. */
+/* Both were looked up recently; one was in use in three earlier rounds. */
 static void test_clock_keeps_what_was_used_often(void)
 {
     uint32_t words[] = {NP_ENTRY_PRESENT | 3 * NP_ENTRY_USE | 10, NP_ENTRY_PRESENT | 11, NP_ENTRY_PRESENT | 12, NP_ENTRY_PRESENT | 13};
@@ -82,8 +82,9 @@ static void test_clock_spares_windows(void)
     REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 2);
 }
 
-/* The race: readers against a thread that takes slots and fills them at once with other clusters (cache and loader in one, so that
- * a slot taken too early is overwritten too early). A slot holds its cluster's id in every element. */
+/* The race: readers against a thread that evicts slots and fills them at once with other clusters (cache and loader in
+ * one, so that a slot evicted too early is overwritten too early). A slot contains its cluster's id in every
+ * element. */
 enum { CLUSTERS = 24, SLOTS = 12, SLOT_LONGS = 64, READERS = 2, WINDOW = 3, VACATED = 3, RACE_MS = 400 };
 static uint32_t race_words[CLUSTERS];
 static uint64_t race_slots[SLOTS][SLOT_LONGS], race_windows[READERS];
@@ -141,9 +142,9 @@ static void test_no_slot_changes_under_a_window(void)
     for (uint32_t turn = 0; np_clock_ns() < end; turn++) {
         uint32_t slots[2], absent;
         size_t others;
-        if (turn % 16 == 0) /* what stays changes in the middle of it all */
+        if (turn % 16 == 0) /* pins change in the middle of it */
             np_pins_follow(race_words, 1, CLUSTERS, turn % 32 ? &many : &few, &many, &absent, 1, &others);
-        if (turn % 64 == 0) { /* and the last slots are emptied, as if their memory went, and filled again */
+        if (turn % 64 == 0) { /* and the last slots are vacated and filled again */
             while (np_slots_vacate(race_words, CLUSTERS, SLOTS - VACATED, race_windows, READERS))
                 ;
             for (uint32_t slot = SLOTS - VACATED; slot < SLOTS; slot++)
@@ -187,12 +188,13 @@ static void test_pins_follow_what_is_to_stay(void)
     words[2] = NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 12;
     words[3] = NP_ENTRY_PRESENT | 15;
     words[4] = NP_ENTRY_FAILED;
-    REQUIRE_EQUAL(np_pins_follow(words, 2, 3, keep, widest, absent, 2, &others), 0); /* what failed is waited for by nobody */
+    REQUIRE_EQUAL(np_pins_follow(words, 2, 3, keep, widest, absent, 2, &others), 0); /* failed clusters are not waited for */
     REQUIRE(absent[0] == UINT32_MAX && others == 0 && words[2] == (NP_ENTRY_PRESENT | 12));
     REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 15);
 }
 
-/* Slots 2 and more are to be empty: what a window covers stays until it is gone, all else goes at once, pinned and used or not. */
+/* Vacate slots 2 and above: clusters under a window stay until it closes, all others go at once, pinned and used ones
+ * as well. */
 static void test_slots_are_vacated_whatever_they_hold(void)
 {
     uint32_t words[6] = {NP_ENTRY_PRESENT | 1, NP_ENTRY_PRESENT | 2 | NP_ENTRY_PINNED, NP_ENTRY_PRESENT | 3 | NP_ENTRY_REFERENCED,
@@ -201,7 +203,7 @@ static void test_slots_are_vacated_whatever_they_hold(void)
     REQUIRE_EQUAL(np_slots_vacate(words, 6, 2, &window, 1), 1);
     REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | 1);
     REQUIRE_EQUAL(words[1], NP_ENTRY_ABSENT);
-    REQUIRE_EQUAL(words[2], NP_ENTRY_PRESENT | 3); /* unreferenced: who looks again marks it */
+    REQUIRE_EQUAL(words[2], NP_ENTRY_PRESENT | 3); /* unreferenced: the next look-up marks it */
     REQUIRE_EQUAL(words[3], NP_ENTRY_LOADING | 0);
     REQUIRE_EQUAL(words[4], NP_ENTRY_FAILED | 5);
     REQUIRE_EQUAL(words[5], NP_ENTRY_ABSENT);

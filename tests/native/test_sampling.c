@@ -1,4 +1,4 @@
-/* Sampling: the sets that top-k and top-p keep, the frequencies of samples, and the numbers behind them. */
+/* Sampling: the sets of top-k and top-p, sample frequencies, and uniform numbers. */
 #include "check.h"
 #include "neuronpipe.h"
 
@@ -22,7 +22,7 @@ static int by_logit(const void *a, const void *b) {
     return logits[i] != logits[j] ? (logits[i] < logits[j] ? 1 : -1) : (i > j) - (i < j);
 }
 
-/* The ids that may be sampled, most likely first: how many, and their probabilities. */
+/* The ids that may be sampled, most likely first, with their number and probabilities. */
 static size_t kept_set(float temperature, size_t top_k, double top_p, double min_p, int32_t *ids, double *probability) {
     double total = 0, sum = 0, kept = 0;
     for (int32_t i = 0; i < N; i++) ids[i] = i;

@@ -1,4 +1,4 @@
-/* Barriers and waits between processes: nothing is lost, everything can be abandoned. */
+/* Barriers and waits between processes: no wake-up is lost, and all waits can be abandoned. */
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -33,7 +33,7 @@ static void join(const pid_t *children, uint32_t count)
     }
 }
 
-/* Every participant writes its own number, meets, reads everybody's numbers, meets. */
+/* Every participant writes its number, meets, reads all numbers, meets. */
 static void rounds_of(uint32_t participant, uint32_t participants, uint32_t rounds, uint32_t spin_us)
 {
     for (uint32_t round = 1; round <= rounds; round++) {
@@ -94,7 +94,7 @@ static void test_epoch_abandons_a_barrier(uint32_t spin_us)
     REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 1, 0, 100), 1);
 }
 
-/* The wake-up may fall between a sleeper's look at the epoch and its system call; the sleeper must leave all the same. */
+/* The wake-up may fall between reading the epoch and the system call; the sleeper must leave nevertheless. */
 static void test_epoch_without_a_wake_up_is_noticed(void)
 {
     start_over();

@@ -1,5 +1,5 @@
-/* q3: whatever is made of a row has the bits that a q4 row of the same weights and scales gives, under every instruction set, by whichever
- * way; nothing is read past a row's end; and what is not done with it does nothing. */
+/* q3: results have the bits of a q4 row with the same weights and scales, under every instruction set and by every
+ * kernel; nothing is read past a row's end; unsupported operations do nothing. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 
@@ -9,12 +9,12 @@ enum { ROWS = 21, TOKENS = 19 };
 
 typedef struct {
     size_t n, stride;
-    void *three[ROWS], *four[ROWS], *scales[ROWS]; /* each of its exact size, so that the sanitizer sees a read past its end */
+    void *three[ROWS], *four[ROWS], *scales[ROWS]; /* exact sizes, so that the sanitizer detects reads past the end */
     float *x;
     uint8_t *activations;
 } rows_twice;
 
-/* By the format's words: code j of a group is weight j plus 4. */
+/* The format's definition: code j of a group is weight j plus 4. */
 static void put(uint8_t *three, uint8_t *four, size_t j, int weight) {
     const unsigned code = (unsigned)(weight + 4), byte = j % 8, third = j % 4;
     three[byte] |= (uint8_t)((code & 3) << j / 8 * 2);
@@ -70,7 +70,7 @@ static void check_dots(const rows_twice *rows, const char *isa) {
                              rows->stride, tokens, out[k][0], ROWS);
         check_same(out[0], out[1], sizeof out[0], isa, "scattered", rows->n, tokens);
         for (int k = 0; k < 2 && tokens <= 16; k++)
-            np_dot_wanted(k ? NP_Q4 : NP_Q3, at(k ? rows->four : rows->three), at(rows->scales), wanted, ROWS, rows->n, NULL,
+            np_dot_masked(k ? NP_Q4 : NP_Q3, at(k ? rows->four : rows->three), at(rows->scales), wanted, ROWS, rows->n, NULL,
                           rows->activations, rows->stride, tokens, out[k][0], ROWS);
         for (size_t t = 0; t < tokens && tokens <= 16; t++)
             for (int r = 0; r < ROWS; r++)

@@ -1,4 +1,4 @@
-/* A ring of spans read while it is written: what a reader takes is whole, in order, and says what it missed. */
+/* A ring of spans read while it is written: copied spans are intact and in order, and gaps are reported. */
 #include <pthread.h>
 
 #include "neuronpipe.h"
@@ -18,7 +18,7 @@ static void *write_all(void *unused)
     return NULL;
 }
 
-/* Every part of span `number` says the number. */
+/* Every field of span `number` contains the number. */
 static void check_span(const np_span *span, uint64_t number)
 {
     REQUIRE_EQUAL(span->step, number);

@@ -1,4 +1,4 @@
-/* Norm, rotary positions, attention and sums against plain double precision. */
+/* Norms, rotary positions, attention and sums against double precision. */
 #include "isa_loop.h"
 #include "kernels/exponential.h"
 
@@ -28,7 +28,7 @@ static void test_rms_norm(const char *isa) {
     CHECK(zeros[0] == 0.0f, "zero stays zero: %g", zeros[0]);
 }
 
-/* offset: what all of x has in common, which the norm takes off. */
+/* offset: a constant added to all of x, which the norm removes. */
 static void layer_norm_case(const char *isa, size_t n, float offset) {
     float x[4096] = {0}, weight[4096] = {0}, bias[4096] = {0}, out[4096];
     double mean = 0, square = 0;
@@ -118,7 +118,7 @@ static void test_attend(const char *isa) {
     attend_case(isa, 17, 46, 1.0f);
 }
 
-/* Heads that share keys have the bits of each head by itself, whatever their number and however the positions are cut. */
+/* Heads that share keys have the bits of single heads, whatever their number and the chunks of positions. */
 static void test_attend_heads(const char *isa) {
     enum { HEADS = 7, POSITIONS = 200, WIDTH = 46 };
     static float queries[HEADS][WIDTH], together[HEADS][WIDTH], alone[WIDTH], scores[4 * POSITIONS];
@@ -155,7 +155,7 @@ static void test_sums(const char *isa) {
     for (size_t count = 1; count <= COUNT; count++) {
         float wanted[WIDTH];
         np_sum_tree(rows, count, STRIDE, WIDTH, wanted);
-        for (uint32_t summed = 0; summed <= count; summed++) { /* what lies between the nodes is not read */
+        for (uint32_t summed = 0; summed <= count; summed++) { /* other places are not read */
             float *nodes = malloc(COUNT * STRIDE * sizeof *nodes);
             for (size_t i = 0; i < COUNT * STRIDE; i++) nodes[i] = i / STRIDE < summed ? NAN : rows[i];
             for (uint32_t node = 0; node < np_tree_nodes(summed); node++) {

@@ -1,4 +1,4 @@
-/* Warming up: everything arrives in long reads, what will stay first, and a demand in between does not break the reads up. */
+/* Warm-up: all clusters arrive by long reads, pinned ones first, and a demand in between does not split the reads. */
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -49,8 +49,8 @@ static void test_warms_up_in_long_reads(const char *engine)
     REQUIRE(state.warm_up_ns > 0 && state.warm_up_ns < 1000000000000u);
     usleep(2000);
     np_loader_turn(loader, 0);
-    REQUIRE_EQUAL(state_of(loader).warm_up_ns, state.warm_up_ns); /* it is over */
-    warm(loader, both, 8, 32, 0); /* there already */
+    REQUIRE_EQUAL(state_of(loader).warm_up_ns, state.warm_up_ns); /* the warm-up is over */
+    warm(loader, both, 8, 32, 0); /* present already */
     REQUIRE_EQUAL(state_of(loader).warm_up_left_bytes, 0);
     stop(loader);
 }
@@ -109,7 +109,7 @@ static void test_a_full_memory_ends_it_but_for_what_stays(void)
     require_present(0, 41);
     np_loader_state state = state_of(loader);
     REQUIRE(state.waiting[0] == 0 && state.warm_up_left_bytes == 0 && state.warm_up_bytes == 6 * TRIGGER_BYTES);
-    warm(loader, NP_REQUEST_TRIGGER, 70, 2, NP_ENTRY_PINNED); /* these wait for a slot, and the cache hears of it */
+    warm(loader, NP_REQUEST_TRIGGER, 70, 2, NP_ENTRY_PINNED); /* these wait for a slot, and the cache is told */
     REQUIRE_EQUAL(run_dry(loader), 0);
     REQUIRE_EQUAL(state_of(loader).waiting[0], 2);
     grant(loader, 0, 10, 2);
@@ -147,7 +147,7 @@ static void test_damage_spoils_one_cluster(const char *engine)
     stop(loader);
 }
 
-/* A word that is not absent must keep its slot, whoever wrote it. */
+/* An entry that is not absent must keep its slot. */
 static void test_a_word_that_others_changed_is_passed_over(void)
 {
     np_loader *loader = start_with_slots("threads", 20);
@@ -192,7 +192,7 @@ static void test_long_reads_that_contradict_the_reader_are_refused(void)
 
 static int warmed_pipe[2];
 
-/* Somebody to whom the loader's words are all that he sees. Tells it when everything is there, or after 20 seconds. */
+/* An observer of the entries: tells the loader when all clusters are present, or after 20 seconds. */
 static void *watch_words(void *argument)
 {
     const uint64_t end = np_clock_ns() + 20000000000u;
@@ -209,14 +209,15 @@ static void *watch_words(void *argument)
     return NULL;
 }
 
-/* Another thread fills the slots of long reads; the loader must not sleep on what that one has done. */
+/* The filler thread fills the slots of long reads; the loader must not sleep while filled reads wait to be
+ * published. */
 static void test_a_sleeping_loader_hears_that_slots_are_filled(const char *engine)
 {
     np_loader *loader = start_with_slots(engine, SLOTS);
     pthread_t watcher;
     uint32_t there = 0;
     REQUIRE(pipe(warmed_pipe) == 0);
-    REQUIRE_EQUAL(np_loader_serve(loader, warmed_pipe, 1, 1, 0), 0); /* asleep once: the event is there, and quiet */
+    REQUIRE_EQUAL(np_loader_serve(loader, warmed_pipe, 1, 1, 0), 0); /* after a sleep the event is created and clear */
     warm(loader, both, 8, 32, NP_ENTRY_PINNED);
     REQUIRE(pthread_create(&watcher, NULL, watch_words, &there) == 0);
     const uint64_t began = np_clock_ns();
@@ -233,7 +234,7 @@ static void test_a_sleeping_loader_hears_that_slots_are_filled(const char *engin
     stop(loader);
 }
 
-/* What is on its way into slots belongs to nobody else until it is published, and the loader waits for it. */
+/* Slots being filled cannot be granted before they are published, and the loader waits for them. */
 static void test_an_end_or_a_reset_waits_for_slots_that_are_being_filled(const char *engine)
 {
     for (int round = 0; round < 50; round++) {

@@ -1,5 +1,5 @@
-/* The tile instructions of AMX modelled in C, under the names of kernels/amx_tiles.h: include this first. What a processor
- * would refuse with a fault is counted as a failed check. */
+/* A model of AMX's tile instructions in C, with the names of kernels/amx_tiles.h: include this first. What a processor
+ * would refuse with a fault counts as a failed check. */
 #ifndef NP_KERNELS_AMX_TILES_H
 #define NP_KERNELS_AMX_TILES_H
 #include "check.h"
@@ -19,7 +19,7 @@ static struct {
     tile_shapes shapes; /* palette 0: none in force */
     uint8_t data[MODEL_TILES][MODEL_ROWS][MODEL_ROW_BYTES];
     long products, loads, stores; /* carried out so far */
-    int fault;                    /* not 0: a product leaves out its last row */
+    int fault;                    /* not 0: products omit the last row, to test the trial */
 } model;
 
 static inline void model_release(void) {

@@ -42,7 +42,7 @@ def computed(
     package: Any, provider: str, chunk: int, blocks: int = 2, threads: int = 1
 ) -> tuple[NDArray[np.float32], int]:
     """Logits of the text, in steps of so many tokens, and how many products were computed again."""
-    participants = Participants(package, count=2, max_tokens=len(TEXT), outside=True, product_blocks=blocks)
+    participants = Participants(package, count=2, max_tokens=len(TEXT), external_products=True, product_blocks=blocks)
     neurons = blocks * package.manifest.layout.block_neurons
     session, most_tokens = Runtime(provider_of(provider)).session, len(TEXT)
     products = Products(package.manifest, session, neurons=neurons, most_tokens=most_tokens, threads=threads)
@@ -95,7 +95,7 @@ def test_every_product_is_near_the_engines(tmp_path: Path, name: str, quantizati
             errors.setdefault(product.kind, []).append(float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)))
 
     products = Both(package.manifest, Runtime(CPU).session, neurons=neurons, most_tokens=len(TEXT))
-    Participants(package, count=1, max_tokens=len(TEXT), outside=True).run(TEXT, len(TEXT), multiply=products)
+    Participants(package, count=1, max_tokens=len(TEXT), external_products=True).run(TEXT, len(TEXT), multiply=products)
     worst = {kind: max(found) for kind, found in errors.items()}
     print(worst)
     assert set(worst) == {lib.NP_PRODUCT_QKV, lib.NP_PRODUCT_ATTENTION_OUTPUT, lib.NP_PRODUCT_NEURONS}
@@ -121,7 +121,7 @@ def test_graphs_that_follow_each_other_give_the_same_bits(tmp_path: Path) -> Non
             return self._session.run(inputs)
 
     for chunk in (129, 40):
-        participants = Participants(package, count=2, max_tokens=129, outside=True, product_blocks=2)
+        participants = Participants(package, count=2, max_tokens=129, external_products=True, product_blocks=2)
         opened, neurons = Runtime(CPU), 2 * package.manifest.layout.block_neurons
         products = Products(
             package.manifest,
@@ -186,7 +186,7 @@ def test_rows_are_made_products_ahead_of_the_graphs(tmp_path: Path, parallel: bo
         neurons=package.manifest.layout.block_neurons,
         most_tokens=len(TEXT),
     )
-    one = Participants(package, count=1, max_tokens=len(TEXT), outside=True, product_blocks=1)
+    one = Participants(package, count=1, max_tokens=len(TEXT), external_products=True, product_blocks=1)
     one.run(TEXT[:1], 1, multiply=products)
     assert pieces > 2
     assert computed == order

@@ -61,7 +61,7 @@ class OpenClBackend(HolderBackend):
         self._trace = Trace.of(job, memory)
         self._stage = lambda name: memory.view("exchange", name)
         config = dataclasses.replace(
-            self._engine_config(placement, job.segments["exchange"].layout), held=True, bundle=False
+            self._engine_config(placement, job.segments["exchange"].layout), offload_blocks=True, bundle=False
         )
         device = find_device(self._device_name)
         try:

@@ -105,7 +105,8 @@ class TrialSteps:
         self._keep: list[Any] = []
 
     def request(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
-        """np_wanted_blocks. predicted: which neurons' triggers are named for which texts, as `fired_of` has it."""
+        """Return an np_offloaded_blocks for a layer. predicted: the predicted neurons by sequence, as `fired_of`
+        returns."""
         model, per_token = self._manifest.model, self._manifest.model.experts_per_token
         pairs = texts * per_token
         if model.experts == 1:
@@ -120,7 +121,7 @@ class TrialSteps:
             mask = ffi.from_buffer("uint8_t[]", bits)
             self._keep.append(bits)
         request = ffi.new(
-            "np_wanted_blocks *",
+            "np_offloaded_blocks *",
             {
                 "layer": layer, "tokens": texts, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
                 "group": group, "pair_token": token, "pair_weight": weight,

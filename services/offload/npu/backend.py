@@ -86,7 +86,9 @@ class OnnxBackend(CpuBackend):
 
     def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:
         config = super()._engine_config(placement, stage)
-        return dataclasses.replace(config, outside=True, product_blocks=self._product_blocks(placement), predicts=False)
+        return dataclasses.replace(
+            config, external_products=True, product_blocks=self._product_blocks(placement), predicts=False
+        )
 
     def _view(self, placement: Placement, window: int, number: int) -> View:
         view = super()._view(placement, window, number)

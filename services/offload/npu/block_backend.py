@@ -62,7 +62,7 @@ class OnnxHolder(HolderBackend):
         self._trace = Trace.of(job, memory)
         self._stage = lambda name: memory.view("exchange", name)
         config = dataclasses.replace(
-            self._engine_config(placement, job.segments["exchange"].layout), held=True, bundle=False
+            self._engine_config(placement, job.segments["exchange"].layout), offload_blocks=True, bundle=False
         )
         self._inputs = np.zeros((config.max_tokens, manifest.model.width), np.float32)
         self._held = HeldProducts(

@@ -123,7 +123,7 @@ class Products:
         if product.number == 0:
             self._turn = self._encoded(product)
         self._running.append((product, self._graphs.submit(self._compute, product, self._turn)))
-        may_run = 1 if product.number + 1 < product.of else 0
+        may_run = 1 if product.number + 1 < product.count else 0
         while len(self._running) > may_run:
             self._finish(*self._running.popleft())
 

@@ -55,7 +55,7 @@ class _Rows:
 
 class HeldProducts:
     """The first `blocks` blocks of a model. session: a graph, ready to be computed. lengths: of the graphs, in tokens.
-    `load` each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h,
+    `load` each layer's weights before the first step. Calling it computes np_offloaded_blocks of native/neuronpipe.h,
     whose inputs must be there. A token's sums depend on nothing but the token, where these graphs compute alike."""
 
     def __init__(

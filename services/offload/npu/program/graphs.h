@@ -1,4 +1,5 @@
-/* What services/offload/npu/graph_files.py wrote into a folder, ready to be computed: graphs, or what they were prepared as for a chip. */
+/* The graphs that services/offload/npu/graph_files.py wrote into a folder, or contexts for a chip, loaded as
+ * sessions. */
 #ifndef GRAPHS_H
 #define GRAPHS_H
 #include <memory>
@@ -11,32 +12,33 @@
 
 struct Peak {
     std::string name;
-    bool is_signed; /* 0 is an end of its range */
+    bool is_signed; /* 0 is an end of the range as well */
 };
 
-/* A graph in several lengths, the shortest first. */
-struct Lengths {
-    std::vector<std::pair<uint32_t, std::unique_ptr<Session>>> sessions; /* by tokens */
+/* A graph for several numbers of tokens, ascending. */
+struct GraphLengths {
+    std::vector<std::pair<uint32_t, std::unique_ptr<Session>>> sessions; /* with their numbers of tokens */
 };
 
 class Graphs {
 public:
-    /* Ends the run where they do not suit the model, the chip or the runtime, or are damaged; throws RuntimeError. most_tokens: of one step. */
-    Graphs(const std::string &folder, const np_shape &shape, uint32_t most_tokens, Runtime &runtime);
+    /* Ends the run if the files are damaged or do not suit the model, the chip or the runtime; throws RuntimeError.
+     * max_tokens: of one step. */
+    Graphs(const std::string &folder, const np_shape &shape, uint32_t max_tokens, Runtime &runtime);
 
-    /* The arithmetic of the products: of a device's Hexagon, of its emulator's, or of the runtime's CPU provider. */
+    /* The id of the products' arithmetic: of a Hexagon processor, its emulator, or the runtime's CPU provider. */
     std::string numerics;
 
     struct Matrix {
         uint32_t rows, columns;
         Scale x, y;
-        Lengths graph;
+        GraphLengths graph;
     };
     std::vector<Matrix> matrices;
-    uint32_t neurons, most_neurons; /* of one product here; and the most that a plan could have */
+    uint32_t neurons, max_neurons; /* per product; and the maximum that a plan could have */
     Scale x, factor, y;
     std::vector<Peak> peaks;
-    Lengths feed_forward;
-    bool by_token; /* each token has a scale of its own; else ranges are those that calibration text had */
+    GraphLengths feed_forward;
+    bool by_token; /* tokens have scales of their own; else ranges come from the calibration text */
 };
 #endif

@@ -1,4 +1,4 @@
-/* Values as 16-bit integers. */
+/* Encoding values as 16-bit integers. */
 #ifndef INTEGERS_H
 #define INTEGERS_H
 #include <algorithm>
@@ -6,14 +6,14 @@
 
 enum { MIDDLE = 32768, MOST = 65535 };
 
-/* How integers stand for values: step * (integer - zero). */
+/* An integer represents step * (integer - zero). */
 struct Scale {
     double step;
     uint32_t zero;
 };
 
-/* Rounded to the nearest, to even between two: a number of T's last binary place makes the processor do it, in vectors as well, which it has no
- * instruction for on every x86-64. */
+/* Round to nearest even by adding a number whose last binary place is 1: this vectorizes on every x86-64, which a
+ * rounding instruction does not. */
 template <typename T> static inline uint16_t to_integer(T value, T step, T zero)
 {
     const T place = sizeof(T) == sizeof(float) ? T(3 << 22) : T(3) * (INT64_C(1) << 51), far = T(1 << 20);

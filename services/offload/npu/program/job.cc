@@ -6,13 +6,13 @@
 
 enum { MAX_LAYERS = 4096, LINE_WORDS = 16, WAIT_MS = 1000 };
 
-/* ---- texts to the engine's numbers ----------------------------------------------------------------------------------- */
+/* ---- JSON to the engine's numbers ----------------------------------------------------------------------------------- */
 struct Choice {
     const char *text;
     int number;
 };
 
-static int chosen(const char *json, const char *path, std::initializer_list<Choice> choices)
+static int choice(const char *json, const char *path, std::initializer_list<Choice> choices)
 {
     char *text = json_text(json, path);
     for (const Choice &choice : choices)
@@ -20,15 +20,15 @@ static int chosen(const char *json, const char *path, std::initializer_list<Choi
             free(text);
             return choice.number;
         }
-    place_fail(path, "this worker does not know it; use our own prefill worker");
+    run_fail(path, "this worker does not know it; use our own prefill worker");
 }
 
 static uint32_t number(const char *json, const char *path)
 {
-    const uint64_t found = json_number(json, path);
-    if (found > INT32_MAX)
-        place_fail(path, "is out of range");
-    return static_cast<uint32_t>(found);
+    const uint64_t value = json_number(json, path);
+    if (value > INT32_MAX)
+        run_fail(path, "is out of range");
+    return static_cast<uint32_t>(value);
 }
 
 static uint32_t number_or(const char *json, const char *path, uint32_t otherwise)
@@ -42,12 +42,12 @@ static float real_or(const char *json, const char *path, float otherwise)
 }
 
 /* ---- the package ----------------------------------------------------------------------------------------------------- */
-/* Offsets are those in bundles.bin; read_plan has the last word on scales that lie elsewhere in memory. */
+/* Offsets in bundles.bin. read_plan changes those of scales that lie elsewhere in memory. */
 static np_matrix_place place_of(const char *manifest, const std::string &name)
 {
     const std::string path = "layout/matrices/" + name + "/";
     const auto part = [&](const char *field) {
-        return static_cast<uint32_t>(chosen(manifest, (path + field).c_str(), {{"trigger", NP_TRIGGER}, {"value", NP_VALUE}}));
+        return static_cast<uint32_t>(choice(manifest, (path + field).c_str(), {{"trigger", NP_TRIGGER}, {"value", NP_VALUE}}));
     };
     return {part("part"), number(manifest, (path + "quants").c_str()), part("scales_part"), number(manifest, (path + "scales").c_str())};
 }
@@ -56,24 +56,24 @@ void Job::read_shape()
 {
     const char *m = manifest_;
     if (json_number(m, "version") != 3)
-        place_fail("manifest.json", "is of another version; convert the model again");
+        run_fail("manifest.json", "is of another version; convert the model again");
     shape = {};
-    shape.type = shape.trigger_type = chosen(m, "quantization", {{"q8", NP_Q8}, {"q4", NP_Q4}});
+    shape.type = shape.trigger_type = choice(m, "quantization", {{"q8", NP_Q8}, {"q4", NP_Q4}});
     if (json_has(m, "layout/matrices/gate/quantization"))
-        shape.trigger_type = chosen(m, "layout/matrices/gate/quantization", {{"q3", NP_Q3}});
+        shape.trigger_type = choice(m, "layout/matrices/gate/quantization", {{"q3", NP_Q3}});
     shape.embedding_type = shape.type;
     if (json_has(m, "embedding_quantization"))
-        shape.embedding_type = chosen(m, "embedding_quantization", {{"q8", NP_Q8}});
-    shape.activation = chosen(m, "model/activation", {{"relu", NP_RELU}, {"drelu", NP_DRELU}});
-    shape.norm = chosen(m, "model/norm", {{"rms", NP_NORM_RMS}, {"layer", NP_NORM_LAYER}});
-    shape.rotary = chosen(m, "model/positions", {{"rotary", 1}, {"learned", 0}});
+        shape.embedding_type = choice(m, "embedding_quantization", {{"q8", NP_Q8}});
+    shape.activation = choice(m, "model/activation", {{"relu", NP_RELU}, {"drelu", NP_DRELU}});
+    shape.norm = choice(m, "model/norm", {{"rms", NP_NORM_RMS}, {"layer", NP_NORM_LAYER}});
+    shape.rotary = choice(m, "model/positions", {{"rotary", 1}, {"learned", 0}});
     shape.gated = json_truth(m, "model/gated");
     static_inputs = 0;
-    if (json_has(m, "npu") && chosen(m, "npu/scaling", {{"token", 0}, {"static", 1}}))
+    if (json_has(m, "npu") && choice(m, "npu/scaling", {{"token", 0}, {"static", 1}}))
         static_inputs = json_real(m, "npu/ranges/neurons/inputs");
     shape.activation_threshold = real_or(m, "model/activation_threshold", 0);
     if (!shape.gated || shape.activation_threshold != 0)
-        place_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
+        run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
     shape.width = number(m, "model/width");
     shape.neurons = number(m, "model/neurons");
     shape.query_heads = number(m, "model/query_heads");
@@ -82,10 +82,10 @@ void Job::read_shape()
     shape.vocabulary = number(m, "model/vocabulary");
     shape.experts = number(m, "model/experts");
     shape.experts_per_token = number_or(m, "model/experts_per_token", 1);
-    shape.router = json_has(m, "model/router") ? chosen(m, "model/router", {{"softmax", NP_ROUTER_SOFTMAX}, {"sigmoid", NP_ROUTER_SIGMOID}})
+    shape.router = json_has(m, "model/router") ? choice(m, "model/router", {{"softmax", NP_ROUTER_SOFTMAX}, {"sigmoid", NP_ROUTER_SIGMOID}})
                                                : NP_ROUTER_SOFTMAX;
     shape.router_reads = json_has(m, "model/router_reads")
-                             ? chosen(m, "model/router_reads", {{"feed_forward", NP_READS_FEED_FORWARD}, {"layer", NP_READS_LAYER}})
+                             ? choice(m, "model/router_reads", {{"feed_forward", NP_READS_FEED_FORWARD}, {"layer", NP_READS_LAYER}})
                              : NP_READS_FEED_FORWARD;
     shape.parallel = json_has(m, "model/parallel") && json_truth(m, "model/parallel");
     shape.head_norm = json_truth(m, "model/head_norm");
@@ -107,21 +107,21 @@ void Job::read_shape()
         layer.rotary = !json_has(kind, "rotary") || json_truth(kind, "rotary");
         const uint32_t layers = number(kind, "layers");
         if (layers > MAX_LAYERS - layers_.size())
-            place_fail("model/layer_kinds", "has too many layers");
+            run_fail("model/layer_kinds", "has too many layers");
         layers_.insert(layers_.end(), layers, layer);
     }
     shape.layers = static_cast<uint32_t>(layers_.size());
 }
 
 /* ---- the plan -------------------------------------------------------------------------------------------------------- */
-/* So many bytes of the trigger part, from there on, lie at the end of value slots. */
+/* Co-located scales: `bytes` of the trigger part from `from` on lie at the end of value slots. */
 void Job::move_scales(uint32_t from, uint32_t bytes)
 {
     for (np_matrix_place *place : {&shape.up, &shape.down}) {
         if (!bytes || place->scales_part != NP_TRIGGER)
             continue;
         if (place->scales < from || place->scales - from >= bytes || shape.slot_bytes[NP_VALUE] < bytes)
-            place_fail("plan.json", "moves scales that the package has elsewhere");
+            run_fail("plan.json", "moves scales that the package has elsewhere");
         place->scales_part = NP_VALUE;
         place->scales = shape.slot_bytes[NP_VALUE] - bytes + (place->scales - from);
     }
@@ -129,7 +129,7 @@ void Job::move_scales(uint32_t from, uint32_t bytes)
 
 void Job::read_plan()
 {
-    const uint32_t index = number(place_fact("INDEX"), "");
+    const uint32_t index = number(run_environment("INDEX"), "");
     threads = number(plan_, "compute/prefill_threads");
     sequences = number(plan_, "compute/sequences");
     logit_rows = number(plan_, "compute/logit_rows");
@@ -141,7 +141,7 @@ void Job::read_plan()
     shape.context_tokens = number(plan_, "compute/context_tokens");
     move_scales(number(plan_, "memory/moved_scales_from"), number(plan_, "memory/moved_scales_bytes"));
     if (!threads || !window_blocks)
-        place_fail("plan.json", "prefill has no threads, or no window");
+        run_fail("plan.json", "prefill has no threads, or no window");
     bool is_found = false;
     for (size_t n = 0; const char *process = json_item(plan_, "compute/processes", n); n++) {
         char *role = json_text(process, "role");
@@ -152,7 +152,7 @@ void Job::read_plan()
             uint8_t *next = static_cast<uint8_t *>(segment_field(&trace_, "next", rings));
             uint8_t *first = static_cast<uint8_t *>(segment_field(&trace_, "spans", spans));
             if (n >= rings[0] || n >= spans[0] || !spans[1] || spans[1] & (spans[1] - 1))
-                place_fail("trace", "has no ring for this process");
+                run_fail("trace", "has no ring for this process");
             shared_.trace.next = reinterpret_cast<uint64_t *>(next + n * LINE_WORDS * sizeof(uint32_t));
             shared_.trace.spans = reinterpret_cast<np_span *>(first + n * spans[1] * sizeof(np_span));
             shared_.trace.capacity = static_cast<uint32_t>(spans[1]);
@@ -162,23 +162,23 @@ void Job::read_plan()
     }
     first_window_ = static_cast<uint32_t>(cores.size()) + threads * index;
     if (!is_found || first_window_ + threads > windows_)
-        place_fail("plan.json", "has no such prefill worker");
+        run_fail("plan.json", "has no such prefill worker");
 }
 
 /* ---- shared memory --------------------------------------------------------------------------------------------------- */
-/* A field that holds so many elements of T at least. */
-template <typename T> static T *elements(const segment &s, const char *name, size_t least)
+/* A field with at least so many elements of T. Ends the run if it is smaller. */
+template <typename T> static T *elements(const segment &s, const char *name, size_t min_count)
 {
     size_t bytes;
-    if (__builtin_mul_overflow(least, sizeof(T), &bytes) || segment_field_bytes(&s, name) < bytes)
-        place_fail(name, "is smaller in shared memory than the package and the plan say");
+    if (__builtin_mul_overflow(min_count, sizeof(T), &bytes) || segment_field_bytes(&s, name) < bytes)
+        run_fail(name, "is smaller in shared memory than the package and the plan say");
     return static_cast<T *>(segment_field(&s, name, nullptr));
 }
 
 static segment opened(const char *run_file, const char *name, int writable)
 {
     const segment s = segment_open(run_file, name, writable);
-    np_memory_lock(s.memory, s.bytes); /* a process without the right to does without */
+    np_memory_lock(s.memory, s.bytes); /* optional: needs a permission */
     return s;
 }
 
@@ -209,33 +209,33 @@ np_shared Job::shared(uint32_t number) const
     const size_t tokens = max_tokens, heads_width = static_cast<size_t>(s.query_heads) * s.head_width;
     const size_t clusters = static_cast<size_t>(s.layers) * s.experts * s.clusters, window = first_window_ + number;
     size_t ring[2];
-    np_shared one = shared_;
-    one.residual = elements<float>(stage_, "residual", tokens * s.width);
-    one.queries = elements<float>(stage_, "queries", tokens * heads_width);
-    one.attention = elements<float>(stage_, "attention", tokens * heads_width);
-    one.claims = elements<uint32_t>(stage_, "claims", np_engine_claims(s.layers));
-    one.barrier = elements<np_barrier>(stage_, "barriers", 1);
-    one.logits = elements<float>(exchange_, "logits", static_cast<size_t>(logit_rows) * s.vocabulary);
-    one.epoch = elements<uint32_t>(exchange_, "epoch", 1);
-    one.kv = elements<uint16_t>(kv_segment_, "kv", static_cast<size_t>(s.layers) * sequences * s.key_heads * 2 * s.context_tokens * s.head_width);
-    one.entries[NP_TRIGGER] = elements<uint32_t>(residency_, "trigger_entries", clusters);
-    one.entries[NP_VALUE] = elements<uint32_t>(residency_, "value_entries", clusters);
-    one.window = elements<uint64_t>(residency_, "windows", windows_) + window;
-    one.arrivals = elements<uint32_t>(residency_, "arrivals", 1);
-    one.in_flight = elements<uint32_t>(residency_, "in_flight", 1);
+    np_shared view = shared_;
+    view.residual = elements<float>(stage_, "residual", tokens * s.width);
+    view.queries = elements<float>(stage_, "queries", tokens * heads_width);
+    view.attention = elements<float>(stage_, "attention", tokens * heads_width);
+    view.claims = elements<uint32_t>(stage_, "claims", np_engine_claims(s.layers));
+    view.barrier = elements<np_barrier>(stage_, "barriers", 1);
+    view.logits = elements<float>(exchange_, "logits", static_cast<size_t>(logit_rows) * s.vocabulary);
+    view.epoch = elements<uint32_t>(exchange_, "epoch", 1);
+    view.kv = elements<uint16_t>(kv_segment_, "kv", static_cast<size_t>(s.layers) * sequences * s.key_heads * 2 * s.context_tokens * s.head_width);
+    view.entries[NP_TRIGGER] = elements<uint32_t>(residency_, "trigger_entries", clusters);
+    view.entries[NP_VALUE] = elements<uint32_t>(residency_, "value_entries", clusters);
+    view.window = elements<uint64_t>(residency_, "windows", windows_) + window;
+    view.arrivals = elements<uint32_t>(residency_, "arrivals", 1);
+    view.in_flight = elements<uint32_t>(residency_, "in_flight", 1);
     uint32_t *entries = static_cast<uint32_t *>(segment_field(&residency_, "requests", ring));
     elements<uint32_t>(residency_, "requests", windows_ * ring[1]);
-    one.requests.tail = elements<uint32_t>(residency_, "request_tails", windows_ * LINE_WORDS) + window * LINE_WORDS;
-    one.requests.head = elements<uint32_t>(residency_, "request_heads", windows_ * LINE_WORDS) + window * LINE_WORDS;
-    one.requests.entries = entries + window * ring[1];
-    one.requests.capacity = static_cast<uint32_t>(ring[1]);
-    one.requests.asleep = elements<uint32_t>(residency_, "asleep", 1);
-    one.requests.doorbell = doorbell_;
+    view.requests.tail = elements<uint32_t>(residency_, "request_tails", windows_ * LINE_WORDS) + window * LINE_WORDS;
+    view.requests.head = elements<uint32_t>(residency_, "request_heads", windows_ * LINE_WORDS) + window * LINE_WORDS;
+    view.requests.entries = entries + window * ring[1];
+    view.requests.capacity = static_cast<uint32_t>(ring[1]);
+    view.requests.asleep = elements<uint32_t>(residency_, "asleep", 1);
+    view.requests.doorbell = doorbell_;
     if (number)
-        one.trace = {}; /* a ring has one writer; the other threads do the same work as the first */
-    one.inputs = const_cast<float *>(inputs.data());
-    one.outputs = const_cast<float *>(outputs.data());
-    return one;
+        view.trace = {}; /* a trace ring has one writer; the other threads do the same work */
+    view.inputs = const_cast<float *>(inputs.data());
+    view.outputs = const_cast<float *>(outputs.data());
+    return view;
 }
 
 np_engine_config Job::config(uint32_t product_blocks) const
@@ -250,7 +250,7 @@ np_engine_config Job::config(uint32_t product_blocks) const
     c.bundle = bundle_;
     c.prefetch = prefetch_;
     c.pipeline = pipeline_;
-    c.outside = 1;
+    c.external_products = 1;
     return c;
 }
 
@@ -261,7 +261,7 @@ const void *Job::tensor(const std::string &name, size_t bytes) const
     const char *first = json_item(header_.c_str(), path.c_str(), 0), *second = json_item(header_.c_str(), path.c_str(), 1);
     const uint64_t from = first ? json_number(first, "") : 0, end = second ? json_number(second, "") : 0;
     if (from > end || end > tensors_bytes_ || end - from != bytes)
-        place_fail(name.c_str(), "has another size than the model's shape says; convert the model again");
+        run_fail(name.c_str(), "has another size than the model's shape says; convert the model again");
     return tensors_ + from;
 }
 
@@ -291,7 +291,7 @@ void Job::open_fixed()
     for (; !np_word_load(loaded); )
         np_word_wait(loaded, 0, epoch, np_word_load(epoch), 0, WAIT_MS);
     if (bytes < sizeof length || (memcpy(&length, file, sizeof length), length > bytes - sizeof length))
-        place_fail("fixed.safetensors", "its header does not fit; convert the model again");
+        run_fail("fixed.safetensors", "its header does not fit; convert the model again");
     header_.assign(reinterpret_cast<const char *>(file) + sizeof length, length);
     tensors_ = file + sizeof length + length;
     tensors_bytes_ = bytes - sizeof length - length;
@@ -318,19 +318,19 @@ void Job::open_fixed()
     fixed.layers = layers_.data();
 }
 
-/* ---- all of it --------------------------------------------------------------------------------------------------------- */
-Job::Job() : run_directory(place_fact("RUN")), fixed()
+/* ---- the job --------------------------------------------------------------------------------------------------------- */
+Job::Job() : run_directory(run_environment("RUN")), fixed()
 {
-    run_file_ = place_read(run_directory.c_str(), "run.json", nullptr);
-    plan_ = place_read(run_directory.c_str(), "plan.json", nullptr);
-    manifest_ = place_read(place_fact("PACKAGE"), "manifest.json", nullptr);
+    run_file_ = run_read_file(run_directory.c_str(), "run.json", nullptr);
+    plan_ = run_read_file(run_directory.c_str(), "plan.json", nullptr);
+    manifest_ = run_read_file(run_environment("PACKAGE"), "manifest.json", nullptr);
     read_shape();
     open_segments();
     read_plan();
     const std::string bell = run_directory + "/doorbell";
     doorbell_ = open(bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
     if (doorbell_ < 0)
-        place_fail(bell.c_str(), strerror(errno));
+        run_fail(bell.c_str(), strerror(errno));
     const size_t heads_width = static_cast<size_t>(shape.query_heads) * shape.head_width;
     const size_t qkv = heads_width + 2 * static_cast<size_t>(shape.key_heads) * shape.head_width;
     inputs.resize(max_tokens * std::max<size_t>(shape.width, heads_width));

@@ -1,5 +1,6 @@
-/* What this process was given: its place in the run, the plan's figures, the package's shape, shared memory; in the engine's words. What does not
- * suit ends the run with a line (place_fail). One object, alive as long as the process. */
+/* This process's part of the run: the plan's figures, the package's shape and shared memory, as the engine's
+ * structures. Unsuitable input ends the run with one line (run_fail). One object, which lives as long as the
+ * process. */
 #ifndef JOB_H
 #define JOB_H
 #include <cstdint>
@@ -7,13 +8,13 @@
 #include <vector>
 
 #include "neuronpipe.h"
-#include "services/examples/place.h"
+#include "client/run_context.h"
 
 class Job {
 public:
     Job();
 
-    /* A participant's view of memory, and how it computes. number: of the thread, from 0. */
+    /* The engine's arguments for a participant. number: the thread's, from 0. */
     np_shared shared(uint32_t number) const;
     np_engine_config config(uint32_t product_blocks) const;
 
@@ -21,19 +22,19 @@ public:
     np_shape shape;
     np_fixed fixed;
     uint32_t threads;             /* participants of this process's steps */
-    uint32_t max_tokens;          /* of one step */
+    uint32_t max_tokens;          /* maximum of one step */
     uint32_t logit_rows, sequences;
-    uint32_t window_blocks;       /* of a feed-forward that may be open at once */
-    std::vector<int> cores;       /* of the decode workers, -1: none; threads may take them, where there are several */
-    double static_inputs;         /* what calibration text had at most, where it decides ranges; 0: tokens have scales of their own */
+    uint32_t window_blocks;       /* of a feed-forward, open at once */
+    std::vector<int> cores;       /* of the decode workers, -1: none; several threads are pinned to these cores */
+    double static_inputs;         /* the maximum of the calibration text, if it decides ranges; 0: tokens have scales of their own */
     const uint32_t *epoch, *loaded;
     uint32_t *claims;
     size_t claims_bytes;
     np_barrier *barrier;
     uint16_t *kv;
-    std::vector<float> inputs, outputs; /* of products that are computed outside */
+    std::vector<float> inputs, outputs; /* of external products */
 
-    /* Set fixed, once the loader has verified and sealed the tensors. */
+    /* Wait until the loader has verified and sealed the fixed tensors, and set `fixed`. */
     void open_fixed();
 
 private:
@@ -54,7 +55,7 @@ private:
     uint32_t first_window_, windows_;
     int doorbell_;
     std::string header_;          /* of the fixed tensors, in JSON */
-    const uint8_t *tensors_;      /* behind it */
+    const uint8_t *tensors_;      /* behind the header */
     size_t tensors_bytes_;
     std::vector<np_layer> layers_;
 };

@@ -7,17 +7,17 @@
 #include <cstring>
 #include <poll.h>
 
+#include "client/lifecycle.h"
 #include "job.h"
 #include "products.h"
-#include "services/examples/life.h"
-#include "team.h"
+#include "participants.h"
 
 static const char USAGE[] = "npu-prefill [--graphs FOLDER] [--library FILE] [--provider cpu|qnn[:SOC]|qnn-emulated[:SOC]] [--plugins FOLDER]";
-static const char LIBRARY[] = "ONNXRUNTIME_LIBRARY"; /* of the environment, where --library is not given */
+static const char LIBRARY[] = "ONNXRUNTIME_LIBRARY"; /* environment variable, used without --library */
 
-static const double MARGIN = 1.3; /* as graphs.py has it */
+static const double MARGIN = 1.3; /* the value in ../graphs.py */
 
-enum { LARGE_BYTES = 1 << 20, MAX_PRODUCT_NEURONS = 2048 /* as plans/plan/runtime_memory.py has it */ };
+enum { LARGE_BYTES = 1 << 20, MAX_PRODUCT_NEURONS = 2048 /* the value in plans/plan/runtime_memory.py */ };
 
 struct Options {
     std::string graphs, library, provider = "cpu", plugins;
@@ -33,60 +33,60 @@ static Options options_of(int count, char **words)
     for (int n = 1; n < count; n += 2) {
         const auto found = known.find(words[n]);
         if (found == known.end() || n + 1 == count)
-            place_fail(words[n], USAGE);
+            run_fail(words[n], USAGE);
         *found->second = words[n + 1];
     }
     return o;
 }
 
-/* Neurons of one product as the worker in Python would have computed them with this plan, and no more than `most`. */
-static uint32_t planned_neurons(const Job &job, uint32_t most)
+/* The neurons per product of the worker in Python with this plan, at most max_neurons. */
+static uint32_t planned_neurons(const Job &job, uint32_t max_neurons)
 {
     const uint32_t block = job.shape.block_neurons, blocks = job.shape.blocks;
-    const uint32_t products = (blocks + std::max(1u, most / block) - 1) / std::max(1u, most / block);
+    const uint32_t products = (blocks + std::max(1u, max_neurons / block) - 1) / std::max(1u, max_neurons / block);
     return std::min((blocks + products - 1) / products, job.window_blocks) * block;
 }
 
-/* Where `neuronpipe compile` puts what such a plan computes with this provider. */
+/* The folder where `neuronpipe compile` puts the graphs or contexts of this plan and provider. */
 static std::string graphs_of(const Provider &provider, const Job &job)
 {
     const std::string kind = provider.soc ? "soc" + std::to_string(provider.soc) : "graphs";
-    return std::string(place_fact("PACKAGE")) + "/npu/" + kind + "-" + std::to_string(planned_neurons(job, MAX_PRODUCT_NEURONS));
+    return std::string(run_environment("PACKAGE")) + "/npu/" + kind + "-" + std::to_string(planned_neurons(job, MAX_PRODUCT_NEURONS));
 }
 
-/* Ends the run where graphs were made before the package chose other ranges. */
+/* End the run if the graphs were compiled before the package's ranges changed. */
 static void require_ranges(const Graphs &graphs, const Job &job)
 {
     const double planned = MARGIN * job.static_inputs, found = graphs.x.step * (MOST - MIDDLE);
     if (graphs.by_token ? job.static_inputs > 0 : !(std::fabs(found - planned) <= planned * 1e-6))
-        place_fail("graphs.json", "has other ranges than the package, which was profiled since; make it again with `neuronpipe compile`");
+        run_fail("graphs.json", "has other ranges than the package, which was profiled since; make it again with `neuronpipe compile`");
 }
 
-/* Of what computes here: the provider's arithmetic and the engine's. Graphs of another size than the worker in Python would make for this plan have
- * other ranges, and so give other bits: they say so. */
+/* The numerics: the provider's arithmetic and the engine's. Graphs of another size than the plan's have other ranges
+ * and give other bits, so their size becomes part of the name. */
 static std::string numerics_of(const Graphs &graphs, const Job &job)
 {
-    const std::string size = graphs.neurons == planned_neurons(job, graphs.most_neurons) ? "" : "-" + std::to_string(graphs.neurons);
+    const std::string size = graphs.neurons == planned_neurons(job, graphs.max_neurons) ? "" : "-" + std::to_string(graphs.neurons);
     return graphs.numerics + size + "+cpu:" + np_isa_name();
 }
 
-/* ---- a piece of work ------------------------------------------------------------------------------------------------- */
+/* ---- requests ------------------------------------------------------------------------------------------------- */
 struct Prefill {
     uint64_t step, epoch;
-    int32_t sequence, position, copy_from; /* copy_from -1: from nowhere */
+    int32_t sequence, position, copy_from; /* copy_from -1: nothing is copied */
     std::vector<int32_t> tokens;
     uint32_t logits_first, logits_count;
 };
 
-static bool take(const uint8_t *map, size_t bytes, const char *name, uint64_t most, uint64_t *number)
+static bool take(const uint8_t *map, size_t bytes, const char *name, uint64_t max_number, uint64_t *number)
 {
-    const value found = unpack_field(map, bytes, name);
-    *number = found.number;
-    return found.kind == 'n' && found.number <= most;
+    const value field = unpack_field(map, bytes, name);
+    *number = field.number;
+    return field.kind == 'n' && field.number <= max_number;
 }
 
-/* Whether the message is a Prefill that this run can have; another one is dropped. */
-static bool understand(const Job &job, const uint8_t *map, size_t bytes, Prefill *p)
+/* Parse a Prefill message. Returns false if it is none, or out of range: it is dropped. */
+static bool parse_prefill(const Job &job, const uint8_t *map, size_t bytes, Prefill *p)
 {
     uint64_t sequence, position, copy = 0;
     const value from = unpack_field(map, bytes, "copy_from"), logits = unpack_field(map, bytes, "logits");
@@ -113,7 +113,7 @@ static bool understand(const Job &job, const uint8_t *map, size_t bytes, Prefill
     return p->logits_count <= job.logit_rows && (p->logits_count || value_is(logits, "none"));
 }
 
-/* Keys and values of the positions before the first one. Copying again changes nothing. */
+/* Copy keys and values of the positions before the first one. Idempotent, since steps may be repeated. */
 static void copy_keys_and_values(const Job &job, const Prefill &p)
 {
     const np_shape &s = job.shape;
@@ -127,15 +127,15 @@ static void copy_keys_and_values(const Job &job, const Prefill &p)
         }
 }
 
-static void answer(life *alive, pack *p, unsigned entries, const char *type, const Prefill &ask)
+static void answer(lifecycle *service, pack *p, unsigned entries, const char *type, const Prefill &request)
 {
     pack_map(p, entries + 3, type);
-    pack_number(p, "step", ask.step);
-    pack_number(p, "epoch", ask.epoch);
-    pack_number(p, "index", alive->index);
+    pack_number(p, "step", request.step);
+    pack_number(p, "epoch", request.epoch);
+    pack_number(p, "index", service->index);
 }
 
-static void say_failed(life *alive, const Job &job, const Team &team, int result, const Prefill &ask)
+static void send_failed(lifecycle *service, const Job &job, const Participants &participants, int result, const Prefill &request)
 {
     char why[200];
     pack p;
@@ -144,106 +144,106 @@ static void say_failed(life *alive, const Job &job, const Team &team, int result
         snprintf(why, sizeof why,
                  "bundles.bin: feed-forward %u, cluster %u: the %s part cannot be read or does not match its checksum; convert the model again or copy "
                  "the package again",
-                 static_cast<uint32_t>(team.damaged_word) / clusters, static_cast<uint32_t>(team.damaged_word) % clusters,
-                 team.damaged_part == NP_TRIGGER ? "trigger" : "value");
+                 static_cast<uint32_t>(participants.damaged_word) / clusters, static_cast<uint32_t>(participants.damaged_word) % clusters,
+                 participants.damaged_part == NP_TRIGGER ? "trigger" : "value");
     else
         snprintf(why, sizeof why, "the engine refused its arguments (%d)", result);
-    answer(alive, &p, 2, "StepFailed", ask);
+    answer(service, &p, 2, "StepFailed", request);
     pack_text(&p, "code", result == NP_E_DAMAGED ? "damaged" : "mismatch");
     pack_text(&p, "message", why);
-    life_send(alive, &p);
+    lifecycle_send(service, &p);
 }
 
-static void work(life *alive, const Job &job, Team &team, const Prefill &ask)
+static void work(lifecycle *service, const Job &job, Participants &participants, const Prefill &request)
 {
-    const std::vector<int32_t> sequences(ask.tokens.size(), ask.sequence);
-    std::vector<int32_t> positions(ask.tokens.size());
+    const std::vector<int32_t> sequences(request.tokens.size(), request.sequence);
+    std::vector<int32_t> positions(request.tokens.size());
     for (size_t n = 0; n < positions.size(); n++)
-        positions[n] = ask.position + static_cast<int32_t>(n);
+        positions[n] = request.position + static_cast<int32_t>(n);
     pack p;
     np_step step = {};
-    step.number = ask.step;
-    step.epoch = static_cast<uint32_t>(ask.epoch);
-    step.count = static_cast<uint32_t>(ask.tokens.size());
+    step.number = request.step;
+    step.epoch = static_cast<uint32_t>(request.epoch);
+    step.count = static_cast<uint32_t>(request.tokens.size());
     step.sequences = sequences.data();
     step.positions = positions.data();
-    step.tokens = ask.tokens.data();
-    step.logits_first = ask.logits_first;
-    step.logits_count = ask.logits_count;
-    int result = np_word_load(job.epoch) == ask.epoch ? NP_OK : NP_E_EPOCH;
-    if (result == NP_OK && ask.copy_from >= 0 && ask.copy_from != ask.sequence)
-        copy_keys_and_values(job, ask);
+    step.tokens = request.tokens.data();
+    step.logits_first = request.logits_first;
+    step.logits_count = request.logits_count;
+    int result = np_word_load(job.epoch) == request.epoch ? NP_OK : NP_E_EPOCH;
+    if (result == NP_OK && request.copy_from >= 0 && request.copy_from != request.sequence)
+        copy_keys_and_values(job, request);
     if (result == NP_OK)
-        result = team.compute(step);
+        result = participants.compute(step);
     if (result == NP_OK) {
-        const std::map<std::string, double> counters = team.counters();
-        answer(alive, &p, 1, "Prefilled", ask);
+        const std::map<std::string, double> counters = participants.counters();
+        answer(service, &p, 1, "Prefilled", request);
         pack_inner_map(&p, "counters", static_cast<unsigned>(counters.size()));
         for (const auto &counter : counters)
             pack_real(&p, counter.first.c_str(), counter.second);
-        life_send(alive, &p);
+        lifecycle_send(service, &p);
     } else if (result == NP_E_EPOCH) {
-        answer(alive, &p, 0, "StepAbandoned", ask);
-        life_send(alive, &p);
+        answer(service, &p, 0, "StepAbandoned", request);
+        lifecycle_send(service, &p);
     } else {
-        say_failed(alive, job, team, result, ask);
+        send_failed(service, job, participants, result, request);
     }
 }
 
 /* ---- the loop ---------------------------------------------------------------------------------------------------------- */
-static void serve(life *alive, const Job &job, Team &team)
+static void serve(lifecycle *service, const Job &job, Participants &participants)
 {
-    Prefill ask;
-    while (!alive->draining) {
+    Prefill request;
+    while (!service->draining) {
         size_t bytes;
-        life_tick(alive);
-        while (const uint8_t *map = life_hear(alive, &bytes))
-            if (understand(job, map, bytes, &ask)) {
-                alive->step = ask.step;
-                work(alive, job, team, ask);
+        lifecycle_tick(service);
+        while (const uint8_t *map = lifecycle_receive(service, &bytes))
+            if (parse_prefill(job, map, bytes, &request)) {
+                service->step = request.step;
+                work(service, job, participants, request);
             }
-        pollfd source = {alive->control.fd, POLLIN, 0};
-        if (!alive->draining)
-            poll(&source, 1, alive->control.fd < 0 ? LIFE_SOON_MS : LIFE_WAIT_MS);
+        pollfd source = {service->control.fd, POLLIN, 0};
+        if (!service->draining)
+            poll(&source, 1, service->control.fd < 0 ? LIFECYCLE_RETRY_MS : LIFECYCLE_TICK_MS);
     }
-    life_end(alive);
+    lifecycle_report_drained(service);
 }
 
-/* The runtime failed: a fresh process has a fresh one, and gets the step again. */
-static void say_lost(life *alive, const char *why)
+/* Report a failed runtime. The process then ends; a new one repeats the step. */
+static void send_runtime_failed(lifecycle *service, const char *why)
 {
     pack p;
     pack_map(&p, 2, "Failed");
     pack_text(&p, "code", "internal");
     pack_text(&p, "message", why);
-    life_send(alive, &p);
+    lifecycle_send(service, &p);
     fprintf(stderr, "%s\n", why);
 }
 
 int main(int count, char **words)
 {
     const Options o = options_of(count, words);
-    life alive;
+    lifecycle service;
     try {
         const Provider provider = provider_named(o.provider);
         Job job;
         job.open_fixed();
-        np_memory_map_from(LARGE_BYTES); /* what the runtime frees after each product */
+        np_memory_map_from(LARGE_BYTES); /* so that memory that the runtime frees after each product returns to the kernel */
         Runtime runtime(o.library, provider, o.plugins);
         Graphs graphs(o.graphs.empty() ? graphs_of(provider, job) : o.graphs, job.shape, job.max_tokens, runtime);
         require_ranges(graphs, job);
         Products products(job.shape, job.max_tokens, job.threads, graphs);
-        Team team(job, products, std::min({job.window_blocks, job.shape.blocks, graphs.neurons / job.shape.block_neurons}));
+        Participants participants(job, products, std::min({job.window_blocks, job.shape.blocks, graphs.neurons / job.shape.block_neurons}));
         const std::string numerics = numerics_of(graphs, job);
-        life_begin(&alive, job.run_directory.c_str(), "prefill", numerics.c_str(), 1, 1);
+        lifecycle_begin(&service, job.run_directory.c_str(), "prefill", numerics.c_str(), 1, 1);
         try {
-            serve(&alive, job, team);
+            serve(&service, job, participants);
         } catch (const RuntimeError &error) {
-            say_lost(&alive, error.what());
+            send_runtime_failed(&service, error.what());
             _Exit(1); /* threads may wait for each other */
         }
         _Exit(0);
     } catch (const RuntimeError &error) {
-        place_fail("npu-prefill", error.what());
+        run_fail("npu-prefill", error.what());
     }
 }

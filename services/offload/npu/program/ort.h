@@ -1,6 +1,7 @@
-/* Of ONNX Runtime's C API what this program calls. No wheel of the runtime has its header, and a phone has no compiler for one: so the
- * functions are named here by their place. The table that the runtime hands out grows at its end alone, and a function keeps its place from the
- * version that brought it on. Those of version 24 (runtime 1.24) are the last that are called; an older runtime is refused. */
+/* The part of ONNX Runtime's C API that this program calls. Wheels of the runtime do not contain its header, so
+ * functions are declared here by their index in the runtime's table. The table only grows at its end: a function keeps
+ * its index from the version that introduced it. The newest function called is of version 24 (runtime 1.24); older
+ * runtimes are refused. */
 #ifndef ORT_H
 #define ORT_H
 #include <cstddef>
@@ -83,7 +84,7 @@ ORT_PLACE(Session_GetEpGraphAssignmentInfo, 407);
 #undef ORT_PLACE
 
 struct OrtApiBase {
-    const OrtApi *(*GetApi)(uint32_t version); /* nullptr: this runtime is older */
+    const OrtApi *(*GetApi)(uint32_t version); /* nullptr: the runtime is older */
     const char *(*GetVersionString)();
 };
 #endif

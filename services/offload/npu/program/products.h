@@ -1,5 +1,6 @@
-/* Products of a layer's matrices by graphs: activations to integers, and back; in the very order of operations of ../products.py,
- * so that both give the same bits. Graphs are computed in a thread of their own, of whose products two may wait. */
+/* External products by graphs: encodes activations as integers, and decodes results. The order of operations is that of
+ * ../layer_products.py, so that both give the same bits. Graphs run in a thread of their own, with at most two products
+ * queued. */
 #ifndef PRODUCTS_H
 #define PRODUCTS_H
 #include <map>
@@ -8,53 +9,53 @@
 
 class Products {
 public:
-    Products(const np_shape &shape, uint32_t most_tokens, uint32_t threads, Graphs &graphs);
-    /* A step of this engine; it is over, or was left. */
+    Products(const np_shape &shape, uint32_t max_tokens, uint32_t threads, Graphs &graphs);
+    /* A step of this engine begins; it is over, or was abandoned. */
     void begin(np_engine *engine);
     void end();
-    /* Have what the engine wants computed into its outputs; after a turn's last product all of the turn are. NP_OK, or an error as np_engine_next
-     * has it. Throws RuntimeError. */
-    int compute(const np_product &wanted);
-    /* Of the last step: as those of the worker in Python. */
+    /* Compute a product into its outputs; after a turn's last product all products of the turn are computed. Returns
+     * NP_OK or an error of np_engine_next_product. Throws RuntimeError. */
+    int compute(const np_product &product);
+    /* Counters of the last step, those of the worker in Python. */
     std::map<std::string, double> counters() const;
 
 private:
-    /* A product that waits for its graph, or its result. */
+    /* A product in progress. */
     struct Work {
         np_product product;
-        Made *made;            /* nullptr: the step was left */
-        np_product_rows place; /* the rows'; what follows is of them too */
+        PreparedRows *rows;            /* nullptr: the step was abandoned */
+        np_product_rows place; /* of the rows, like the next two */
         std::vector<float> scales;
-        double most;
+        double max_scale;
         std::vector<uint16_t> y;                  /* [tokens, padded][outputs_stride] */
         std::vector<std::vector<uint16_t>> peaks; /* [tokens, padded] each */
         bool is_done;
-        std::string why; /* the runtime failed */
+        std::string error; /* of the runtime; empty: none */
     };
-    void measure(const np_product &wanted, const Scale &scale, uint32_t t);
-    void encode(const np_product &wanted);
-    void encode_token(const np_product &wanted, uint32_t t);
+    void measure(const np_product &product, const Scale &scale, uint32_t t);
+    void encode(const np_product &product);
+    void encode_token(const np_product &product, uint32_t t);
     void serve();
     void run(Work *work);
     void run_part(Work *work, uint32_t first, uint32_t length, Session &session, const Graphs::Matrix *matrix);
     int finish();
-    void take_matrix(const Work &work, uint32_t t);
+    void store_matrix(const Work &work, uint32_t t);
     void add_neurons(const Work &work, uint32_t t);
-    int again(const Work &work);
-    const Graphs::Matrix *matrix_of(const np_product &wanted) const;
-    const Lengths &graph_of(const np_product &wanted) const;
+    int recompute_clamped(const Work &work);
+    const Graphs::Matrix *matrix_of(const np_product &product) const;
+    const GraphLengths &graph_of(const np_product &product) const;
 
     const np_shape &shape_;
     Graphs &graphs_;
     RowsAhead rows_;
-    Crew sharers_; /* of tokens */
+    ThreadPool threads_; /* share the tokens of a product */
     std::vector<float> lengths_, row_;
     std::vector<uint16_t> x_;
-    std::vector<uint8_t> unsound_, clamped_; /* by token: of the turn's inputs, of one product */
+    std::vector<uint8_t> invalid_, clamped_; /* by token; invalid_: the turn's inputs; clamped_: one product's results */
     Work works_[2];
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<Work *> idle_, waiting_, running_; /* waiting_: for the graphs' thread; running_: not finished */
+    std::deque<Work *> idle_, waiting_, running_; /* waiting_: for the graph thread; running_: not finished */
     uint64_t recomputed_ = 0;
     double graphs_ms_ = 0;
 };

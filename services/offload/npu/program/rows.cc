@@ -9,26 +9,26 @@
 
 enum { NEURON_BUFFERS = 2, PART_ROWS = 256 };
 
-/* ---- a crew -------------------------------------------------------------------------------------------------------- */
-Crew::Crew(uint32_t threads) : others_(threads > 1 ? threads - 1 : 0)
+/* ---- a thread pool -------------------------------------------------------------------------------------------------------- */
+ThreadPool::ThreadPool(uint32_t threads) : helpers_(threads > 1 ? threads - 1 : 0)
 {
-    for (uint32_t n = 0; n < others_; n++)
-        std::thread(&Crew::serve, this).detach(); /* as long as the process */
+    for (uint32_t n = 0; n < helpers_; n++)
+        std::thread(&ThreadPool::serve, this).detach(); /* runs as long as the process */
 }
 
-void Crew::take_parts()
+void ThreadPool::take_parts()
 {
     for (size_t part; (part = next_.fetch_add(1)) < parts_;)
         (*call_)(part);
 }
 
-void Crew::serve()
+void ThreadPool::serve()
 {
-    for (uint64_t seen = 0;;) {
+    for (uint64_t last_number = 0;;) {
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            changed_.wait(lock, [&] { return number_ != seen; });
-            seen = number_;
+            changed_.wait(lock, [&] { return number_ != last_number; });
+            last_number = number_;
         }
         take_parts();
         std::lock_guard<std::mutex> lock(mutex_);
@@ -37,14 +37,14 @@ void Crew::serve()
     }
 }
 
-void Crew::share(size_t parts, const std::function<void(size_t)> &call)
+void ThreadPool::share(size_t parts, const std::function<void(size_t)> &call)
 {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         call_ = &call;
         parts_ = parts;
         next_ = 0;
-        busy_ = others_;
+        busy_ = helpers_;
         number_++;
     }
     changed_.notify_all();
@@ -55,32 +55,32 @@ void Crew::share(size_t parts, const std::function<void(size_t)> &call)
 
 /* ---- between two threads -------------------------------------------------------------------------------------------- */
 RowsAhead::RowsAhead(const np_shape &shape, const Graphs &graphs, uint32_t threads)
-    : shape_(shape), factor_(graphs.factor), neurons_(graphs.neurons), makers_(threads)
+    : shape_(shape), factor_(graphs.factor), neurons_(graphs.neurons), converters_(threads)
 {
     const size_t heads_width = static_cast<size_t>(shape.query_heads) * shape.head_width;
     const size_t qkv_rows = heads_width + 2 * static_cast<size_t>(shape.key_heads) * shape.head_width;
     const auto add = [&](int kind, size_t matrices, size_t rows, size_t columns) {
-        all_.emplace_back(new Made());
+        buffers_.emplace_back(new PreparedRows());
         for (size_t n = 0; n < matrices; n++) {
-            all_.back()->rows[n].resize(rows * columns);
-            all_.back()->scales[n].resize(rows);
+            buffers_.back()->rows[n].resize(rows * columns);
+            buffers_.back()->scales[n].resize(rows);
         }
-        all_.back()->factor.resize(kind == NP_PRODUCT_NEURONS ? rows : 0);
-        free_[kind].push_back(all_.back().get());
+        buffers_.back()->factor.resize(kind == NP_PRODUCT_NEURONS ? rows : 0);
+        free_[kind].push_back(buffers_.back().get());
     };
     add(NP_PRODUCT_QKV, 1, qkv_rows, shape.width);
     add(NP_PRODUCT_ATTENTION_OUTPUT, 1, shape.width, heads_width);
     for (int n = 0; n < NEURON_BUFFERS; n++)
         add(NP_PRODUCT_NEURONS, 3, neurons_, shape.width);
-    std::thread(&RowsAhead::serve, this).detach(); /* as long as the process */
+    std::thread(&RowsAhead::serve, this).detach(); /* runs as long as the process */
 }
 
 void RowsAhead::begin(np_engine *engine)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    is_over_ = false;
+    is_idle_ = false;
     failure_ = NP_OK;
-    wanted_ = ready = late = 0;
+    requests_ = ready = late = 0;
     waited_ms = 0;
     engine_ = engine;
     changed_.notify_all();
@@ -89,55 +89,55 @@ void RowsAhead::begin(np_engine *engine)
 void RowsAhead::end()
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    is_over_ = true;
+    is_idle_ = true;
     changed_.notify_all();
     changed_.wait(lock, [&] { return !engine_; });
-    for (Made *made : made_)
-        free_[made->place.kind].push_back(made);
-    made_.clear();
+    for (PreparedRows *rows : ready_rows_)
+        free_[rows->place.kind].push_back(rows);
+    ready_rows_.clear();
 }
 
-void RowsAhead::want()
+void RowsAhead::notify_product()
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    wanted_++;
+    requests_++;
     changed_.notify_all();
 }
 
-Made *RowsAhead::take()
+PreparedRows *RowsAhead::take()
 {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (made_.empty()) {
+    if (ready_rows_.empty()) {
         const auto before = std::chrono::steady_clock::now();
         late++;
-        changed_.wait(lock, [&] { return !made_.empty() || failure_ != NP_OK || is_over_; });
+        changed_.wait(lock, [&] { return !ready_rows_.empty() || failure_ != NP_OK || is_idle_; });
         waited_ms += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - before).count();
     } else {
         ready++;
     }
-    if (made_.empty())
+    if (ready_rows_.empty())
         return nullptr;
-    Made *made = made_.front();
-    made_.pop_front();
-    return made;
+    PreparedRows *rows = ready_rows_.front();
+    ready_rows_.pop_front();
+    return rows;
 }
 
-void RowsAhead::give_back(Made *made)
+void RowsAhead::release(PreparedRows *rows)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    free_[made->place.kind].push_back(made);
+    free_[rows->place.kind].push_back(rows);
     changed_.notify_all();
 }
 
-int RowsAhead::compute_again(const np_product &product, const np_product_rows &place, uint32_t token, float *out, size_t stride)
+int RowsAhead::recompute(const np_product &product, const np_product_rows &place, uint32_t token, float *out, size_t stride)
 {
-    Again asked = {&product, place, token, out, stride, false};
+    Recomputation request = {&product, place, token, out, stride, false};
     std::unique_lock<std::mutex> lock(mutex_);
     if (failure_ != NP_OK)
         return failure_;
-    again_ = &asked;
+    recomputation_ = &request;
     changed_.notify_all();
-    changed_.wait(lock, [&] { return asked.is_done || failure_ != NP_OK; });
+    changed_.wait(lock, [&] { return request.is_done || failure_ != NP_OK; });
     return failure_;
 }
 
@@ -162,62 +162,62 @@ void RowsAhead::serve()
             changed_.notify_all();
         }
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [&] { return is_over_; });
+        changed_.wait(lock, [&] { return is_idle_; });
         np_engine_close_rows(engine_);
         engine_ = nullptr;
         changed_.notify_all();
     }
 }
 
-/* All rows of the step, until it is over: NP_OK, or an error. */
+/* Prepare all rows of the step. Returns NP_OK or an error. */
 int RowsAhead::read()
 {
     np_product_rows place;
     int result;
     while ((result = next(&place)) == 1) {
-        Made *made;
-        if (!until([&] { return !free_[place.kind].empty(); }))
+        PreparedRows *rows;
+        if (!wait_until([&] { return !free_[place.kind].empty(); }))
             return failure_;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            made = free_[place.kind].front();
+            rows = free_[place.kind].front();
             free_[place.kind].pop_front();
         }
-        made->place = place;
-        result = np_engine_open_rows(engine_, &made->place);
+        rows->place = place;
+        result = np_engine_open_rows(engine_, &rows->place);
         if (result >= 0)
-            result = make(made);
+            result = convert(rows);
         std::lock_guard<std::mutex> lock(mutex_);
         if (result < 0) {
-            free_[place.kind].push_back(made);
+            free_[place.kind].push_back(rows);
             return result;
         }
-        made_.push_back(made);
+        ready_rows_.push_back(rows);
         changed_.notify_all();
     }
     if (result == NP_OK)
-        until([] { return false; });
+        wait_until([] { return false; });
     return result < 0 ? result : failure_;
 }
 
-/* Wait, and compute what is asked for meanwhile. False: the step is over, or that failed. */
-bool RowsAhead::until(const std::function<bool()> &is_so)
+/* Wait for a condition, and recompute tokens meanwhile. Returns false if the step is over or a recomputation failed. */
+bool RowsAhead::wait_until(const std::function<bool()> &is_so)
 {
     for (;;) {
-        Again *asked;
+        Recomputation *request;
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            changed_.wait(lock, [&] { return is_over_ || again_ || is_so(); });
-            asked = again_;
-            again_ = nullptr;
-            if (is_over_ || !asked)
-                return !is_over_;
+            changed_.wait(lock, [&] { return is_idle_ || recomputation_ || is_so(); });
+            request = recomputation_;
+            recomputation_ = nullptr;
+            if (is_idle_ || !request)
+                return !is_idle_;
         }
-        int result = np_engine_open_rows(engine_, &asked->place);
+        int result = np_engine_open_rows(engine_, &request->place);
         if (result >= 0)
-            result = np_engine_product(engine_, asked->product, &asked->place, &asked->token, 1, asked->out, asked->stride);
+            result = np_engine_compute_product(engine_, request->product, &request->place, &request->token, 1, request->out, request->stride);
         std::lock_guard<std::mutex> lock(mutex_);
-        asked->is_done = true;
+        request->is_done = true;
         failure_ = result < 0 ? result : failure_;
         changed_.notify_all();
         if (result < 0)
@@ -228,49 +228,49 @@ bool RowsAhead::until(const std::function<bool()> &is_so)
 int RowsAhead::next(np_product_rows *place)
 {
     for (;;) {
-        uint64_t seen;
+        uint64_t requests;
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            seen = wanted_;
+            requests = requests_;
         }
         const int result = np_engine_next_rows(engine_, place);
         if (result != NP_ROWS_UNKNOWN)
             return result;
-        if (!until([&] { return wanted_ != seen; }))
+        if (!wait_until([&] { return requests_ != requests; }))
             return failure_;
     }
 }
 
-int RowsAhead::make(Made *made)
+int RowsAhead::convert(PreparedRows *rows)
 {
-    const np_product_rows &from = made->place;
+    const np_product_rows &from = rows->place;
     const int matrices = from.kind == NP_PRODUCT_NEURONS ? 3 : 1;
     const size_t parts = (from.rows + PART_ROWS - 1) / PART_ROWS;
-    std::atomic<bool> is_refused{made->scales[0].size() < from.rows || made->rows[0].size() < static_cast<size_t>(from.rows) * from.columns};
+    std::atomic<bool> is_refused{rows->scales[0].size() < from.rows || rows->rows[0].size() < static_cast<size_t>(from.rows) * from.columns};
     if (is_refused)
         return NP_E_ARGUMENT;
-    makers_.share(parts * static_cast<size_t>(matrices), [&](size_t part) {
+    converters_.share(parts * static_cast<size_t>(matrices), [&](size_t part) {
         const size_t n = part / parts, first = part % parts * PART_ROWS, count = std::min<size_t>(PART_ROWS, from.rows - first);
         const int type = matrices == 3 && n == 0 ? shape_.trigger_type : shape_.type;
         if (np_rows_to_s8(type, from.quants[n] + first, from.scales[n] + first, count, from.columns,
-                          made->rows[n].data() + first * from.columns, from.columns, made->scales[n].data() + first) < 0)
+                          rows->rows[n].data() + first * from.columns, from.columns, rows->scales[n].data() + first) < 0)
             is_refused = true;
     });
     if (is_refused)
         return NP_E_ARGUMENT;
-    made->most = 1;
+    rows->max_scale = 1;
     if (matrices == 1)
         return NP_OK;
-    for (std::vector<int8_t> &rows : made->rows)
+    for (std::vector<int8_t> &rows : rows->rows)
         std::fill(rows.begin() + static_cast<ptrdiff_t>(from.rows) * from.columns, rows.end(), int8_t(0));
     std::vector<double> factors(neurons_);
-    made->most = 0;
+    rows->max_scale = 0;
     for (uint32_t r = 0; r < from.rows; r++) {
-        factors[r] = static_cast<double>(made->scales[0][r]) * made->scales[1][r] * made->scales[2][r];
-        made->most = std::isnan(factors[r]) || std::isnan(made->most) ? NAN : std::max(made->most, factors[r]);
+        factors[r] = static_cast<double>(rows->scales[0][r]) * rows->scales[1][r] * rows->scales[2][r];
+        rows->max_scale = std::isnan(factors[r]) || std::isnan(rows->max_scale) ? NAN : std::max(rows->max_scale, factors[r]);
     }
-    if (made->most != 0 && std::isfinite(made->most))
-        std::transform(factors.begin(), factors.end(), made->factor.begin(),
-                       [&](double f) { return to_integer(f / made->most, factor_.step, static_cast<double>(factor_.zero)); });
+    if (rows->max_scale != 0 && std::isfinite(rows->max_scale))
+        std::transform(factors.begin(), factors.end(), rows->factor.begin(),
+                       [&](double f) { return to_integer(f / rows->max_scale, factor_.step, static_cast<double>(factor_.zero)); });
     return NP_OK;
 }

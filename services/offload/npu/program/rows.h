@@ -1,4 +1,4 @@
-/* Rows of weights as bytes, made ahead of the products that take them; as ../rows.py, which says how. */
+/* Rows of weights as signed bytes, prepared ahead of the products that use them, as in ../weight_rows.py. */
 #ifndef ROWS_H
 #define ROWS_H
 #include <atomic>
@@ -12,21 +12,21 @@
 
 #include "graphs.h"
 
-/* Rows of one product, ready for its graph. Of neurons there are three matrices, and factors: parts of `most`, the greatest product of three
- * scales; where that is 0 all neurons are nothing. */
-struct Made {
+/* The rows of one product, ready for its graph. Neurons have three matrices, and factors relative to max_scale, the
+ * greatest product of a neuron's three scales; if it is 0, all neurons are zero. */
+struct PreparedRows {
     np_product_rows place;
     std::vector<int8_t> rows[3];
     std::vector<float> scales[3];
     std::vector<uint16_t> factor;
-    double most;
+    double max_scale;
 };
 
-/* So many threads, of which the caller is one, that share parts of a piece of work. */
-class Crew {
+/* Threads, including the caller, that share the parts of a task. */
+class ThreadPool {
 public:
-    explicit Crew(uint32_t threads);
-    /* Calls with 0 to parts - 1, each once, and returns when all have returned. */
+    explicit ThreadPool(uint32_t threads);
+    /* Call once with each number from 0 to parts - 1, and return when all calls have returned. */
     void share(size_t parts, const std::function<void(size_t)> &call);
 
 private:
@@ -37,31 +37,32 @@ private:
     std::condition_variable changed_;
     const std::function<void(size_t)> *call_ = nullptr;
     size_t parts_ = 0;
-    uint64_t number_ = 0; /* of the piece of work */
-    uint32_t others_, busy_ = 0;
+    uint64_t number_ = 0; /* of the task */
+    uint32_t helpers_, busy_ = 0;
     std::atomic<size_t> next_{0};
 };
 
 class RowsAhead {
 public:
     RowsAhead(const np_shape &shape, const Graphs &graphs, uint32_t threads);
-    /* A step of this engine; it is over, or was left. */
+    /* A step of this engine begins; it is over, or was abandoned. */
     void begin(np_engine *engine);
     void end();
-    /* A product is wanted: which rows come next may be known now. */
-    void want();
-    /* The next product's; nullptr where the step cannot go on: `failure` says why. Its buffers are free once it is given back. */
-    Made *take();
-    void give_back(Made *made);
-    /* A product of one token by the engine's own kernels. Returns NP_OK, or the failure. */
-    int compute_again(const np_product &product, const np_product_rows &place, uint32_t token, float *out, size_t stride);
+    /* A product has begun: the next rows may be known now. */
+    void notify_product();
+    /* The next product's rows; nullptr if the step cannot go on (see `failure`). Their buffers stay in use until they
+     * are released. */
+    PreparedRows *take();
+    void release(PreparedRows *rows);
+    /* Compute a product of one token by the engine's own kernels. Returns NP_OK, or the failure. */
+    int recompute(const np_product &product, const np_product_rows &place, uint32_t token, float *out, size_t stride);
     int failure();
 
-    uint64_t ready = 0, late = 0; /* products whose rows were made when a graph was free for them, or were not */
-    double waited_ms = 0;         /* for those */
+    uint64_t ready = 0, late = 0; /* products whose rows were ready when their graph was free; those whose rows were not */
+    double waited_ms = 0;         /* for late rows */
 
 private:
-    struct Again {
+    struct Recomputation {
         const np_product *product;
         np_product_rows place;
         uint32_t token;
@@ -71,22 +72,22 @@ private:
     };
     void serve();
     int read();
-    bool until(const std::function<bool()> &is_so);
+    bool wait_until(const std::function<bool()> &is_so);
     int next(np_product_rows *place);
-    int make(Made *made);
+    int convert(PreparedRows *rows);
 
     const np_shape &shape_;
     const Scale factor_;
     const uint32_t neurons_;
-    Crew makers_;
-    std::vector<std::unique_ptr<Made>> all_;
+    ThreadPool converters_;
+    std::vector<std::unique_ptr<PreparedRows>> buffers_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<Made *> free_[4], made_; /* free_: by kind */
-    np_engine *engine_ = nullptr;       /* of the step that is read */
-    Again *again_ = nullptr;
-    bool is_over_ = true;
+    std::deque<PreparedRows *> free_[4], ready_rows_; /* by kind */
+    np_engine *engine_ = nullptr;       /* of the current step */
+    Recomputation *recomputation_ = nullptr;
+    bool is_idle_ = true;
     int failure_ = NP_OK;
-    uint64_t wanted_ = 0;
+    uint64_t requests_ = 0;
 };
 #endif

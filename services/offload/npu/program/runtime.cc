@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 
 static const size_t MAX_REASON = 200;
-static const char HTP[] = "libQnnHtp.so"; /* the Hexagon's library, on the CPU's side */
+static const char HTP[] = "libQnnHtp.so"; /* the CPU-side library of the Hexagon processor */
 
 static std::string one_line(const char *text)
 {
@@ -23,7 +23,7 @@ static const std::vector<Provider> PROVIDERS = {
     {"qnn", "QNNExecutionProvider", true, true, 0},
     {"qnn-emulated", "QNNExecutionProvider", true, false, 0},
 };
-/* Of a graph that is prepared when the run begins, for no certain chip: as sessions.py has them. */
+/* Options for graphs that are prepared at the start, for no particular chip; those of ../sessions.py. */
 static const std::vector<std::pair<const char *, const char *>> EMULATED = {{"htp_arch", "73"}, {"htp_graph_finalization_optimization_mode", "1"}};
 
 Provider provider_named(const std::string &text)
@@ -50,14 +50,13 @@ Session::~Session()
     runtime_.api_->ReleaseSession(session_);
 }
 
-/* A value over a tensor's memory. */
 OrtValue *Session::value_of(const Tensor &tensor) const
 {
-    OrtValue *made = nullptr;
+    OrtValue *value = nullptr;
     const int64_t shape[2] = {tensor.rows, tensor.columns};
     const size_t bytes = static_cast<size_t>(tensor.rows * tensor.columns) * (tensor.type == ORT_U16 ? 2 : 1);
-    runtime_.check(runtime_.api_->CreateTensorWithDataAsOrtValue(runtime_.memory_, tensor.memory, bytes, shape, 2, tensor.type, &made), tensor.name);
-    return made;
+    runtime_.check(runtime_.api_->CreateTensorWithDataAsOrtValue(runtime_.memory_, tensor.memory, bytes, shape, 2, tensor.type, &value), tensor.name);
+    return value;
 }
 
 void Session::run(const std::vector<Tensor> &inputs, const std::vector<Tensor> &outputs)
@@ -81,7 +80,7 @@ void Session::run(const std::vector<Tensor> &inputs, const std::vector<Tensor> &
 Runtime::Runtime(const std::string &library, const Provider &provider, const std::string &plugins) : provider_(provider), plugins_(plugins)
 {
 #ifndef __aarch64__
-    if (provider_.needs_device) /* where the same library emulates one */
+    if (provider_.needs_device) /* on other machines the same library is an emulator */
         throw RuntimeError("--provider qnn: this machine is no 64-bit Arm; qnn-emulated emulates one");
 #endif
     void *handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -125,7 +124,7 @@ void Runtime::register_plugin()
         throw RuntimeError(provider_.runtime_name + " finds no device");
 }
 
-/* Of QNN's interface, the first fields: backend's id and name, and two versions of three numbers. */
+/* The first fields of QNN's interface: the backend's id and name, and two versions of three numbers. */
 struct QnnInterface {
     uint32_t id;
     const char *name;
@@ -150,12 +149,12 @@ std::string Runtime::qnn_version() const
 std::unique_ptr<Session> Runtime::session(const std::string &graph_file, bool is_prepared)
 {
     OrtSessionOptions *options;
-    OrtSession *made = nullptr;
+    OrtSession *native = nullptr;
     check(api_->CreateSessionOptions(&options), graph_file);
     const auto set = [&](OrtStatus *status) { check(status, graph_file); };
     set(api_->SetSessionLogSeverityLevel(options, ORT_ERRORS_ONLY));
     set(api_->SetIntraOpNumThreads(options, 1));
-    set(api_->DisableCpuMemArena(options)); /* each session would keep an arena of its own for good */
+    set(api_->DisableCpuMemArena(options)); /* an arena per session would never be freed */
     set(api_->DisableMemPattern(options));
     set(api_->AddSessionConfigEntry(options, "session.record_ep_graph_assignment_info", "1"));
     if (provider_.is_plugin) {
@@ -167,14 +166,14 @@ std::unique_ptr<Session> Runtime::session(const std::string &graph_file, bool is
             keys.push_back(option.first);
             values.push_back(option.second);
         }
-        /* without this the runtime would give what the provider refuses to its CPU, and say nothing */
+        /* otherwise the runtime silently runs on its CPU what the provider refuses */
         set(api_->AddSessionConfigEntry(options, "session.disable_cpu_ep_fallback", "1"));
         set(api_->SessionOptionsAppendExecutionProvider_V2(options, environment_, &device_, 1, keys.data(), values.data(), keys.size()));
     }
-    set(api_->CreateSession(environment_, graph_file.c_str(), options, &made));
+    set(api_->CreateSession(environment_, graph_file.c_str(), options, &native));
     api_->ReleaseSessionOptions(options);
-    std::unique_ptr<Session> session(new Session(*this, made));
-    check_placement(made, graph_file);
+    std::unique_ptr<Session> session(new Session(*this, native));
+    check_placement(native, graph_file);
     return session;
 }
 

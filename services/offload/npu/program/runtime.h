@@ -1,5 +1,5 @@
-/* ONNX Runtime: loaded from a file, with one provider; and sessions over graphs, each on this provider altogether, or not at all. What it
- * refuses is thrown as RuntimeError, whose text is one line for a person. */
+/* ONNX Runtime, loaded from a file, with one provider; and sessions of graphs that run on this provider entirely.
+ * Errors are thrown as RuntimeError with one line for the user. */
 #ifndef RUNTIME_H
 #define RUNTIME_H
 #include <cstdint>
@@ -14,17 +14,17 @@ struct RuntimeError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-/* How a provider is called here, and by the runtime; whether it comes with a library of its own, and whether an emulated processor will not do;
- * the chip it computes for, as QNN numbers it; 0: no certain one. */
+/* name: as in --provider; runtime_name: the runtime's name. is_plugin: it has a library of its own. needs_device: an
+ * emulator does not suffice. soc: QNN's number of the chip; 0: any. */
 struct Provider {
     std::string name, runtime_name;
     bool is_plugin, needs_device;
     uint64_t soc;
 };
-/* By NAME or NAME:SOC; throws RuntimeError. */
+/* Parse NAME or NAME:SOC. Throws RuntimeError. */
 Provider provider_named(const std::string &text);
 
-/* A tensor of two dimensions in the caller's memory. */
+/* A two-dimensional tensor in the caller's memory. */
 struct Tensor {
     const char *name;
     int type; /* ORT_S8, ORT_U16 */
@@ -37,7 +37,7 @@ class Runtime;
 class Session {
 public:
     ~Session();
-    /* Computes the graph. The runtime refuses tensors of other types or shapes than the graph's. */
+    /* Compute the graph. The runtime refuses tensors of another type or shape. */
     void run(const std::vector<Tensor> &inputs, const std::vector<Tensor> &outputs);
 
 private:
@@ -51,11 +51,11 @@ private:
 
 class Runtime {
 public:
-    /* library: the file of ONNX Runtime. plugins: the folder of the provider's libraries, where it has any. */
+    /* library: ONNX Runtime's file. plugins: the folder of the provider's libraries, if it has any. */
     Runtime(const std::string &library, const Provider &provider, const std::string &plugins);
-    /* is_prepared: the file holds what a graph was prepared as, not the graph. */
+    /* is_prepared: the file is a context for a chip, not a graph. */
     std::unique_ptr<Session> session(const std::string &graph_file, bool is_prepared);
-    /* The version of the provider's library, as it says itself: of QNN's interface, and of its own. */
+    /* The versions of QNN's interface and of the provider's library, as the library reports them. */
     std::string qnn_version() const;
     const Provider &provider() const { return provider_; }
 

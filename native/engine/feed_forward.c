@@ -1,0 +1,419 @@
+/* The feed-forward of one layer. A participant claims blocks and computes each as far as its clusters are resident;
+ * blocks that wait for clusters are pending. In a mixture every chosen expert has blocks of its own, for the group of
+ * tokens that chose it. If memory holds several layers, all groups of a layer are open at once, so that no participant
+ * waits for one expert while another is resident; otherwise groups follow each other. A dense layer is one group of all
+ * tokens.
+ *
+ *   a cluster    looked up  ->  triggered (fired or not)  ->  done     its parts may arrive at any time, in any order
+ *   a block      claimed  ->  pending while a cluster is not done  ->  done: its down rows are added
+ *
+ * Results have the same bits whatever the residency and the participants, by four rules kept here, in triggers.c and in
+ * neurons.c: a gate or up value is the product of one whole row; the neurons of a block add to the block's partial sum
+ * in index order; block sums are added in a fixed tree (np_sum_tree); a token's experts are added to its residual
+ * stream in ascending order. */
+#include "engine/feed_forward.h"
+
+#include <string.h>
+
+#include "engine/clusters.h"
+#include "engine/neurons.h"
+#include "engine/prediction.h"
+#include "engine/prefetch.h"
+#include "engine/routing.h"
+#include "engine/triggers.h"
+#include "engine/vectors.h"
+#include "engine/work.h"
+
+/* True if the block sums of all tokens fit `partials` at once: then a block's down rows are added as soon as its values
+ * are computed. Otherwise the values of all blocks come first, and sums are computed for some tokens at a time. */
+static int fit_all_sums(const np_engine *engine)
+{
+    return engine->count <= engine->config.partial_tokens;
+}
+
+/* ---- groups ----------------------------------------------------------------------------------------------------- */
+int np_opens_whole_layers(const np_engine *engine)
+{
+    const np_shape *s = &engine->shape;
+    return s->experts > 1 && engine->config.pipeline && engine->config.window_blocks / s->experts >= s->blocks;
+}
+
+/* Publish the window: the cache evicts none of these experts' clusters of the current layer while this participant
+ * reads them. */
+static void publish_window(np_engine *engine, np_range experts, np_range clusters)
+{
+    const uint64_t first = np_cluster_index(engine, engine->layer, experts.from, 0) + clusters.from;
+    const uint64_t end = np_cluster_index(engine, engine->layer, experts.to - 1, 0) + clusters.to;
+    np_long_store(engine->shared.window, first << 32 | end);
+}
+
+void np_close_window(np_engine *engine)
+{
+    np_long_store(engine->shared.window, 0);
+    engine->window = (np_range){0, 0};
+}
+
+/* Reset the state of these clusters of the current group. */
+static void reset_clusters(np_engine *engine, np_range clusters)
+{
+    memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+        engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NONE;
+}
+
+/* Make this the current group. If groups are not open together, no block of another group may be pending. Blocks are
+ * claimed in the order of groups, so a group that is entered for the first time comes after all groups entered
+ * before. */
+static void enter_group(np_engine *engine, const np_group *group)
+{
+    if (engine->group == group)
+        return;
+    if (!engine->is_layer_open)
+        np_close_window(engine);
+    const uint32_t clusters = engine->shape.clusters, number = engine->is_layer_open ? (uint32_t)(group - engine->groups) : 0;
+    engine->group = group;
+    engine->cluster_state = engine->states + (size_t)number * clusters;
+    for (int part = 0; part < NP_PARTS; part++)
+        engine->slot[part] = engine->slot_tables[part] + (size_t)number * clusters;
+    engine->inputs = engine->config.external_products ? NULL : np_gather_vectors(engine, group, &engine->vectors, &engine->gathered);
+    if (engine->is_layer_open && number >= engine->opened_groups) {
+        reset_clusters(engine, (np_range){0, clusters});
+        engine->opened_groups = number + 1;
+    }
+}
+
+/* Open the window over the whole layer, if memory holds several layers and `partials` the block sums of all groups. */
+static void open_layer(np_engine *engine)
+{
+    engine->is_layer_open = np_opens_whole_layers(engine) && fit_all_sums(engine);
+    if (!engine->is_layer_open)
+        return;
+    publish_window(engine, (np_range){0, engine->shape.experts}, (np_range){0, engine->shape.clusters});
+    engine->window = engine->blocks;
+    engine->opened_groups = 0;
+}
+
+/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+/* A block's values are computed: add its down rows. Returns 1, or an error. */
+static int finish_block(np_engine *engine, uint32_t block)
+{
+    const np_range clusters = np_block_clusters(engine, block, block + 1);
+    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * engine->group->count;
+    const int added =
+        fit_all_sums(engine) ? np_add_down_rows(engine, block, (np_range){0, engine->group->count}, engine->group->first) : NP_OK;
+    return added < 0 ? added : 1;
+}
+
+/* Compute a block as far as its clusters are resident. Returns 1 if it is done, 0 if clusters are absent, or an
+ * error. */
+static int advance_block(np_engine *engine, uint32_t block)
+{
+    const np_range clusters = np_block_clusters(engine, block, block + 1);
+    const int triggers = np_look_up_triggers(engine, clusters);
+    if (triggers < 0)
+        return triggers;
+    np_compute_triggers(engine, clusters);
+    const int values = np_look_up_values(engine, clusters);
+    if (values < 0)
+        return values;
+    np_compute_values(engine, clusters);
+    return triggers || values ? 0 : finish_block(engine, block);
+}
+
+/* Make a block of the current group pending. */
+static void add_pending(np_engine *engine, uint32_t block)
+{
+    engine->pending[engine->pending_count++] = (uint32_t)(engine->group - engine->groups) * engine->shape.blocks + block;
+}
+
+/* Call `step` for the pending blocks until it returns 1 for each, sleeping between passes until clusters arrive. */
+static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
+{
+    const uint32_t blocks = engine->shape.blocks;
+    while (engine->pending_count) {
+        const uint32_t arrivals = np_word_load(engine->shared.arrivals); /* read before the pass, so that no arrival is missed */
+        uint32_t left = 0;
+        for (uint32_t i = 0; i < engine->pending_count; i++) {
+            enter_group(engine, engine->groups + engine->pending[i] / blocks);
+            const int done = step(engine, engine->pending[i] % blocks);
+            if (done < 0)
+                return done;
+            if (!done)
+                engine->pending[left++] = engine->pending[i];
+        }
+        engine->pending_count = left;
+        if (!left)
+            break;
+        const uint64_t before = np_clock_ns();
+        const int woken = np_word_wait(engine->shared.arrivals, arrivals, engine->shared.epoch, engine->epoch, engine->config.spin_us, 0);
+        engine->counters.flash_ns += np_clock_ns() - before;
+        np_trace_put(&engine->shared.trace, NP_SPAN_FLASH, engine->layer, left, engine->step, before);
+        if (woken < 0)
+            return woken;
+    }
+    return NP_OK;
+}
+
+/* ---- windows ---------------------------------------------------------------------------------------------------- */
+/* Prefetch a dense model's next window, which may be the next layer's first. */
+static void prefetch_next_window(np_engine *engine)
+{
+    const np_range blocks = engine->blocks;
+    const uint32_t end = engine->window.to, width = engine->config.window_blocks;
+    const uint32_t layer = end < blocks.to ? engine->layer : engine->layer + 1, next = end < blocks.to ? end : blocks.from;
+    if (layer < engine->shape.layers)
+        np_request_ahead(engine, layer, 0, (np_range){next, blocks.to - next < width ? blocks.to : next + width}, np_parts_ahead(engine, layer, engine->group->count),
+                     NP_REQUEST_PREFETCH);
+}
+
+/* Open the current group's window that contains `block`. The participant that claimed the window's first block
+ * prefetches the next window. */
+static void open_window(np_engine *engine, uint32_t block)
+{
+    const np_range blocks = engine->blocks;
+    const uint32_t width = engine->config.window_blocks, first = blocks.from + (block - blocks.from) / width * width;
+    const uint32_t end = blocks.to - first < width ? blocks.to : first + width;
+    const np_range clusters = np_block_clusters(engine, first, end);
+    const uint32_t expert = engine->group->expert;
+    engine->window = (np_range){first, end};
+    publish_window(engine, (np_range){expert, expert + 1}, clusters);
+    reset_clusters(engine, clusters);
+    if (engine->config.prefetch && !np_predictor_decides(engine) && engine->shape.experts == 1 && block == first)
+        prefetch_next_window(engine);
+}
+
+/* ---- windows of the row reader ------------------------------------------------------------------------------------ */
+static int is_block_present(np_engine *engine, uint32_t block)
+{
+    const int absent_count = np_look_up_both_parts(engine, np_block_clusters(engine, block, block + 1));
+    return absent_count < 0 ? absent_count : !absent_count;
+}
+
+int np_fetch_blocks(np_engine *engine, const np_group *group, np_range blocks)
+{
+    engine->pending_count = 0;
+    enter_group(engine, group);
+    if (blocks.from < engine->window.from || blocks.to > engine->window.to)
+        open_window(engine, blocks.from);
+    for (uint32_t block = blocks.from; block < blocks.to; block++) {
+        const int is_present = is_block_present(engine, block);
+        if (is_present < 0)
+            return is_present;
+        if (!is_present)
+            add_pending(engine, block);
+    }
+    const int done = finish_pending(engine, is_block_present);
+    return done < 0 ? done : 1;
+}
+
+/* ---- without a pipeline ------------------------------------------------------------------------------------------ */
+static int are_triggers_present(np_engine *engine, uint32_t block)
+{
+    const int absent_count = np_look_up_triggers(engine, np_block_clusters(engine, block, block + 1));
+    return absent_count < 0 ? absent_count : !absent_count;
+}
+
+static int are_values_present(np_engine *engine, uint32_t block)
+{
+    const int absent_count = np_look_up_values(engine, np_block_clusters(engine, block, block + 1));
+    return absent_count < 0 ? absent_count : !absent_count;
+}
+
+static int compute_triggers(np_engine *engine, uint32_t block)
+{
+    np_compute_triggers(engine, np_block_clusters(engine, block, block + 1));
+    return are_values_present(engine, block);
+}
+
+static int compute_values(np_engine *engine, uint32_t block)
+{
+    np_compute_values(engine, np_block_clusters(engine, block, block + 1));
+    return finish_block(engine, block);
+}
+
+/* Call `first` for this participant's blocks of the window, then `again` for the pending ones until they are done. */
+static int for_own_blocks(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*again)(np_engine *, uint32_t))
+{
+    engine->pending_count = 0;
+    for (uint32_t block = engine->window.from; block < engine->window.to; block++) {
+        if ((block - engine->blocks.from) % engine->sharers != engine->sharer)
+            continue;
+        const int done = first(engine, block);
+        if (done < 0)
+            return done;
+        if (!done)
+            add_pending(engine, block);
+    }
+    return finish_pending(engine, again);
+}
+
+/* The comparison mode without a pipeline: all triggers of a window must be present before the first is computed, and
+ * all participants have computed theirs before value parts are looked up; likewise for these. */
+static int compute_matrices(np_engine *engine, const np_group *group)
+{
+    int done = NP_OK;
+    enter_group(engine, group);
+    for (uint32_t block = engine->blocks.from; block < engine->blocks.to && done >= 0; block = engine->window.to) {
+        open_window(engine, block);
+        done = for_own_blocks(engine, are_triggers_present, are_triggers_present);
+        if (done >= 0)
+            done = np_meet(engine);
+        if (done >= 0)
+            done = for_own_blocks(engine, compute_triggers, are_values_present);
+        if (done >= 0)
+            done = np_meet(engine);
+        if (done >= 0)
+            done = for_own_blocks(engine, compute_values, NULL);
+    }
+    return done;
+}
+
+/* ---- the pipeline ------------------------------------------------------------------------------------------------- */
+static void claim_block(np_engine *engine)
+{
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
+    engine->block_piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * block_count);
+}
+
+/* Compute the blocks that this participant claims of the groups before `end`. The first claimed block of a later group
+ * is left in block_piece. */
+static int compute_blocks(np_engine *engine, const np_group *end)
+{
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
+    int done = NP_OK;
+    engine->pending_count = 0;
+    for (; engine->block_piece != NP_NONE && engine->groups + engine->block_piece / block_count < end; claim_block(engine)) {
+        const uint32_t block = engine->blocks.from + engine->block_piece % block_count;
+        enter_group(engine, engine->groups + engine->block_piece / block_count);
+        if (block < engine->window.from || block >= engine->window.to) {
+            done = finish_pending(engine, advance_block);
+            if (done < 0)
+                return done;
+            open_window(engine, block);
+        }
+        done = advance_block(engine, block);
+        if (done < 0)
+            return done;
+        if (!done)
+            add_pending(engine, block);
+    }
+    return finish_pending(engine, advance_block);
+}
+
+/* ---- sums --------------------------------------------------------------------------------------------------------- */
+/* Add a row of block sums to a token's residual stream, in these columns. */
+static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_range columns)
+{
+    const np_shape *s = &engine->shape;
+    const float *bias = engine->fixed.layers[engine->layer].down_bias;
+    for (uint32_t column = columns.from; column < columns.to; column += NP_PIECE_ROWS) {
+        const uint32_t count = columns.to - column < NP_PIECE_ROWS ? columns.to - column : NP_PIECE_ROWS;
+        const float *sums = engine->shared.partials + (size_t)row * s->blocks * s->width + column;
+        np_sum_tree_on(sums, engine->offloaded_blocks, s->blocks, s->width, count, engine->rows);
+        if (bias)
+            np_add(bias + column, count, engine->rows);
+        np_scale(engine->rows, count, s->residual_scale);
+        np_add(engine->rows, count, engine->shared.residual + (size_t)token * s->width + column);
+    }
+}
+
+/* Add the sums of all blocks, and the down matrix's bias, to the residual stream: of all pairs of these tokens if group
+ * is NULL, else of the group's tokens [from, to), whose sums lie in rows from 0 on. */
+static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
+{
+    const np_range columns = np_even_share(engine, engine->shape.width);
+    const uint32_t per_token = engine->shape.experts_per_token;
+    const int done = np_meet(engine);
+    if (done < 0)
+        return done;
+    const uint64_t started = np_clock_ns();
+    for (uint32_t t = tokens.from; t < tokens.to; t++) {
+        if (group)
+            add_block_sums(engine, t - tokens.from, engine->pair_token[group->first + t], columns);
+        for (uint32_t n = 0; !group && n < per_token; n++)
+            add_block_sums(engine, engine->token_pairs[t * per_token + n], t, columns);
+    }
+    np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
+    return np_meet(engine);
+}
+
+/* With many tokens: compute and add the block sums of some of a group's tokens, then those of the next. The window, a
+ * whole expert, stays open. */
+static int sum_in_parts(np_engine *engine, const np_group *group)
+{
+    const uint32_t block_count = engine->blocks.to - engine->blocks.from, part_tokens = engine->config.partial_tokens;
+    const uint32_t part_count = (group->count + part_tokens - 1) / part_tokens;
+    int done = np_meet(engine);
+    enter_group(engine, group);
+    if (engine->window.to == 0)
+        open_window(engine, engine->blocks.from); /* this participant claimed no block of the group */
+    for (uint32_t part = 0; part < part_count && done >= 0; part++) {
+        const uint32_t from = part * part_tokens, end = engine->down_pieces_done + (part + 1) * block_count;
+        const np_range tokens = {from, group->count - from < part_tokens ? group->count : from + part_tokens};
+        for (; engine->down_piece < end && done >= 0; engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX))
+            done = np_add_down_rows(engine, engine->blocks.from + engine->down_piece % block_count, tokens, 0);
+        if (done >= 0)
+            done = add_sums(engine, group, tokens);
+    }
+    engine->down_pieces_done += part_count * block_count;
+    return done;
+}
+
+static int compute_groups(np_engine *engine)
+{
+    const int fits = fit_all_sums(engine);
+    int done = NP_OK;
+    engine->group = NULL;
+    engine->claimed[0] = engine->claimed[1] = 0;
+    engine->down_pieces_done = 0;
+    open_layer(engine);
+    if (engine->config.pipeline)
+        claim_block(engine);
+    if (!fits)
+        engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX);
+    if (engine->is_layer_open)
+        return compute_blocks(engine, engine->groups + engine->group_count);
+    for (uint32_t g = 0; g < engine->group_count && done >= 0; g++) {
+        const np_group *group = &engine->groups[g];
+        done = engine->config.pipeline ? compute_blocks(engine, group + 1) : compute_matrices(engine, group);
+        if (done >= 0 && !fits)
+            done = sum_in_parts(engine, &engine->groups[g]);
+    }
+    return done;
+}
+
+int np_begin_feed_forward(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
+    int done = NP_OK;
+    engine->layer = layer;
+    const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
+    np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
+    if (np_router_reads(engine, NP_READS_FEED_FORWARD))
+        np_route_and_prefetch(engine, layer);
+    if (np_predictor_runs(engine, NP_READS_FEED_FORWARD) || np_predictor_runs(engine, NP_READS_RESIDUAL)) {
+        np_predict_ranks(engine, np_predictor_runs(engine, NP_READS_RESIDUAL) ? NULL : norm);
+        done = np_meet(engine);
+        if (done >= 0)
+            done = np_predict_scores(engine);
+        if (done >= 0)
+            done = np_meet(engine);
+    }
+    return done;
+}
+
+int np_end_feed_forward(np_engine *engine)
+{
+    return add_sums(engine, NULL, (np_range){0, engine->count});
+}
+
+int np_feed_forward(np_engine *engine, uint32_t layer)
+{
+    int done = np_begin_feed_forward(engine, layer);
+    const uint64_t started = np_clock_ns(), active = engine->counters.active;
+    if (done >= 0)
+        done = compute_groups(engine);
+    np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, layer, (uint32_t)(engine->counters.active - active), engine->step, started);
+    np_close_window(engine); /* also after errors: nothing is read from here on */
+    return done >= 0 && fit_all_sums(engine) ? np_end_feed_forward(engine) : done;
+}

@@ -1,0 +1,103 @@
+/* Requests ahead of need, by the experts that a router has chosen or will probably choose.
+ *
+ * A router that reads the feed-forward's input names its experts only when their weights are needed. Its values for the
+ * residual stream before attention name most of them earlier. These likely experts are prefetched speculatively, while
+ * flash is idle and as long as earlier ones of the layer were mostly right; a wrong one costs slots and the time of a
+ * read. Nothing is computed from them, so they change no bit. Off unless config.hints is set: on measured machines it
+ * did not pay (tests/bench). */
+#include "engine/prefetch.h"
+
+#include <string.h>
+
+#include "engine/clusters.h"
+#include "engine/routing.h"
+
+enum {
+    MIN_COUNTED = 64,   /* experts prefetched in a layer before it is judged */
+    MAX_COUNTED = 2048, /* from so many on, all counts are halved, so that recent steps weigh more */
+    TRIAL_STEPS = 32,   /* in layers that are mostly wrong, one step of so many prefetches again */
+};
+
+/* ---- chosen experts ---------------------------------------------------------------------------------------------- */
+/* Prefetch the clusters of all chosen experts. Each sharer requests those of some groups. */
+static void prefetch_groups(np_engine *engine, uint32_t layer)
+{
+    /* With external products the reader of their rows makes the requests. */
+    if (!engine->config.prefetch || np_predictor_decides(engine) || engine->config.external_products)
+        return;
+    for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
+        np_request_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, layer, engine->groups[g].count),
+                         NP_REQUEST_PREFETCH);
+}
+
+/* ---- likely experts ---------------------------------------------------------------------------------------------- */
+static int is_promising(const np_engine *engine, uint32_t layer)
+{
+    const np_likely_counts *counts = &engine->likely_counts[layer];
+    return counts->requested < MIN_COUNTED || 2 * counts->chosen >= counts->requested || engine->step % TRIAL_STEPS == 0;
+}
+
+/* True if flash is idle and this participant is the one that makes its blocks' requests. With many tokens nearly every
+ * expert is needed, and prefetched once it is chosen. */
+static int may_speculate(const np_engine *engine, uint32_t layer)
+{
+    return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !np_predictor_decides(engine) &&
+           engine->config.hints && engine->config.prefetch && !engine->config.external_products && engine->sharer == 0 &&
+           engine->count < NP_DENSE_TOKENS && engine->shared.in_flight && np_word_load(engine->shared.in_flight) == 0 &&
+           is_promising(engine, layer);
+}
+
+static void prefetch_likely_experts(np_engine *engine, uint32_t layer)
+{
+    engine->likely_layer = NP_NONE;
+    if (!may_speculate(engine, layer))
+        return;
+    const np_shape *s = &engine->shape;
+    memset(engine->likely_experts, 0, s->experts);
+    for (uint32_t t = 0; t < engine->count; t++) {
+        uint32_t *chosen = engine->token_pairs; /* scratch: not in use before this layer is routed */
+        np_choose_experts(engine, layer, engine->shared.residual + (size_t)t * s->width, chosen);
+        for (uint32_t n = 0; n < s->experts_per_token; n++)
+            engine->likely_experts[chosen[n]] = 1;
+    }
+    engine->likely_layer = layer;
+    for (uint32_t expert = 0; expert < s->experts; expert++)
+        if (engine->likely_experts[expert])
+            np_request_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, layer, engine->count), NP_REQUEST_SPECULATIVE);
+}
+
+/* Once a layer is routed: count how many of its likely experts were chosen. */
+static void count_likely_experts(np_engine *engine, uint32_t layer)
+{
+    if (engine->likely_layer != layer)
+        return;
+    np_likely_counts *counts = &engine->likely_counts[layer];
+    uint32_t requested = 0, chosen = 0;
+    for (uint32_t expert = 0; expert < engine->shape.experts; expert++)
+        requested += engine->likely_experts[expert];
+    for (uint32_t g = 0; g < engine->group_count; g++)
+        chosen += engine->likely_experts[engine->groups[g].expert];
+    engine->counters.guessed += requested;
+    engine->counters.guessed_right += chosen;
+    counts->requested += requested;
+    counts->chosen += chosen;
+    if (counts->requested > MAX_COUNTED) {
+        counts->requested /= 2;
+        counts->chosen /= 2;
+    }
+}
+
+void np_route_and_prefetch(np_engine *engine, uint32_t layer)
+{
+    np_route_tokens(engine, layer);
+    count_likely_experts(engine, layer);
+    prefetch_groups(engine, layer);
+}
+
+void np_begin_layer(np_engine *engine, uint32_t layer)
+{
+    if (np_router_reads(engine, NP_READS_LAYER))
+        np_route_and_prefetch(engine, layer);
+    else
+        prefetch_likely_experts(engine, layer);
+}

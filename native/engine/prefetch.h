@@ -1,0 +1,11 @@
+/* Requests ahead of need, on top of routing. */
+#ifndef NP_PREFETCH_H
+#define NP_PREFETCH_H
+#include "engine/engine.h"
+
+/* Route the tokens of a layer and prefetch the clusters of the chosen experts. */
+void np_route_and_prefetch(np_engine *engine, uint32_t layer);
+/* Before attention: route if the router reads the layer's input; otherwise prefetch likely experts speculatively. */
+void np_begin_layer(np_engine *engine, uint32_t layer);
+
+#endif
