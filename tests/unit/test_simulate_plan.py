@@ -171,12 +171,12 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
     assert "--mode exact" in capsys.readouterr().err
 
 
-# What keeps plan and simulation apart is the misses, which bound all of these by flash. Bytes read per token, planned and
+# What keeps plan and simulation apart is the misses: flash bounds all of these. Bytes read per token, planned and
 # simulated:
 # - SmallThinker-21B: 245 and 98 MB with 30 % resident, 117 and 50 MB with 60 %. A fifth of its experts are hot and fill
 #   five of six places. The simulator's routers have them; the planner knows of hot experts only from an activity
 #   profile, which a shape has not.
-# - TurboSparse-Mixtral-47B: 1684 and 2273 MB (exact, 30 %), 91 and 129 MB (exact, 60 %), 33 and 71 MB (predicted, 60 %).
+# - TurboSparse-Mixtral-47B: 1684 and 2273 MB (exact, 30 %), 91 and 129 MB (exact, 60 %), 33 and 71 MB (predicted).
 #   The planner has the misses of a run (15 and 55 % resident); generated sequences miss up to twice as many single
 #   neurons of experts, and a third more whole experts.
 APART = {
