@@ -228,11 +228,11 @@ class Search:
     def _keeping(self, smaller: Candidate, limit_bytes: int, result: SearchResult) -> SearchResult:
         """Return this result with the choice of a smaller limit, in place of the candidate of the same variant."""
         chosen = self._with_limit(smaller, limit_bytes)
-        others = (candidate for candidate in result.candidates if candidate.variant != chosen.variant)
+        other_candidates = (candidate for candidate in result.candidates if candidate.variant != chosen.variant)
         rules = result.rules
         return dataclasses.replace(
             result,
-            candidates=(chosen, *others),
+            candidates=(chosen, *other_candidates),
             rules=chosen if rules is not None and rules.variant == chosen.variant else rules,
             chosen=chosen,
             smaller_limit_bytes=smaller.plan.memory.limit_bytes,
