@@ -76,7 +76,19 @@ def test_what_only_the_checkout_needs_stays_there(names: set[str]) -> None:
         if name.startswith("neuronpipe/native/client/"):
             continue
         assert not name.endswith(
-            (".c", ".h", ".cmake", ".sh", "CMakeLists.txt", "README.md", "FORMAT.md", "phone.md", "bind.py", ".pth")
+            (
+                ".c",
+                ".h",
+                ".cmake",
+                ".sh",
+                "CMakeLists.txt",
+                "README.md",
+                "DECISIONS.md",
+                "FORMAT.md",
+                "phone.md",
+                "bind.py",
+                ".pth",
+            )
         ), name
         assert name not in {"neuronpipe/launch/neuronpipe", "neuronpipe/launch/test"}
 
