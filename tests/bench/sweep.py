@@ -67,21 +67,21 @@ def trials(search: Search, search_result: SearchResult, names: Iterable[str] = K
     Only the knobs in `names` are changed.
     """
     chosen, turned = knobs(search_result.chosen.plan), set(names)
-    names = [chosen | {"chosen": True}]
+    tried = [chosen | {"chosen": True}]
     plans = [search_result.chosen.plan]
-    for candidate in (*search_result.candidates, *search.variants(search_result.chosen)):
+    for candidate in (*search_result.candidates, *search.refinements(search_result.chosen)):
         candidate_knobs = knobs(candidate.plan)
         differ = {name for name in KNOBS if candidate_knobs[name] != chosen[name]}
         by_way = differ & set(WAY)
         if (
-            candidate_knobs | {"chosen": False} in names
+            candidate_knobs | {"chosen": False} in tried
             or not (by_way or differ) <= turned
             or not (by_way or len(differ) == 1)
         ):
             continue
-        names.append(candidate_knobs | {"chosen": False})
+        tried.append(candidate_knobs | {"chosen": False})
         plans.append(candidate.plan)
-    return list(zip(names, plans, strict=True))
+    return list(zip(tried, plans, strict=True))
 
 
 def trials_of_limits(search: Search, chosen: Candidate) -> list[Trial]:
