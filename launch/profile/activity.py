@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.launch.formats import parse_bytes, show_bytes
-from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
+from neuronpipe.launch.arguments.values import parse_bytes
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.planning.options import PlanOptions
+from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.profile.beginning import is_demo, refuse_beside, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
@@ -120,7 +122,8 @@ def _measured(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.stored_profile import keep
 
     name, windows = _windows(arguments, package)
-    package, plan = package_and_plan(_plan_arguments(arguments))
+    options = PlanOptions(memory_bytes=arguments.memory, mode=arguments.mode)
+    package, plan = package_and_plan(arguments.package, options, plain=arguments.json)
     mode: ProfileMode = plan.compute.mode
     with RecordingFolder(package, mode, windows) as folder:
         if folder.windows_done:
@@ -146,14 +149,6 @@ def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Wind
     elif is_demo(package):
         found = texts.from_demo(package, tokens)
     return text_name(package, arguments.text), texts.activity_windows(package, found, tokens)
-
-
-def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
-    wished = parser.parse_args([])
-    wished.package, wished.mode, wished.memory = arguments.package, arguments.mode, arguments.memory
-    return wished
 
 
 def _imported(arguments: argparse.Namespace, package: Package) -> Package:
@@ -192,7 +187,7 @@ def record(
     """Score the context windows that the folder lacks, token by token on the decode path, and add what they wanted.
     progress: in tokens."""
     from neuronpipe.launch.client import Client
-    from neuronpipe.launch.planning import implementations
+    from neuronpipe.launch.planning.implementations import implementations
     from neuronpipe.launch.scoring import score
     from neuronpipe.launch.supervisor.start import started_run
     from neuronpipe.plans.activity.recording import token_record

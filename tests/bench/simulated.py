@@ -27,7 +27,8 @@ from neuronpipe.launch.bench.cases import Case, Prompts, parse_cases  # noqa: E4
 from neuronpipe.launch.bench.planned import relative_error  # noqa: E402
 from neuronpipe.launch.bench.report import show_error  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
-from neuronpipe.launch.planning import add_plan_arguments, planned  # noqa: E402
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
+from neuronpipe.launch.planning.plan import plan_here  # noqa: E402
 from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
 from neuronpipe.plans.lab.simulate.device_file import this_machine  # noqa: E402
 from neuronpipe.plans.lab.simulate.residency import Text  # noqa: E402
@@ -79,10 +80,9 @@ def _together(wanted: tuple[Ids, ...]) -> Ids:
 def simulate_cell(package: Package, words: list[str], case: Case, texts: list[Text]) -> dict[str, float]:
     """What `bench` with these words would measure."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("package", type=Path)
     add_plan_arguments(parser)
     device = probe(package.path)
-    made = planned(parser.parse_args([str(package.path), *words]))
+    made = plan_here(package, plan_options(parser.parse_args([*words])), plain=False)
     assert made.search is not None
     run = PlannedRun(
         device=this_machine(device), manifest=package.manifest, plan=made.plan, facts=made.search[1].chosen.device

@@ -8,8 +8,10 @@ import itertools
 from typing import Any
 
 import pytest
-from neuronpipe.launch import searching
-from neuronpipe.launch.planning import Subject, add_plan_arguments, planned_for
+from neuronpipe.launch.planning import accelerator as accelerators
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
+from neuronpipe.launch.planning.plan import plan_for
+from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.expected_misses import Slots, parts
 from neuronpipe.plans.cost.token_time import step_ms
@@ -271,7 +273,7 @@ def planned(of: DeviceProfile, *words: str) -> Plan:
     )
     subject = Subject(manifest=MANIFEST, read_activity=lambda: None, device=device)  # type: ignore[arg-type, return-value]
     arguments = parser.parse_args(["--memory", "8GiB", "--context", "1024", *words])
-    return planned_for(arguments, subject, several=False, gateway=False).plan
+    return plan_for(subject, plan_options(arguments), several=False, gateway=False).plan
 
 
 def has(one: Plan) -> bool:
@@ -280,7 +282,7 @@ def has(one: Plan) -> bool:
 
 @pytest.mark.slow
 def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: None)
+    monkeypatch.setattr(accelerators, "why_unusable", lambda accelerator, backend: None)
     used = planned(measured(1e12, visit_us=5))
     assert has(used)
     (said,) = [reason for reason in used.reasons if "Fast GPU is used" in reason]
@@ -300,7 +302,7 @@ def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: 
 
 
 def test_one_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: "backend opencl: no device")
+    monkeypatch.setattr(accelerators, "why_unusable", lambda accelerator, backend: "backend opencl: no device")
     one = planned(measured(1e12, visit_us=5))
     assert not has(one)
     assert any(reason == "Fast GPU is not used: backend opencl: no device" for reason in one.reasons)
