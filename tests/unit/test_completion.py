@@ -49,7 +49,7 @@ def test_every_verb_and_option_is_completed(script: Path) -> None:
         (["help", "stat"], ["status"]),
         (["show", "tiny"], ["tiny-model"]),
         (["run", "tiny"], ["tiny-model"]),
-        (["run", "--plan", ""], []),  # files, by bash itself
+        (["run", "--plan", "READ"], ["README.md"]),
     ],
 )
 def test_bash_offers_what_fits(
@@ -57,9 +57,11 @@ def test_bash_offers_what_fits(
 ) -> None:
     (tmp_path / "packages" / "tiny-model").mkdir(parents=True)
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path))
-    ask = (
-        'source "$1"; shift; COMP_WORDS=(neuronpipe "$@"); COMP_CWORD=$#; _neuronpipe; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
+    (tmp_path / "README.md").touch()
+    monkeypatch.chdir(tmp_path)
+    ask = """source "$1"; shift; COMP_WORDS=(neuronpipe "$@"); COMP_CWORD=$#
+        _shtab_neuronpipe neuronpipe "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+        printf "%s\\n" "${COMPREPLY[@]}" """
     ran = subprocess.run(["bash", "-c", ask, "bash", str(script), *typed], capture_output=True, text=True, check=True)
     assert (ran.stdout.split(), ran.stderr) == (offered, "")
 
