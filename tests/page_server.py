@@ -13,13 +13,13 @@ from typing import Any
 
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, PAGE_INDEX
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 # What an answer is made of: a piece of text, something to wait for, or the trouble that ends it.
-Reply = Sequence[str | threading.Event | Problem]
+Reply = Sequence[str | threading.Event | ApiError]
 
 
 class PageServer(ThreadingHTTPServer):
@@ -28,6 +28,7 @@ class PageServer(ThreadingHTTPServer):
     asked: the bodies of requests for answers
     replies: what the next answers are; "Fine." when there is none
     models: what is served; asleep: which of these have no run
+    template_errors: why the chat templates of these models fail
     chat: whether the models were trained to chat
     reason: why answers end
     snapshot: what is shown of the run, from one moment to the next
@@ -42,6 +43,7 @@ class PageServer(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.replies: deque[Reply] = deque()
         self.models, self.asleep = ["a-model"], set[str]()
+        self.template_errors: dict[str, str] = {}
         self.chat, self.reason = True, "stop"
         self.snapshot = run_snapshot()
         self.ended = threading.Event()
@@ -97,6 +99,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._begin("text/event-stream")
             while not self.server.ended.wait(LIVE_EVERY_S):
                 self._event(self.server.snapshot | ({"model": query.removeprefix("model=")} if query else {}))
+        elif path == "/props":
+            error = self.server.template_errors.get(query.removeprefix("model="))
+            self._whole(200, json.dumps({"chat_template_error": error}).encode(), "application/json")
         elif self.path == "/v1/models":
             facts = {"chat_template": self.server.chat, "context_tokens": self.server.context_tokens}
             data = [{"id": name} | facts for name in self.server.models]
@@ -109,14 +114,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append(body)
         reply = self.server.replies.popleft() if self.server.replies else ("Fine.",)
-        if isinstance(reply[0], Problem):
+        if isinstance(reply[0], ApiError):
             self._whole(reply[0].status, reply[0].body(), "application/json")
             return
         self._begin("text/event-stream")
         for part in reply:
             if isinstance(part, str):
                 self._event({"choices": [{"index": 0, "delta": {"content": part}, "finish_reason": None}]})
-            elif isinstance(part, Problem):
+            elif isinstance(part, ApiError):
                 self._event(json.loads(part.body()))
                 return
             else:

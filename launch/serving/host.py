@@ -22,35 +22,38 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from neuronpipe.launch.serving.offers import Offer
-from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S
+from neuronpipe.launch.supervisor.deaths import WITHIN_S, RestartBudget
 from neuronpipe.launch.supervisor.logs import close_descriptors
+from neuronpipe.launch.supervisor.replacement import ProcessKey
 from neuronpipe.launch.supervisor.start import handle_signals, started_run
 from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.launch.supervisor.watchdog import Watchdog, observe
 from neuronpipe.native import lib
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.gateway_service import Hosted, serve_hosted
+from neuronpipe.services.gateway.gateway_service import HostedPackages, serve_hosted
 from neuronpipe.services.runtime.listener import HOSTED_NAME, Listener
 from neuronpipe.services.runtime.pulse import Pulse, shared_words
 
 GATEWAY_END_S = 3.0  # for the gateway to tell its clients that the server ends
 MAX_READ_BYTES = 1 << 16
+GATEWAY: ProcessKey = ("gateway", 0)
 
 
 class Host:
     """The gateway and the runs of several packages. notify: called with a line when a run starts or ends."""
 
-    def __init__(self, offers: Mapping[str, Offer], hosted: Hosted, listener: Listener, notify: Callable[[str], None]):
+    def __init__(
+        self, offers: Mapping[str, Offer], hosted: HostedPackages, listener: Listener, notify: Callable[[str], None]
+    ):
         self._offers, self._hosted, self._listener, self._notify = offers, hosted, listener, notify
         self._link: socket.socket | None = None
         self._wake_read, self._wake_write = -1, -1
         self._gateway_pid = 0
-        self._gateway_deaths: deque[float] = deque()
+        self._gateway_budget, self._gateway_died = RestartBudget([GATEWAY]), False
         self._watchdog, self._pulses = Watchdog(), shared_words(1)
         self._partial_line = b""
 
@@ -171,7 +174,7 @@ class Host:
         for line in lines:
             message = json.loads(line)
             if "serving" in message:
-                if not self._gateway_deaths:
+                if not self._gateway_died:
                     serving()
             elif "start" in message:
                 self._start(message["start"])
@@ -184,13 +187,10 @@ class Host:
         self._gateway_pid = 0
         assert self._link is not None
         self._link.close()
-        deaths, now = self._gateway_deaths, time.monotonic()
-        deaths.append(now)
-        while deaths[0] < now - WITHIN_S:
-            deaths.popleft()
+        self._gateway_died = True
         code = os.waitstatus_to_exitcode(status)
-        if len(deaths) > RESTARTS:
-            raise UserError(f"the gateway died {len(deaths)} times within {WITHIN_S:.0f} s, the last time with {code}")
+        if (deaths := self._gateway_budget.count(GATEWAY, time.monotonic())) is not None:
+            raise UserError(f"the gateway died {deaths} times within {WITHIN_S:.0f} s, the last time with {code}")
         self._notify(f"the gateway has ended with {code}; another one is started")
         self._start_gateway()
 

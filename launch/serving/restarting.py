@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.runtime.listener import Listener
 
 MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
@@ -79,6 +79,6 @@ def refuse_for(listener: Listener, wait_s: float, reason: str, clock: Callable[[
         server.server_close()
 
 
-def _restarting(reason: str, left_s: float) -> Problem:
+def _restarting(reason: str, left_s: float) -> ApiError:
     message = f"the run has ended and is started again in {max(0.0, left_s):.0f} s: {reason}"
-    return Problem(503, "restarting", message, kind="server_error", retry_after_s=left_s)
+    return ApiError(503, "restarting", message, kind="server_error", retry_after_s=left_s)

@@ -1,1 +1,1 @@
-"""Live runs in a terminal: where snapshots come from, and how they look."""
+"""Live runs in a terminal: the sources of snapshots, and their display."""

@@ -1,4 +1,4 @@
-"""What the screen is drawn with: colours, bars of shares, trends, lists; all in a given number of columns."""
+"""The building blocks of the screen: colours, bars of shares, trends and lists, within a given number of columns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COLOURS = {group.label: group.colour for group in GROUPS} | {
     "evicting": "#b8a45c",
     "messages, sampling, text": "#a0a0a0",
 }
-"""As in pictures, but for a dark ground where those are for a light one."""
+"""The colours of pictures, some of them changed for a dark background."""
 REGIONS = {"fixed": "#0072b2", "kv": "#56b4e9", "hot": "#009e73", "cold": "#e69f00"}
 TICKS = " ▁▂▃▄▅▆▇█"
 
 
 def bar(parts: Iterable[tuple[str, float]], columns: int) -> Text:
-    """Shares of a whole, each with its colour, side by side; what is left stays empty."""
+    """Draw shares of a whole side by side, each in its colour; the remainder stays empty."""
     text, end = Text(no_wrap=True), 0.0
     for colour, share in parts:
         before, end = round(min(1.0, end) * columns), end + share
@@ -30,7 +30,7 @@ def bar(parts: Iterable[tuple[str, float]], columns: int) -> Text:
 
 
 def spark(values: Sequence[float], top: float | None = None) -> str:
-    """A line of little columns; the highest value, or `top`, fills one."""
+    """Draw values as a line of small columns. The highest value, or `top`, fills a column."""
     top = max(values, default=0.0) if top is None else top
     if top <= 0:
         return ""
@@ -38,20 +38,20 @@ def spark(values: Sequence[float], top: float | None = None) -> str:
 
 
 def fitted(values: Sequence[float], columns: int) -> list[float]:
-    """As many values as there are columns at most: means of neighbours."""
+    """Return at most as many values as there are columns, by averaging neighbours."""
     if len(values) <= columns:
         return list(values)
     cuts = [round(n * len(values) / columns) for n in range(columns + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
 
 
-def key(colour: str, name: str, rest: str = "") -> Text:
-    """What a colour means. rest: said of it."""
-    return Text.assemble(("■ ", colour), name, (f" {rest}" if rest else "", FAINT))
+def key(colour: str, name: str, detail: str = "") -> Text:
+    """Return the legend entry of a colour. detail: text after its name."""
+    return Text.assemble(("■ ", colour), name, (f" {detail}" if detail else "", FAINT))
 
 
 def listed(entries: Sequence[str | Text], columns: int, between: str = "  ") -> Text:
-    """One after the other, in as many lines as that takes; lines end between entries, never within one."""
+    """Join entries in as many lines as needed; lines break between entries, never within one."""
     mark = between.rstrip()
     text, used = Text(), 0
     for number, entry in enumerate(entries, 1):

@@ -1,4 +1,4 @@
-"""A page on a terminal: single keys, without waiting for a line, and the part of the page that there is room for."""
+"""A page on a terminal: single keys without waiting for a line, and the visible part of the page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KEY = re.compile(r"\x1b[\[O][0-9;]*[~A-Za-z]|.", re.DOTALL)  # an arrow or the l
 BEGUN = re.compile(r"\x1b([\[O][0-9;]*)?")
 KEY_TAIL_S = 0.05  # for the rest of a key that has begun: it may come over a network
 READ_BYTES = 64
-GONE = "q"
+CLOSED = "q"
 LEAVES = "q leaves, the run goes on"
 UP, DOWN = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j")
 PAGE_UP, PAGE_DOWN = ("\x1b[5~", "b"), ("\x1b[6~", " ")
 
 
 class Keyboard:
-    """While the context lasts keys come at once; a standard input that is no terminal has none."""
+    """A context in which keys are read at once. A standard input that is no terminal has no keys."""
 
     def __init__(self) -> None:
         self._before: list[Any] | None = None
@@ -43,7 +43,7 @@ class Keyboard:
         return self
 
     def pressed(self, within_s: float) -> str:
-        """The next key; empty when there was none in this time, GONE when the terminal has."""
+        """Return the next key; empty if none was pressed in this time, CLOSED if the terminal was closed."""
         if self._before is None:
             time.sleep(within_s)
             return ""
@@ -58,13 +58,13 @@ class Keyboard:
         return key.group()
 
     def _read(self, within_s: float) -> bool:
-        """Whether something came."""
+        """Return True if input was read."""
         if not select.select([sys.stdin], [], [], within_s)[0]:
             return False
         read = b""
         with contextlib.suppress(OSError):  # a terminal that was hung up
             read = os.read(sys.stdin.fileno(), READ_BYTES)
-        self._typed += read.decode("utf-8", "replace") or GONE
+        self._typed += read.decode("utf-8", "replace") or CLOSED
         return True
 
     def __exit__(
@@ -76,14 +76,14 @@ class Keyboard:
 
 
 class Pager:
-    """Where the page is. Its lines may be others each time it is shown."""
+    """The scroll position of a page. Its lines may change each time it is displayed."""
 
     def __init__(self) -> None:
         self._above = self._most_above = 0  # lines
         self._room = 1
 
-    def shown(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
-        """What of the page's lines is seen in so many rows, and how to see the rest."""
+    def visible(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
+        """Return the lines that fit into so many rows, and a line that says how to scroll."""
         self._room = max(1, rows - 1)
         self._most_above = max(0, len(page) - self._room)
         self._above = min(self._above, self._most_above)
@@ -94,7 +94,7 @@ class Pager:
         return Group(*ended, Text(LEAVES + hidden, FAINT, no_wrap=True, overflow="ellipsis"))
 
     def move(self, pressed: str) -> bool:
-        """Whether this key moves the page."""
+        """Scroll if this key does; return True if the position has changed."""
         step = (pressed in DOWN) - (pressed in UP) + self._room * ((pressed in PAGE_DOWN) - (pressed in PAGE_UP))
         before = self._above
         self._above = min(max(0, before + step), self._most_above)

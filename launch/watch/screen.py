@@ -1,4 +1,4 @@
-"""A snapshot on a terminal: figures, memory, processes, layers, and the last steps as a strip; 40 columns and more."""
+"""The display of a snapshot in a terminal: figures, memory, processes, layers and the last steps; from 40 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ HISTORY = 240
 
 @dataclass
 class View:
-    """One run on the screen. awaits: as of its source; speeds: tokens per second at each of the last snapshots."""
+    """One run on the screen.
+
+    awaits: as of its source
+    speeds: tokens per second at each of the last snapshots
+    """
 
     name: str
     snapshot: Snapshot | None = None
@@ -32,7 +36,7 @@ class View:
 
 
 def render(views: Sequence[View], columns: int) -> RenderableType:
-    """All runs, one below the other."""
+    """Return the display of all runs, one below the other."""
     parts: list[RenderableType] = []
     for view in views:
         parts += [*_run(view, columns), Text()]
@@ -42,8 +46,8 @@ def render(views: Sequence[View], columns: int) -> RenderableType:
 def _run(view: View, columns: int) -> Iterable[RenderableType]:
     shot = view.snapshot
     if shot is None:
-        said = view.ended or view.awaits or "waiting for a first snapshot"
-        yield Text.assemble((view.name, STRONG), "  ", said, overflow="fold")
+        reason = view.ended or view.awaits or "waiting for a first snapshot"
+        yield Text.assemble((view.name, STRONG), "  ", reason, overflow="fold")
         return
     yield _head(view, shot)
     if columns >= WIDE_COLUMNS:

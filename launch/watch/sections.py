@@ -29,14 +29,14 @@ from rich.table import Table
 from rich.text import Text
 
 NAME_COLUMNS = 14
-OTHERS = "#a0a0a0"
+PROCESSES_COLOUR = "#a0a0a0"
 NARROW_COLUMNS = 56  # below, cores and memory make way for what the processes do
 LETTERS = {group.letter: group.label for group in GROUPS if group.letter}
 STATES = {"ready": "green", "busy": "green", "starting": "yellow", "draining": "yellow"}
 
 
 def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableType:
-    """Tokens, and what they wait for. speeds: tokens per second at each of the last snapshots."""
+    """Return the section on tokens and waiting. speeds: tokens per second at each of the last snapshots."""
     room = columns - NAME_COLUMNS
     rows = _pairs()
     trend = spark(speeds[-max(8, room - 26) :])
@@ -54,18 +54,18 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
 
 
 def memory(shot: Snapshot, columns: int) -> RenderableType:
-    """What is in memory, and what comes from flash."""
+    """Return the section on memory and flash."""
     room = columns - NAME_COLUMNS
     rows = _pairs()
     limit = max(1, shot.memory_limit_bytes)
-    used = [(REGIONS[one.name], one.used_bytes / limit) for one in shot.regions if one.name in REGIONS]
-    others_bytes = max(0, shot.memory_bytes - sum(one.used_bytes for one in shot.regions))
-    rows.add_row("memory", bar([*used, (OTHERS, others_bytes / limit)], max(10, room - 2)))
+    used = [(REGIONS[region.name], region.used_bytes / limit) for region in shot.regions if region.name in REGIONS]
+    others_bytes = max(0, shot.memory_bytes - sum(region.used_bytes for region in shot.regions))
+    rows.add_row("memory", bar([*used, (PROCESSES_COLOUR, others_bytes / limit)], max(10, room - 2)))
     total = f"{show_bytes(shot.memory_bytes)} of {show_bytes(limit)}"
     rows.add_row("", listed([total, f"peak {show_bytes(shot.memory_peak_bytes)}"], room, ", "))
-    regions = [key(REGIONS.get(one.name, ""), one.name, _used(one)) for one in shot.regions]
-    rows.add_row("", listed([*regions, key(OTHERS, "processes", show_bytes(others_bytes))], room))
-    hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
+    regions = [key(REGIONS.get(region.name, ""), region.name, _used(region)) for region in shot.regions]
+    rows.add_row("", listed([*regions, key(PROCESSES_COLOUR, "processes", show_bytes(others_bytes))], room))
+    hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} hits"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
     if shot.withheld_bytes:
         rows.add_row("", Text(f"memory is short: {show_bytes(shot.withheld_bytes)} given back", COLOURS["flash"]))
@@ -82,13 +82,13 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
 
 
 def _used(region: Region) -> str:
-    """What is in memory of a region, beside what is reserved for it where that is more."""
+    """Return the resident size of a region, and its reserved size if that is larger."""
     used = show_bytes(region.used_bytes)
     return used if region.used_bytes == region.total_bytes else f"{used} of {show_bytes(region.total_bytes)}"
 
 
 def layers(shot: Snapshot, columns: int) -> RenderableType:
-    """Of each layer, which share of its neurons fires, and how much of it is in memory."""
+    """Return the section on layers: the share of neurons that fires, and the resident share."""
     rows = _pairs()
     room = max(8, columns - NAME_COLUMNS - 18)
     for name, shares, colour in (
@@ -99,8 +99,8 @@ def layers(shot: Snapshot, columns: int) -> RenderableType:
             # Few neurons fire: the highest layer fills the row, and is named.
             top = max(shares) if name == "fired" else 1.0
             mean = sum(shares) / len(shares)
-            said = f" {mean:.0%}, most {top:.0%}" if name == "fired" else f" {mean:.0%}"
-            rows.add_row(name, Text.assemble((spark(fitted(shares, room), top), colour), (said, FAINT)))
+            figures = f" {mean:.0%}, most {top:.0%}" if name == "fired" else f" {mean:.0%}"
+            rows.add_row(name, Text.assemble((spark(fitted(shares, room), top), colour), (figures, FAINT)))
     rows.add_row("", Text(f"by layer, 1 to {len(shot.resident)}", FAINT))
     return rows
 
@@ -117,8 +117,8 @@ def _traffic(bytes_per_s: float, bytes_per_token: float | None, columns: int) ->
     return listed([f"{show_bytes(bytes_per_s)}/s", *per_token], columns, ", ")
 
 
-def processes(seen: Sequence[ProcessView], columns: int) -> RenderableType:
-    """A row for each."""
+def processes(views: Sequence[ProcessView], columns: int) -> RenderableType:
+    """Return the table of processes, and their numerics."""
     narrow = columns < NARROW_COLUMNS
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=FAINT, show_edge=False)
     table.add_column("process", no_wrap=True, width=NAME_COLUMNS - 1)
@@ -130,48 +130,49 @@ def processes(seen: Sequence[ProcessView], columns: int) -> RenderableType:
     table.add_column("state", no_wrap=True)
     wide = max(11, columns - NAME_COLUMNS - (15 if narrow else 28))
     table.add_column("last second", no_wrap=True, width=wide)
-    for one in seen:
-        core = "any" if one.core is None else str(one.core)
-        own = "-" if one.memory_bytes is None else f"{one.memory_bytes / (1 << 20):,.1f}M"
-        restarts = f" {one.restarts}x" if one.restarts else ""
+    for process in views:
+        core = "any" if process.core is None else str(process.core)
+        size = "-" if process.memory_bytes is None else f"{process.memory_bytes / (1 << 20):,.1f}M"
+        restarts = f" {process.restarts}x" if process.restarts else ""
         table.add_row(
-            f"{one.role}.{one.index}",
+            f"{process.role}.{process.index}",
             *([] if narrow else [core]),
-            "-" if one.cpu is None else f"{one.cpu:.0%}",
-            *([] if narrow else [own]),
-            Text(one.state + restarts, STATES.get(one.state, BAD)),
-            bar([(COLOURS[label], share) for label, share in one.doing.items() if label in COLOURS], wide),
+            "-" if process.cpu is None else f"{process.cpu:.0%}",
+            *([] if narrow else [size]),
+            Text(process.state + restarts, STATES.get(process.state, BAD)),
+            bar([(COLOURS[label], share) for label, share in process.doing.items() if label in COLOURS], wide),
         )
-    said = [Text(f"{one.role}.{one.index}: {one.work}", FAINT) for one in seen if one.work]
-    whose: dict[str, dict[str, None]] = {}  # roles by numerics, in order
-    for one in seen:
-        if one.numerics and one.role in BACKEND_ROLES:
-            whose.setdefault(f"{one.numerics}{one.backend and f' ({one.backend})'}", {})[one.role] = None
-    by = [f"{', '.join(roles)} {how}" for how, roles in whose.items()]
-    return Group(table, *said, *([Text(f"numerics: {'; '.join(by)}", FAINT)] if by else []))
+    work = [Text(f"{process.role}.{process.index}: {process.work}", FAINT) for process in views if process.work]
+    roles_by_numerics: dict[str, dict[str, None]] = {}
+    for process in views:
+        if process.numerics and process.role in BACKEND_ROLES:
+            numerics = f"{process.numerics}{process.backend and f' ({process.backend})'}"
+            roles_by_numerics.setdefault(numerics, {})[process.role] = None
+    lines = [f"{', '.join(roles)} {numerics}" for numerics, roles in roles_by_numerics.items()]
+    return Group(table, *work, *([Text(f"numerics: {'; '.join(lines)}", FAINT)] if lines else []))
 
 
 def strip(shot: Snapshot, columns: int) -> RenderableType:
-    """A row for each process, time to the right, and what the colours mean."""
+    """Return the time line of the last steps: a row for each process, and the legend of colours."""
     if not shot.strip:
         return Text("no step was computed yet", FAINT)
     steps = shot.strip_steps
     which = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else steps[0] if steps else "prompt"
     lines = [Text(f"{'last steps':<{NAME_COLUMNS}}{which}, {shot.strip_ms:,.1f} ms", FAINT)]
     room = max(10, columns - NAME_COLUMNS)
-    seen: set[str] = set()
+    drawn_letters: set[str] = set()
     for row in shot.strip:
         line = Text(f"{row.name:<{NAME_COLUMNS}}")
         for letter in _resampled(row.cells, room):
-            seen.add(letter)
+            drawn_letters.add(letter)
             line.append("█" if letter in LETTERS else "·", COLOURS[LETTERS[letter]] if letter in LETTERS else NOTHING)
         lines.append(line)
-    meanings = [key(COLOURS[label], label) for letter, label in LETTERS.items() if letter in seen]
+    meanings = [key(COLOURS[label], label) for letter, label in LETTERS.items() if letter in drawn_letters]
     return Group(*lines, listed(meanings, columns, "   "))
 
 
 def _resampled(cells: str, columns: int) -> str:
-    """The most frequent letter of each stretch; something rather than nothing where they are even."""
+    """Return the most frequent letter of each interval; on a tie a letter is preferred to a dot."""
     cuts = [n * len(cells) // columns for n in range(columns + 1)]
     stretches = [cells[a : max(b, a + 1)] for a, b in itertools.pairwise(cuts)]
-    return "".join(max(sorted(set(one), reverse=True), key=one.count) for one in stretches)
+    return "".join(max(sorted(set(stretch), reverse=True), key=stretch.count) for stretch in stretches)

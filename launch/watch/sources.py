@@ -1,4 +1,4 @@
-"""Where snapshots come from: a run on this machine or a watch server elsewhere; and what they wait for."""
+"""The sources of snapshots: a run on this machine, or a watch server elsewhere; and what they wait for."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Source(Protocol):
     ended: str | None
 
     @property
-    def heard(self) -> bool:
-        """Whether the newest snapshot contains an answer of the coordinator. Without one a run looks as if it had
+    def has_answer(self) -> bool:
+        """True if the newest snapshot contains an answer of the coordinator; without one the run looks as if it had
         just begun."""
         return self.latest is not None and self.latest.uptime_s > 0
 
     @property
     def awaits(self) -> str:
-        """Why there is nothing to see, when there was nothing for PATIENT_S."""
+        """Return what is missing if there was nothing to show for PATIENT_S; else an empty string."""
 
     def poll(self, fresh: bool) -> list[Message]:
-        """Events since the last call. fresh: take a new snapshot if this is where they are made."""
+        """Return the events since the last call. fresh: take a new snapshot, if this source takes them."""
 
     def close(self) -> None:
-        """Let go of the run; the source is of no more use."""
+        """Close the connection to the run; the source cannot be used any more."""
 
 
-class Near(Source):
+class LocalSource(Source):
     """A run on this machine."""
 
     def __init__(self, path: Path | None) -> None:
@@ -62,7 +62,7 @@ class Near(Source):
 
     @property
     def awaits(self) -> str:
-        if self.heard or time.monotonic() - self._opened_at < PATIENT_S:
+        if self.has_answer or time.monotonic() - self._opened_at < PATIENT_S:
             return ""
         return "the coordinator has not answered yet"
 
@@ -80,7 +80,7 @@ class Near(Source):
         self._observer.close()
 
 
-class Far(Source):
+class RemoteSource(Source):
     """A run behind a watch server. address: the invitation."""
 
     def __init__(self, address: str) -> None:
@@ -123,20 +123,20 @@ class Far(Source):
 
 
 def open_source(place: str | None) -> Source:
-    """The run at a path, or behind an invitation."""
+    """Open the run at a path, or behind an invitation."""
     if place is not None and place.startswith("tcp://"):
-        return Far(place)
-    return Near(None if place is None else Path(place))
+        return RemoteSource(place)
+    return LocalSource(None if place is None else Path(place))
 
 
 class WaitReport:
-    """Says on standard error, where no screen shows it, what sources wait for; each thing once."""
+    """Reports on standard error, if there is no screen, what sources wait for; each message once."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
 
     def say(self, sources: Iterable[Source]) -> None:
-        """Say what is new."""
+        """Print messages that were not printed before."""
         for source in sources:
             awaits = source.awaits
             if awaits and (source.name, awaits) not in self._said:

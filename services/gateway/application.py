@@ -1,4 +1,4 @@
-"""The application: which path does what. The page at `/` is the folder page/, and nothing from elsewhere."""
+"""The ASGI application: the routes, and the handlers of the endpoints. `/` serves the files of page/."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from typing import Any
 
 from neuronpipe.protocol.errors import named
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
-from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_name
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_request_id
 from neuronpipe.services.gateway.http.access import AccessControl, client_of, respond
-from neuronpipe.services.gateway.http.api_errors import Problem, too_long
-from neuronpipe.services.gateway.http.memory_account import Account, charge_of
+from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
+from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.gateway.http.request_body import read_body
-from neuronpipe.services.gateway.llamacpp.llamacpp_api import Doors
-from neuronpipe.services.gateway.openai.answer_calls import CallingForm
-from neuronpipe.services.gateway.openai.echo import EchoAnswer, EchoForm
-from neuronpipe.services.gateway.openai.infill import InfillAnswer
-from neuronpipe.services.gateway.openai.request_schema import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
-from neuronpipe.services.gateway.openai.response_encoding import ChatForm, Form, TextForm
-from neuronpipe.services.gateway.openai.response_sending import Answer
+from neuronpipe.services.gateway.llamacpp.llamacpp_api import LlamaCppApi
+from neuronpipe.services.gateway.openai.answer_calls import ToolCallEncoder
+from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse
+from neuronpipe.services.gateway.openai.infill import InfillResponse
+from neuronpipe.services.gateway.openai.request_schema import (
+    MAX_SEQUENCES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder, CompletionEncoder, ResponseEncoder
+from neuronpipe.services.gateway.openai.response_sending import GenerationResponse
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
-from neuronpipe.services.gateway.openai.responses_encoding import ResponseForm
-from neuronpipe.services.gateway.openapi_description import description
-from neuronpipe.services.gateway.runs.live_view import View
-from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Model, Models
+from neuronpipe.services.gateway.openai.responses_encoding import ResponsesEncoder
+from neuronpipe.services.gateway.openapi_description import openapi_document
+from neuronpipe.services.gateway.runs.live_view import LiveResponse
+from neuronpipe.services.gateway.runs.served_models import HEALTH_S, ServedModel, ServedModels
 from neuronpipe.services.runtime.listener import Listener
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -41,9 +46,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 ENDING = "the server is ending"
-TEXT_BYTES = 1 << 10  # of one text that is asked for, beside its prompt
-KEPT_TOKEN_BYTES = 40  # of a token id in a tuple
-MESSAGE_TOKEN_BYTES = (5, 1)  # of a token id, and of a character, in a message
+SEQUENCE_BYTES = 1 << 10  # memory of one requested sequence, beside its prompt
+TUPLE_TOKEN_BYTES = 40  # memory of a token id in a tuple
+MESSAGE_TOKEN_BYTES = (5, 1)  # size of a token id, and of a character, in a message
 PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_INDEX = "index.html"
 PAGE_HEADERS = {
@@ -54,20 +59,20 @@ PAGE_HEADERS = {
 
 
 class Gateway:
-    """What the endpoints share."""
+    """The handlers of all endpoints, and what they share."""
 
-    def __init__(self, models: Models, listener: Listener, account: Account) -> None:
+    def __init__(self, models: ServedModels, listener: Listener, account: MemoryAccount) -> None:
         self._models, self._listener, self._account = models, listener, account
-        self._doors = Doors(models)
+        self._llamacpp = LlamaCppApi(models)
         self._metrics = Metrics()
 
     def application(self) -> ASGIApp:
-        """The ASGI application."""
+        """Return the ASGI application, with access control around it."""
         routes = [
             *_with_and_without_version("/chat/completions", self.chat, "POST"),
             *_with_and_without_version("/completions", self.completions, "POST"),
             *_with_and_without_version("/responses", self.responses, "POST"),
-            *_with_and_without_version("/embeddings", self._doors.embeddings, "POST"),
+            *_with_and_without_version("/embeddings", self._llamacpp.embeddings, "POST"),
             *_with_and_without_version("/models", self.models, "GET"),
             *_with_and_without_version("/models/{name:path}", self.model, "GET"),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -81,82 +86,101 @@ class Gateway:
         ]
         app = Starlette(
             routes=[*routes, *_page_routes()],
-            exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
+            exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
         )
         app.router.redirect_slashes = False
         paths = frozenset(route.path for route in routes)
         return AccessControl(app, self._listener, self._metrics, paths, self._account)
 
     def end(self) -> None:
-        """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
+        """Refuse waiting and further requests, and end streams, because the server ends."""
         self._models.end("draining", ENDING)
 
-    # ---- texts -----------------------------------------------------------------------------------------------
-    async def chat(self, request: Request) -> Answer:
-        """Answer a conversation."""
+    # ---- OpenAI's API ----------------------------------------------------------------------------------------
+    async def chat(self, request: Request) -> GenerationResponse:
+        """Handle requests to `POST /v1/chat/completions`."""
         body = await read_body(request, ChatRequest)
-        return await self._conversation(request, body, ChatForm, CallingForm)
+        return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
 
-    async def responses(self, request: Request) -> Answer:
-        """Answer a conversation, as the Responses API asks."""
-        asked = await read_body(request, ResponsesRequest)
-        form = functools.partial(ResponseForm, asked.echoed())
-        return await self._conversation(request, asked.as_chat(), form, form)
+    async def responses(self, request: Request) -> GenerationResponse:
+        """Handle requests to `POST /v1/responses`."""
+        body = await read_body(request, ResponsesRequest)
+        encoder = functools.partial(ResponsesEncoder, body.echoed())
+        return await self._conversation(request, body.as_chat(), encoder, encoder)
 
     async def _conversation(
-        self, request: Request, body: ChatRequest, form: Callable[..., Form], calling: Callable[..., Form]
-    ) -> Answer:
-        """form: of an answer that is a text; calling: of one that may call functions."""
-        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        model = self._models.named(body.model)
-        prompt = await model.chat.prompt_of(body)
-        if offer is None:
-            return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
-        form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
-        return self._answer(
-            request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
-        )
-
-    async def completions(self, request: Request) -> Answer:
-        """Continue a text."""
-        body = await read_body(request, CompletionRequest)
-        model = self._models.named(body.model)
-        if body.suffix:
-            filled = functools.partial(InfillAnswer, infill=model.infill, suffix=body.suffix)
-            return self._answer(request, model, body, body.prompts, body.max_tokens, TextForm, answer=filled)
-        form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
-        response = self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
-        charge_of(request.scope).set(_asked_bytes(body.prompts, body.candidates) + _kept_bytes(body.prompts))
-        return response
-
-    def _answer(
         self,
         request: Request,
-        model: Model,
-        body: Sampling,
+        body: ChatRequest,
+        encoder: Callable[..., ResponseEncoder],
+        call_encoder: Callable[..., ResponseEncoder],
+    ) -> GenerationResponse:
+        """Answer a conversation.
+
+        encoder: the encoder of a completion that is text only
+        call_encoder: the encoder of a completion that may call functions
+        """
+        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
+        model = self._models.find(body.model)
+        prompt = await model.chat.write_prompt(body)
+        if offer is None:
+            return self._generate(
+                request, model, body, [prompt.text + body.answer_prefix], limit, encoder, frame=prompt.frame
+            )
+        encoder = functools.partial(call_encoder, calls=prompt.calls, text=not offer.required)
+        return self._generate(
+            request, model, body, [prompt.text], limit, encoder, frame=prompt.frame, calls=offer.calls(prompt.calls)
+        )
+
+    async def completions(self, request: Request) -> GenerationResponse:
+        """Handle requests to `POST /v1/completions`."""
+        body = await read_body(request, CompletionRequest)
+        model = self._models.find(body.model)
+        if body.suffix:
+            infill = functools.partial(InfillResponse, infill=model.infill, suffix=body.suffix)
+            encoder: type[ResponseEncoder] = CompletionEncoder
+            return self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=infill)
+        encoder, kind = (EchoEncoder, EchoResponse) if body.echo else (CompletionEncoder, GenerationResponse)
+        response = self._generate(request, model, body, body.prompts, body.max_tokens, encoder, respond_with=kind)
+        charge_of(request.scope).set(_request_bytes(body.prompts, body.candidates) + _prompt_object_bytes(body.prompts))
+        return response
+
+    def _generate(
+        self,
+        request: Request,
+        model: ServedModel,
+        body: GenerationRequest,
         prompts: Sequence[str | list[int]],
         max_tokens: int,
-        form: Callable[..., Form],
+        encoder: Callable[..., ResponseEncoder],
         *,
         frame: bool = True,
-        answer: Callable[..., Answer] = Answer,
+        respond_with: Callable[..., GenerationResponse] = GenerationResponse,
         calls: Calls | None = None,
-    ) -> Answer:
-        if len(prompts) * body.candidates > MAX_TEXTS:
+    ) -> GenerationResponse:
+        """Return the response that generates the completions of a request.
+
+        encoder: called with the fields of a `ResponseEncoder`
+        frame: True if the tokenizer adds its begin and end tokens
+        calls: the calls that a completion may or must contain
+
+        Raises ApiError if the request is too large.
+        """
+        if len(prompts) * body.candidates > MAX_SEQUENCES:
             param = "n" if body.candidates == body.n else "best_of"
-            said = f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one"
-            raise Problem(400, "invalid_value", f"{param}: {said} request", param=param)
+            message = f"{body.candidates} completions for each of {len(prompts)} prompts exceed the limit of a request"
+            raise ApiError(400, "invalid_value", f"{param}: {message}, {MAX_SEQUENCES}", param=param)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
-        constraint, client = body.constraint, client_of(request, body.who)
+        constraint, client = body.constraint, client_of(request, body.end_user)
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        chooses = body.candidates > body.n
-        charge_of(request.scope).grow(_asked_bytes(prompts, body.candidates))
+        needs_ranking = body.candidates > body.n
+        charge_of(request.scope).grow(_request_bytes(prompts, body.candidates))
         texts: list[tuple[str | None, tuple[int, ...] | None]] = [
-            (prompt, None) if isinstance(prompt, str) else (None, _fitting(prompt, model)) for prompt in prompts
+            (prompt, None) if isinstance(prompt, str) else (None, _checked_tokens(prompt, model)) for prompt in prompts
         ]
-        asks = [
+        requests = [
             Generate(
-                request=new_name(),
+                request=new_request_id(),
                 prompt=prompt,
                 tokens=tokens,
                 frame=frame,
@@ -166,72 +190,72 @@ class Gateway:
                 grammar=constraint.text if constraint is not None else None,
                 grammar_syntax=constraint.syntax if constraint is not None else "json",
                 calls=calls,
-                logprobs=0 if chooses and body.rated is None else body.rated,
-                stop=body.stops if calls is None or calls.text else (),
+                logprobs=0 if needs_ranking and body.logprobs_per_token is None else body.logprobs_per_token,
+                stop=body.stop_strings if calls is None or calls.text else (),
                 owner=client,
                 **body.options,
             )
             for prompt, tokens in texts
             for number in range(body.candidates)
         ]
-        counts = body.stream_options is not None and body.stream_options.include_usage
-        return answer(
-            self._models.holding(model),
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return respond_with(
+            self._models.run_acquirer(model),
             self._metrics,
-            form(
+            encoder(
                 model.name,
                 model.fingerprint,
-                counts=counts,
-                rates=body.rated is not None,
+                with_usage=with_usage,
+                with_logprobs=body.logprobs_per_token is not None,
                 end_tokens=model.package.manifest.end_tokens,
             ),
-            asks,
+            requests,
             context_tokens=model.context_tokens,
-            texts_per_prompt=body.candidates,
+            sequences_per_prompt=body.candidates,
             sent_per_prompt=body.n,
             stream=body.stream,
             client=client,
         )
 
-    # ---- small doors -----------------------------------------------------------------------------------------
+    # ---- llama.cpp's endpoints -------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of a text."""
-        return _json(await self._doors.tokenize(request, client_of(request, None)))
+        """Handle requests to `POST /tokenize`."""
+        return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of tokens."""
-        return _json(await self._doors.detokenize(request, client_of(request, None)))
+        """Handle requests to `POST /detokenize`."""
+        return _json(await self._llamacpp.detokenize(request, client_of(request, None)))
 
     async def apply_template(self, request: Request) -> Response:
-        """The prompt that a conversation becomes."""
+        """Handle requests to `POST /apply-template`: return the prompt of a conversation."""
         body = await read_body(request, ChatRequest)
-        prompt = await self._models.named(body.model).chat.prompt_of(body)
-        return _json({"prompt": prompt.text + body.begun})
+        prompt = await self._models.find(body.model).chat.write_prompt(body)
+        return _json({"prompt": prompt.text + body.answer_prefix})
 
     async def props(self, request: Request) -> Response:
-        """What the server is."""
-        return _json(await self._doors.props(request.query_params.get("model")))
+        """Handle requests to `GET /props`."""
+        return _json(await self._llamacpp.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """The models there are."""
+        """Handle requests to `GET /v1/models`."""
         return _json({"object": "list", "data": self._models.facts()})
 
     async def model(self, request: Request) -> Response:
-        """One of them, by its name."""
-        name = self._models.named(request.path_params["name"]).name
-        return _json(next(one for one in self._models.facts() if one["id"] == name))
+        """Handle requests to `GET /v1/models/NAME`."""
+        name = self._models.find(request.path_params["name"]).name
+        return _json(next(model for model in self._models.facts() if model["id"] == name))
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
+        """Handle requests to `GET /health`. Raises ApiError (503) while the run is not ready."""
         return _json(await self._models.health())
 
-    async def live(self, request: Request) -> View:
-        """Snapshots of a run, as long as the client stays."""
-        return self._models.run_of(self._models.named(request.query_params.get("model"))).live.view()
+    async def live(self, request: Request) -> LiveResponse:
+        """Handle requests to `GET /live`: a stream of snapshots of a run."""
+        return self._models.run_of(self._models.find(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
+        """Handle requests to `GET /metrics`."""
         page = self._metrics.page(
             [
                 (name, await run.coordinator.fresh_status(HEALTH_S), run.coordinator.waiting)
@@ -241,42 +265,48 @@ class Gateway:
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:
-        """What the endpoints take and give, as an OpenAPI document."""
-        return _json(description(version("neuronpipe")))
+        """Handle requests to `GET /openapi.json`."""
+        return _json(openapi_document(version("neuronpipe")))
 
 
-def _asked_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
-    """What the texts of a request take: each sent one has its prompt once more on its way to the coordinator."""
-    texts = len(prompts) * candidates
+def _request_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
+    """Return the memory of a request's sequences; each one that is sent holds a copy of its prompt until it is
+    delivered."""
+    sequences = len(prompts) * candidates
     longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)
-    return texts * TEXT_BYTES + min(texts, MAX_SENT) * longest_bytes
+    return sequences * SEQUENCE_BYTES + min(sequences, MAX_SENT) * longest_bytes
 
 
-def _kept_bytes(prompts: Sequence[str | list[int]]) -> int:
-    """What prompts take as Python objects, which is less than what was reserved before they were parsed."""
-    return sum(sys.getsizeof(one) if isinstance(one, str) else KEPT_TOKEN_BYTES * len(one) for one in prompts)
+def _prompt_object_bytes(prompts: Sequence[str | list[int]]) -> int:
+    """Return the memory of prompts as Python objects, which is less than the bound that was reserved before parsing."""
+    return sum(
+        sys.getsizeof(prompt) if isinstance(prompt, str) else TUPLE_TOKEN_BYTES * len(prompt) for prompt in prompts
+    )
 
 
-def _fitting(tokens: list[int], model: Model) -> tuple[int, ...]:
-    """The prompt's tokens. Raises Problem where they are more than the context has."""
+def _checked_tokens(tokens: list[int], model: ServedModel) -> tuple[int, ...]:
+    """Return a prompt's tokens. Raises ApiError if they are more than the context has."""
     if len(tokens) > model.context_tokens:
-        raise too_long(model.context_tokens, len(tokens))
+        raise prompt_too_long(model.context_tokens, len(tokens))
     return tuple(tokens)
 
 
 def _with_and_without_version(path: str, serve: Callable[[Request], Any], method: str) -> list[Route]:
-    """Some clients are told the server's address without `/v1`."""
+    """Return routes with and without `/v1`, since some clients are configured with the server's address alone."""
     return [Route(f"{version}{path}", serve, methods=[method]) for version in ("/v1", "")]
 
 
 def _page_routes() -> list[BaseRoute]:
-    """`/` for the page itself, `/page/NAME` for what it is made of: a route for each file that was there at start."""
+    """Return a route for each file of the page: `/` for index.html, `/page/NAME` for the others."""
     files = sorted(file for file in PAGE_FOLDER.glob("*") if file.is_file())
     return [Route("/" if file.name == PAGE_INDEX else f"/page/{file.name}", _serving(file)) for file in files]
 
 
 def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Read at each request, without a thread: it has a few kilobytes, and a thread's stack alone eight megabytes."""
+    """Return a handler that reads the file at each request.
+
+    It reads without a thread: files have a few kilobytes, and the stack of a thread alone has eight megabytes.
+    """
     kind = guess_type(file.name)[0]
 
     async def serve(request: Request) -> Response:
@@ -289,25 +319,27 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(json.dumps(content), media_type="application/json")
 
 
-async def _problem(request: Request, problem: Exception) -> Response:
-    assert isinstance(problem, Problem)
+async def _api_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, ApiError)
     return respond(problem)
 
 
-async def _http_problem(request: Request, error: Exception) -> Response:
-    """No such path, or not that method there."""
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer a request whose path or method does not exist."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     detail = error.detail
     if error.status_code == 404:
-        detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
+        detail = "this path does not exist; the API is below /v1, and /openapi.json describes it"
     elif error.status_code == 405:
-        detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
+        detail = f"this path accepts only {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))}"
     text = f"{named(request.method)} {named(request.url.path)}: {detail}"
     headers = tuple((error.headers or {}).items())
-    return respond(Problem(error.status_code, code, text, headers=headers))
+    return respond(ApiError(error.status_code, code, text, headers=headers))
 
 
-async def _trouble(request: Request, error: Exception) -> Response:
-    """A mistake of ours; Starlette logs it."""
-    return respond(Problem(500, "internal", "the server made a mistake; its log says which", kind="server_error"))
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Answer a request that failed because of a bug; Starlette logs the exception."""
+    return respond(
+        ApiError(500, "internal", "an internal error; the server's log has the details", kind="server_error")
+    )

@@ -1,7 +1,7 @@
-"""The gateway process: an HTTP server on a socket that it was given, and a client of the run.
+"""The gateway process: an HTTP server on an inherited socket, and a client of the run.
 
-What it needs from elsewhere (the HTTP server, the validation of requests) is imported here and not before the fork:
-no other process of a run pays for it.
+The HTTP server and the request models are imported inside functions, after the fork, so that no other process of a run
+pays for them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from neuronpipe.services.runtime.listener import Listener
 from neuronpipe.services.runtime.pulse import Pulse, event_loop, unwatched
 
 if TYPE_CHECKING:
-    from neuronpipe.services.gateway.client.run_client import Coordinator
-    from neuronpipe.services.gateway.runs.served_models import Models
+    from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+    from neuronpipe.services.gateway.runs.served_models import ServedModels
 
 KEEP_ALIVE_S = 15
 LAST_WORDS_S = 1
@@ -39,9 +39,12 @@ MAX_GROWTH_BYTES = 512 << 20
 
 
 @frozen(kw_only=True)
-class Hosted:
-    """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
-    uses. templates_bytes: by how much chat templates may make a helper process grow."""
+class HostedPackages:
+    """Packages that are served within one memory limit, each with the plan of its run.
+
+    keep_alive_s: how long an unused run stays
+    templates_bytes: by how much chat templates may make a helper process grow
+    """
 
     packages: Sequence[tuple[Package, Plan]]
     limit_bytes: int
@@ -56,7 +59,7 @@ class GatewayService:
         self._job = job
 
     def serve(self) -> None:
-        """Serve until told to stop."""
+        """Serve until a signal arrives or the run ends."""
         assert self._job.listener is not None
         serve(self._job.package, self._job.directory, self._job.listener, pulse=self._job.pulse)
 
@@ -68,18 +71,24 @@ def serve(
     run_ended: Callable[[], str | None] | None = None,
     pulse: Pulse | None = None,
 ) -> None:
-    """Serve one run until SIGTERM, SIGINT, or its end. pulse: shows whether the server gets on, where it is watched."""
-    _until_told(_serve_run(package, run, listener, run_ended), pulse or unwatched())
+    """Serve one run until SIGTERM, SIGINT, or its end.
+
+    run_ended: polled; returns the reason once the run has ended
+    pulse: written regularly, for a watchdog that detects a server that hangs
+    """
+    _run_until_signal(_serve_run(package, run, listener, run_ended), pulse or unwatched())
 
 
-def serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
-    """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link, which
-    starts and ends their runs. pulse: shows whether the server gets on."""
-    _until_told(_serve_hosted(hosted, listener, link), pulse)
+def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
+    """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link.
+
+    That command starts and ends the runs (see runs/hosted_packages.py). pulse: as in `serve`.
+    """
+    _run_until_signal(_serve_hosted(hosted, listener, link), pulse)
 
 
-def _until_told(work: Coroutine[None, None, None], pulse: Pulse) -> None:
-    """Signals wait until the server takes them: one that came before would break off the event loop."""
+def _run_until_signal(work: Coroutine[None, None, None], pulse: Pulse) -> None:
+    """Run a coroutine. Signals are blocked until the server handles them; an earlier one would abort the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with asyncio.Runner(loop_factory=lambda: event_loop(pulse)) as runner:
@@ -92,34 +101,36 @@ async def _serve_run(
     package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None
 ) -> None:
     from neuronpipe.plans.plan.memory_budget import templates_bytes
-    from neuronpipe.services.gateway.runs.served_models import Model, Models, Run
+    from neuronpipe.services.gateway.runs.served_models import Run, ServedModel, ServedModels
 
     plan = read_plan(run.path / PLAN_FILE)
-    model = Model(package, plan)
-    # A run that was started without a gateway has none in its plan.
+    model = ServedModel(package, plan)
+    # The plan of a run that was started without a gateway reserves nothing for templates.
     growth_bytes = plan.memory.templates_bytes or templates_bytes(plan.memory.limit_bytes)
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
     with _end_reported(run, model.run.coordinator) if run_ended is not None else contextlib.nullcontext():
-        await _serve(Models([model], growth_bytes), listener, over)
+        await _serve(ServedModels([model], growth_bytes), listener, over)
 
 
 @contextlib.contextmanager
-def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]:
-    """Meanwhile the kernel reports the end of the run's supervisor, where it can and the process is to be seen from
-    here: then nobody looks for that every second."""
+def _end_reported(run: RunDirectory, coordinator: CoordinatorClient) -> Iterator[None]:
+    """While the context lasts, let the kernel report the end of the run's supervisor, so that it is polled rarely.
+
+    It has no effect if the kernel does not support it or the process is not visible from here.
+    """
     from neuronpipe.services.gateway.client.run_client import REPORTED_LOOK_S
 
     loop = asyncio.get_running_loop()
     try:
         descriptor = os.pidfd_open(run.read().supervisor_pid)
-    except (OSError, AttributeError, UserError):  # an old kernel or libc; the run has just ended
+    except (OSError, AttributeError, UserError):  # an old kernel or libc, or the run has just ended
         yield
         return
 
     def ended() -> None:
         loop.remove_reader(descriptor)
-        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory may take a moment to go
+        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory is removed a moment later
         coordinator.look_at_run()
 
     loop.add_reader(descriptor, ended)
@@ -132,27 +143,27 @@ def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]
         os.close(descriptor)
 
 
-async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
+async def _serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket) -> None:
     from neuronpipe.services.gateway.runs.hosted_packages import HostedModels
-    from neuronpipe.services.gateway.runs.run_pool import Pool
-    from neuronpipe.services.gateway.runs.served_models import Model
+    from neuronpipe.services.gateway.runs.run_pool import RunPool
+    from neuronpipe.services.gateway.runs.served_models import ServedModel
 
     over = asyncio.get_running_loop().create_future()
     takes_bytes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
-    pool = Pool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
-    offered = [Model(package, plan) for package, plan in hosted.packages]
-    models = HostedModels(offered, pool, hosted.templates_bytes, lambda: over.set_result(None))
+    pool = RunPool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
+    served_models = [ServedModel(package, plan) for package, plan in hosted.packages]
+    models = HostedModels(served_models, pool, hosted.templates_bytes, lambda: over.set_result(None))
     await models.attach(link)
     await _serve(models, listener, over)
 
 
-async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) -> None:
+async def _serve(models: ServedModels, listener: Listener, over: asyncio.Future[Any]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.http.http_server import MAX_HEAD_BYTES, BoundedProtocol, SleepingServer
-    from neuronpipe.services.gateway.http.memory_account import Account
+    from neuronpipe.services.gateway.http.memory_account import MemoryAccount
 
-    account = Account()
+    account = MemoryAccount()
     gateway = Gateway(models, listener, account)
     config = uvicorn.Config(
         gateway.application(),
@@ -167,14 +178,14 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-    # No request may take the machine's memory: it fails alone.
+    # A request that would take too much memory must fail alone, without taking the machine's memory.
     with bounded_growth(), socket.socket(fileno=listener.descriptor) as listening:
         try:
             server = SleepingServer(config, SIGNALS, gateway.end)
             over.add_done_callback(lambda _: server.end())
-            trying = asyncio.ensure_future(models.try_templates())
+            template_trial = asyncio.ensure_future(models.try_templates())
             await server.serve(sockets=[listening])
-            trying.cancel()
+            template_trial.cancel()
             over.cancel()
         finally:
             await models.close()
@@ -182,14 +193,18 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
 
 @contextlib.contextmanager
 def bounded_growth() -> Iterator[None]:
-    """Meanwhile this process's own memory grows by MAX_GROWTH_BYTES at most: beyond, an allocation fails. Address space
-    does not count, since each thread reserves 72 MB of it, for a stack and a heap that stay almost empty."""
-    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which would cost every gateway a megabyte
+    """While the context lasts, bound the growth of this process's memory to MAX_GROWTH_BYTES; beyond it, allocations
+    fail.
+
+    The limit is on data, not on address space: each thread reserves 72 MB of addresses for a stack and a heap that stay
+    almost empty.
+    """
+    statm = Path("/proc/self/statm").read_text().split()  # not psutil, which takes a megabyte
     writable_bytes = int(statm[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = writable_bytes + MAX_GROWTH_BYTES
-    if soft == resource.RLIM_INFINITY or soft > wanted:
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    limit_bytes = writable_bytes + MAX_GROWTH_BYTES
+    if soft == resource.RLIM_INFINITY or soft > limit_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The OpenAPI description at /openapi.json: what the endpoints take, from the very models that check it."""
+"""The OpenAPI description at /openapi.json, generated from the models that validate requests."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"conten
 APPLIED = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
 PROPS = {"type": "object", "required": ["default_generation_settings", "total_slots"]}
 CHOICE = {"type": "object", "required": ["index", "finish_reason", "logprobs"]}
-PROBLEMS = {
-    "400": "the request is not understood",
-    "401": "a key is needed",
-    "403": "not for pages from elsewhere",
-    "404": "there is no such thing",
-    "408": "the body came too slowly",
-    "413": "the body is too large",
-    "415": "the body is not declared as JSON, or it is compressed",
-    "429": "too much at once; see Retry-After",
-    "431": "the headers are too large",
-    "500": "trouble inside",
-    "503": "not ready; see Retry-After",
+ERROR_DESCRIPTIONS = {
+    "400": "The request is invalid.",
+    "401": "A key is required.",
+    "403": "The Host or Origin header is not allowed.",
+    "404": "The path or the model does not exist.",
+    "408": "The body arrived too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is not declared as JSON, or it is compressed.",
+    "429": "Too many requests; try again after Retry-After seconds.",
+    "431": "The headers are too large.",
+    "500": "An internal error occurred.",
+    "503": "The server is not ready; try again after Retry-After seconds.",
 }
 
 
-def description(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+def openapi_document(version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document."""
     kinds: tuple[type[BaseModel], ...] = (
         ChatRequest,
         CompletionRequest,
@@ -84,11 +84,16 @@ def description(version: str) -> dict[str, Any]:
         TokenizeRequest,
         DetokenizeRequest,
     )
-    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
-    schemas = {name: _nullable(schema) for name, schema in made["$defs"].items()} | {"Error": ERROR, "Usage": USAGE}
+    _, generated = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
+    schemas = {name: _nullable(schema) for name, schema in generated["$defs"].items()}
+    schemas |= {"Error": ERROR, "Usage": USAGE}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "neuronpipe", "version": version, "description": "OpenAI's API for one model."},
+        "info": {
+            "title": "neuronpipe",
+            "version": version,
+            "description": "OpenAI's API for the models of this server.",
+        },
         "paths": {
             "/v1/chat/completions": _text("chat", ChatRequest, "chat.completion"),
             "/v1/completions": _text("completion", CompletionRequest, "text_completion"),
@@ -116,7 +121,7 @@ def description(version: str) -> dict[str, Any]:
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """null counts as not given, wherever a field need not be."""
+    """Allow null for every optional field: it counts as absent."""
     required = schema.get("required", [])
     properties = {
         name: field if name in required else {"anyOf": [field, {"type": "null"}]}
@@ -127,8 +132,8 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _responses(content: dict[str, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"{REFERENCE}Error"}}}
-    problems = {status: {"description": text, "content": error} for status, text in PROBLEMS.items()}
-    return {"200": {"description": "the answer", "content": content}} | problems
+    errors = {status: {"description": text, "content": error} for status, text in ERROR_DESCRIPTIONS.items()}
+    return {"200": {"description": "The response.", "content": content}} | errors
 
 
 def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
@@ -146,7 +151,7 @@ def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
 
 
 def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """A body of this kind, and its answer."""
+    """Describe a POST endpoint: its request model and the schema of its response."""
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,7 +1,7 @@
-"""Attached to a live run as any monitor may be: a client's status, the published events, and read-only descriptors.
+"""An observer of a live run: the status as a client gets it, published events, and shared memory mapped read-only.
 
-Nothing here can hold the run up. The coordinator answers a status when it comes to it, events that are not read are
-dropped at its end, and shared memory is read without a lock.
+It cannot delay the run. The coordinator answers a status request when it has time, events that are not read are dropped
+on its side, and shared memory is read without a lock.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from neuronpipe.services.monitor.span_rings import RunTrace
 
 RESIDENCY_EVERY_S = 1.0
 FIRST_STATUS_S = 1.0
-HELD = ("fixed", "kv")  # segments whose pages are taken as they are written
+TOUCHED_SEGMENTS = ("fixed", "kv")  # segments whose pages become resident as they are written
 RESTARTS = BOARD_WORDS.index("restarts")
-ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
+ASK_AGAIN_S = 2.0  # a coordinator that was restarted does not answer requests to its predecessor
 
 
 class Observer(Closing):
-    """One live run. `poll` often, so that events are not dropped; `snapshot` as often as somebody looks. Both raise
-    NotRunning when the run has ended."""
+    """One live run. Call `poll` often, so that no events are dropped, and `snapshot` whenever one is needed.
+
+    Both raise NotRunning when the run has ended.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.directory, run_file = RunDirectory.find(path)
@@ -56,7 +58,7 @@ class Observer(Closing):
         self._asked_at: float | None = None
         self._waits_for_first = True
         self._counted_at = float("-inf")
-        self._open = ExitStack()  # what is open, closed in reverse
+        self._open = ExitStack()
         self._open.callback(self._context.close)
         try:
             self._map(run_file, summary)
@@ -76,10 +78,10 @@ class Observer(Closing):
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
         self._memory, self._withheld = self._board.view("memory"), self._board.view("withheld")
-        self._held = {name: self._open.enter_context(run_file.open_segment(name)) for name in HELD}
+        self._held = {name: self._open.enter_context(run_file.open_segment(name)) for name in TOUCHED_SEGMENTS}
 
     def poll(self) -> list[Message]:
-        """Events since the last call, oldest first; and the next question to the coordinator, if it is due."""
+        """Return the events since the last call, oldest first."""
         self.directory.read()  # raises when the run is over
         now_s = time.monotonic()
         events = []
@@ -93,8 +95,11 @@ class Observer(Closing):
         return events
 
     def snapshot(self) -> Snapshot:
-        """The run now, after a `poll`. Status is that of the last answer; the next one is asked for. The first snapshot
-        waits for an answer, up to FIRST_STATUS_S: without one it would show a run that is not ready."""
+        """Return a snapshot of the run; call `poll` before. It contains the last status, and requests the next one.
+
+        The first snapshot waits up to FIRST_STATUS_S for a status: without one the run would look as if it were not
+        ready.
+        """
         self._ask()
         if self._waits_for_first:
             self._waits_for_first = False
@@ -127,33 +132,33 @@ class Observer(Closing):
                 return  # no answer: the snapshots say for how long
 
     def _see(self, now_s: float) -> tuple[ProcessView, ...]:
-        """The processes: pids from the board, which is right at any moment; the rest as the coordinator last said."""
+        """Return the processes: process ids from the board, which is always current; the rest from the last status."""
         pids = [self._pids[line * LINE_WORDS] for line in range(len(self._planned))]
         self._processes.sample(pids, now_s)
-        said = self._monitor.processes or self._planned
+        statuses = self._monitor.processes or self._planned
         views: list[ProcessView] = []
-        for one, pid, doing in zip(said, pids, self._activity.doing(lib.np_trace_now()), strict=True):
+        for status, pid, doing in zip(statuses, pids, self._activity.doing(lib.np_trace_now()), strict=True):
             views.append(
                 ProcessView(
-                    role=one.role,
-                    index=one.index,
+                    role=status.role,
+                    index=status.index,
                     pid=pid,
-                    state=one.state if pid == one.pid else "starting",
-                    core=one.core,
-                    step=one.step,
+                    state=status.state if pid == status.pid else "starting",
+                    core=status.core,
+                    step=status.step,
                     restarts=self._pids[len(views) * LINE_WORDS + RESTARTS],
                     cpu=_rounded(self._processes.cpu(pid)),
                     memory_bytes=self._processes.memory_bytes(pid),
-                    numerics=one.numerics,
-                    backend=one.backend,
-                    work=one.work,
+                    numerics=status.numerics,
+                    backend=status.backend,
+                    work=status.work,
                     doing=doing,
                 )
             )
         return tuple(views)
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Close connections and mappings of the run."""
         self._open.close()
 
 

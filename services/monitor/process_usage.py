@@ -1,4 +1,4 @@
-"""What the kernel says of a run's processes: processor time, and memory; what is shared counts by its share."""
+"""Processor time and memory of a run's processes, as the kernel reports them; shared memory counts by its share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at 
 
 
 class Processes:
-    """Samples of some processes, by process id. Those that are gone are forgotten."""
+    """Samples of processes by process id. Samples of processes that are not passed any more are dropped."""
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[float, float]]] = {}
@@ -23,7 +23,7 @@ class Processes:
         self._turn = 0
 
     def sample(self, pids: Iterable[int], now_s: float) -> None:
-        """Look at these processes now; processor time of them all, memory of the next one in turn."""
+        """Sample the processor time of all these processes, and the memory of the next one in turn."""
         live = [pid for pid in pids if pid]
         self._times = {pid: self._times.get(pid, []) for pid in live}
         self._memory = {pid: size for pid, size in self._memory.items() if pid in self._times}
@@ -42,19 +42,19 @@ class Processes:
             self._memory_at = now_s
 
     def cpu(self, pid: int) -> float | None:
-        """Processor time over time, in the last second or so; None when that is not known yet."""
+        """Return the share of a core used in the last second or so; None if it is not known yet."""
         times = self._times.get(pid, [])
         if len(times) < 2 or times[-1][0] <= times[0][0]:
             return None
         return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
 
     def memory_bytes(self, pid: int) -> int | None:
-        """Memory of its own."""
+        """Return private memory in bytes; None if it is not known yet."""
         return self._memory.get(pid)
 
 
 def processor_s(pid: int) -> float | None:
-    """Processor time that a process has used, all threads together; None when it is gone."""
+    """Return the processor time of a process in seconds, over all threads; None if it does not exist."""
     import psutil  # only who watches pays for it: the supervisor needs `process_memory` alone
 
     try:
@@ -65,8 +65,10 @@ def processor_s(pid: int) -> float | None:
 
 
 class ProcessMemory(NamedTuple):
-    """Of one process, its share of what it shares with others: what is in memory, how much of that is shared memory
-    (None: before Linux 5.4), and what the system has swapped out."""
+    """The memory of one process, in which shared pages count by the process's share.
+
+    shared_bytes: the part that is shared memory; None before Linux 5.4
+    """
 
     proportional_bytes: int
     shared_bytes: int | None
@@ -74,7 +76,10 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory(pid: int) -> ProcessMemory:
-    """Zeros when it is gone or cannot be read. By hand: psutil does not tell what of it is shared memory."""
+    """Return the memory of a process; zeros if it does not exist or cannot be read.
+
+    It reads smaps_rollup itself, because psutil does not report which part is shared memory.
+    """
     try:
         sizes = dict(_SIZES.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
     except OSError:
@@ -86,7 +91,7 @@ def process_memory(pid: int) -> ProcessMemory:
 
 
 def helpers_of(pids: Iterable[int]) -> list[int]:
-    """The children of these processes. None on a kernel that does not tell."""
+    """Return the child processes of these processes; none if the kernel does not list them."""
     helpers: list[int] = []
     for pid in pids:
         with contextlib.suppress(OSError):

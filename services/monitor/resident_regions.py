@@ -1,4 +1,4 @@
-"""What of the model is in memory, counted in the residency entries: read through a mapping that cannot write them."""
+"""The resident part of the model, counted in the residency entries through a read-only mapping."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ PARTS = ("trigger", "value")
 
 @frozen
 class Residency:
-    """Cluster parts in memory. slots (as there are now), pinned, cold, loading: (triggers, values); by_layer: share of
-    each layer's parts; asked: entries of the workers' rings that the loader has not taken."""
+    """Counts of cluster parts in memory, as (triggers, values).
+
+    slots: present number of slots
+    by_layer: the resident share of each layer's parts
+    queued_requests: entries of the workers' rings that the loader has not read
+    """
 
     slots: tuple[int, int]
     pinned: tuple[int, int]
     cold: tuple[int, int]
     loading: tuple[int, int]
     by_layer: tuple[float, ...]
-    asked: int
+    queued_requests: int
 
 
 class Regions(Closing):
-    """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
+    """The residency segment of a run. `count` reads every entry: a millisecond for a million."""
 
     def __init__(self, run_file: RunFile, summary: RunSummary) -> None:
         with run_file.open_segment("residency") as segment:
@@ -42,7 +46,7 @@ class Regions(Closing):
         )
 
     def count(self) -> Residency:
-        """What is there now."""
+        """Count the resident parts at this moment."""
         pinned, cold, loading = [], [], []
         by_layer = np.zeros(self._layers)
         for shared in self._words:
@@ -65,6 +69,6 @@ class Regions(Closing):
         )
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Close the mapping of the segment."""
         del self._words, self._tails, self._heads, self._slots
         self._mapping.close()

@@ -1,8 +1,8 @@
-"""A monitor's bookkeeping, without sockets or clock: events, status and counts in, snapshots out.
+"""The bookkeeping of a monitor, without sockets or clock: events, status and counts in, snapshots out.
 
-Rates are over the last TIME_WINDOW_S seconds, tokens per second over the steps in them. Figures per token, of the cache
-and of waiting are over as many seconds before the last step, so that a run at rest still shows how its last text went.
-Times are seconds of the monotonic clock.
+Rates are over the last TIME_WINDOW_S seconds, and tokens per second over the steps in them. Figures per token, of the
+cache and of waiting cover the same time before the last step, so that an idle run still shows its last request. Times
+are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MEMORY_WORDS = {
     "memory_peak_bytes": "peak_bytes",
     "memory_limit_bytes": "limit_bytes",
 }
-FlashCount = tuple[float, int, int]  # when, bytes, reads
+FlashCount = tuple[float, int, int]  # time, bytes, reads
 
 
 class Monitor:
-    """What is known of one run."""
+    """The state of one run, from which snapshots are made."""
 
     def __init__(self, run: str, plan: str, summary: RunSummary) -> None:
         self._run, self._plan, self._summary = run, plan, summary
@@ -46,38 +46,41 @@ class Monitor:
 
     @property
     def processes(self) -> Sequence[ProcessStatus]:
-        """As the coordinator last said."""
+        """Return the processes of the last status."""
         return self._status.processes if self._status else ()
 
     def take_status(self, status: Status, now_s: float) -> None:
-        """What the coordinator answered."""
+        """Store an answer of the coordinator."""
         self._status, self._heard_at = status, now_s
 
     def take_event(self, event: Any, now_s: float) -> None:
-        """What the coordinator published."""
+        """Store an event that the coordinator published."""
         if isinstance(event, StepEvent):
             self._events.append((now_s, event))
         elif isinstance(event, Beat) and event.role == "loader":
             self._loader = event.counters
 
     def take_flash(self, read_bytes: int, reads: int, now_s: float) -> None:
-        """The loader's counters; one that was restarted counts from zero."""
+        """Store the loader's counters. A loader that was restarted counts from zero."""
         if self._flash and read_bytes < self._flash[-1][1]:
             self._flash.clear()
         self._flash.append((now_s, read_bytes, reads))
         _forget(self._flash, now_s - TIME_WINDOW_S)
 
     def take_warm_up(self, warm_up: WarmUp | None) -> None:
-        """How far the loader is with what is loaded ahead of need."""
+        """Store the progress of loading ahead of need."""
         self._warm_up = warm_up
 
     def take_memory(self, memory: Mapping[str, int]) -> None:
-        """Bytes of the whole run, by the names of the board's words: what was measured last."""
+        """Store the last measured bytes of the whole run, by the names of the board's words."""
         self._memory = memory
 
     def take_residency(self, residency: Residency, held_bytes: Mapping[str, int], withheld_bytes: int) -> None:
-        """What is in memory. held_bytes: of the segments "fixed" and "kv"; withheld_bytes: what slots give back because
-        memory is short."""
+        """Store what is resident.
+
+        held_bytes: resident bytes of the segments "fixed" and "kv"
+        withheld_bytes: bytes of slots that are given back because memory is short
+        """
         self._residency, self._held_bytes, self._withheld_bytes = residency, held_bytes, withheld_bytes
 
     def snapshot(
@@ -88,16 +91,20 @@ class Monitor:
         fired: tuple[float, ...],
         strip: tuple[float, tuple[int, ...], tuple[StripRow, ...]],
     ) -> Snapshot:
-        """The run now. at_s: the same moment in seconds since 1970; strip: its length in ms, its steps, its rows."""
+        """Return a snapshot.
+
+        at_s: the present time in seconds since 1970
+        strip: length in ms, steps and rows of the time line
+        """
         status = self._status
         since_s = 0.0 if self._heard_at is None else now_s - self._heard_at
         strip_ms, strip_steps, strip_rows = strip
         last_s = self._events[-1][0] if self._events else now_s
         busy = [event for at, event in self._events if at >= last_s - TIME_WINDOW_S]
         late = [event for event in busy if last_s >= now_s - TIME_WINDOW_S]
-        known: dict[str, Any] = {}
+        status_fields: dict[str, Any] = {}
         if status is not None:
-            known = {
+            status_fields = {
                 name: getattr(status, name)
                 for name in (
                     "ready",
@@ -110,7 +117,7 @@ class Monitor:
                 )
             }
         for name, word in MEMORY_WORDS.items():
-            known[name] = self._memory.get(word, 0)
+            status_fields[name] = self._memory.get(word, 0)
         return Snapshot(
             run=self._run,
             model=self._summary.model,
@@ -125,13 +132,13 @@ class Monitor:
             flash_waiting=int(
                 self._loader.get("trigger_waiting", 0)
                 + self._loader.get("value_waiting", 0)
-                + (self._residency.asked if self._residency else 0)
+                + (self._residency.queued_requests if self._residency else 0)
             ),
             flash_in_flight=int(self._loader.get("in_flight", 0)),
             flash_bytes_per_s=_rate([(at, size) for at, size, _ in self._flash], now_s),
             flash_reads_per_s=_rate([(at, reads) for at, _, reads in self._flash], now_s),
             dram_bytes_per_s=round(sum(map(self._dram_bytes, late)) / TIME_WINDOW_S),
-            **known,
+            **status_fields,
             **self._of_steps(busy),
             **self._of_regions(),
             warm_up=self._warm_up,
@@ -143,7 +150,7 @@ class Monitor:
         )
 
     def _of_steps(self, events: Sequence[StepEvent]) -> dict[str, Any]:
-        """Figures of steps: of the cache from all, per token and of waiting from those that decode."""
+        """Return figures of steps: of the cache from all steps, per token and of waiting from decode steps."""
         looked_up = sum(event.looked_up for event in events)
         decodes = [event for event in events if not event.prefill]
         tokens, ms = sum(event.tokens for event in decodes), sum(event.ms for event in decodes)
@@ -159,21 +166,22 @@ class Monitor:
         return figures
 
     def _dram_bytes(self, event: StepEvent) -> int:
-        """A neuron's row is taken to be read once in a step, however many tokens want it."""
+        """Estimate the bytes that a step reads from memory. A neuron's row counts once per step, however many tokens
+        need it."""
         summary = self._summary
         rows = min(event.rows, 3 * summary.layers * summary.neurons * event.steps)
         return event.steps * summary.step_bytes + rows * summary.row_bytes + event.positions * summary.position_bytes
 
     def _of_regions(self) -> dict[str, Any]:
-        summary, there = self._summary, self._residency
-        if there is None:
+        summary, residency = self._summary, self._residency
+        if residency is None:
             return {}
         sizes = (summary.trigger_slot_bytes, summary.value_slot_bytes)
-        slots = there.slots
+        slots = residency.slots
         planned = {"fixed": summary.fixed_bytes, "kv": summary.kv_bytes}
         used = {name: min(size, self._held_bytes.get(name, 0)) for name, size in planned.items()}
-        hot_bytes = sum(size * count for size, count in zip(sizes, there.pinned, strict=True))
-        cold_bytes = sum(size * count for size, count in zip(sizes, there.cold, strict=True))
+        hot_bytes = sum(size * count for size, count in zip(sizes, residency.pinned, strict=True))
+        cold_bytes = sum(size * count for size, count in zip(sizes, residency.cold, strict=True))
         slots_bytes = sum(size * count for size, count in zip(sizes, slots, strict=True))
         return {
             "regions": (
@@ -183,31 +191,31 @@ class Monitor:
             ),
             "slots": sum(slots),
             "withheld_bytes": self._withheld_bytes,
-            "slots_free": max(0, sum(slots) - sum(there.pinned) - sum(there.cold) - sum(there.loading)),
-            "resident": there.by_layer,
+            "slots_free": max(0, sum(slots) - sum(residency.pinned) - sum(residency.cold) - sum(residency.loading)),
+            "resident": residency.by_layer,
         }
 
 
 def _forget(samples: deque[Any], before_s: float) -> None:
-    """Drop what is older, but for the last one before."""
+    """Drop samples before this time, except the last of them."""
     while len(samples) > 2 and samples[1][0] <= before_s:
         samples.popleft()
 
 
 def _rate(samples: Sequence[tuple[float, int]], now_s: float) -> float:
-    """Growth per second over the samples."""
+    """Return the growth per second over the samples."""
     if len(samples) < 2 or samples[-1][0] <= samples[0][0] or samples[-1][0] < now_s - TIME_WINDOW_S:
         return 0.0
     return round((samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]), 1)
 
 
 def _speed(steps: Sequence[tuple[int, float]]) -> float:
-    """Tokens per second of steps that had so many and took so many ms."""
+    """Return tokens per second. steps: (tokens, milliseconds) of each."""
     ms = sum(took for _, took in steps)
     return round(1000 * sum(tokens for tokens, _ in steps) / ms, 1) if ms else 0.0
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:
-    """p50, p90, p99; nothing of nothing."""
+    """Return p50, p90 and p99; empty without values."""
     values.sort()
     return {f"p{share}": values[min(len(values) - 1, len(values) * share // 100)] for share in (50, 90, 99) if values}

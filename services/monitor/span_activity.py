@@ -1,4 +1,5 @@
-"""What the processes did of late, from their spans: shares of time, a strip of the last steps, neurons that fired."""
+"""The recent activity of the processes, from their spans: shares of time, a strip of the last steps, and firing
+neurons."""
 
 from __future__ import annotations
 
@@ -14,38 +15,45 @@ from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 CELLS = 360
 LATE_NS = 1_000_000_000
 COORDINATOR_SPANS = 64  # of the last steps: four of each
-SHOWN = [group for group in GROUPS if group.letter]
+CELL_GROUPS = [group for group in GROUPS if group.letter]
 
 
 class Activity:
-    """The latest spans of every process; processes: "role.index" of each."""
+    """The latest spans of every process.
+
+    processes: "role.index" of each
+    max_spans: so many are stored per process
+    """
 
     def __init__(self, processes: Sequence[str], most_spans: int) -> None:
         self._processes = [(role, int(index)) for role, _, index in (process.partition(".") for process in processes)]
-        self._most = most_spans
+        self._max_spans = most_spans
         self._spans: list[Any] = [np.empty(0, SPANS) for _ in processes]
 
-    def add(self, taken: Sequence[tuple[Any, int]]) -> None:
-        """Spans that are new, as `RunTrace.take_arrays` gives them. Behind a gap the older ones are forgotten."""
-        for n, (spans, lost) in enumerate(taken):
+    def add(self, new_spans: Sequence[tuple[Any, int]]) -> None:
+        """Append new spans, as `RunTrace.take_arrays` returns them. Earlier spans are dropped if some between were
+        lost."""
+        for n, (spans, lost) in enumerate(new_spans):
             if len(spans):
-                self._spans[n] = (spans if lost else np.concatenate([self._spans[n], spans]))[-self._most :]
+                self._spans[n] = (spans if lost else np.concatenate([self._spans[n], spans]))[-self._max_spans :]
 
     def doing(self, now_ns: int) -> list[dict[str, float]]:
-        """For each process the shares of the last second by groups of spans; waiting lies within work."""
+        """Return for each process the share of the last second per group of spans. Waiting lies within work."""
         return [self._doing(spans, now_ns) for spans in self._spans]
 
     def _doing(self, spans: Any, now_ns: int) -> dict[str, float]:
         late = spans[spans["end_ns"] > now_ns - LATE_NS]
         if not len(late):
             return {}
-        from_ns = now_ns - LATE_NS if len(spans) < self._most else int(late["start_ns"].min())
+        from_ns = now_ns - LATE_NS if len(spans) < self._max_spans else int(late["start_ns"].min())
         edges = np.array([max(from_ns, now_ns - LATE_NS), now_ns])
         covered = _coverage(late, edges)[:, 0] / max(1, edges[1] - edges[0])
-        return {group.label: round(float(share), 4) for group, share in zip(SHOWN, covered, strict=True) if share > 0}
+        return {
+            group.label: round(float(share), 4) for group, share in zip(CELL_GROUPS, covered, strict=True) if share > 0
+        }
 
     def strip(self) -> tuple[TimeWindow, tuple[int, ...], tuple[StripRow, ...]]:
-        """The last steps: when, which, and a row for every process that did something meanwhile."""
+        """Return the last steps: their time window, their numbers, and a row for every process that was active."""
         window = last_steps(self._rows())
         edges = window.from_ns + np.arange(CELLS + 1) * (window.ns / CELLS)
         rows = []
@@ -56,15 +64,18 @@ class Activity:
                 best = covered.argmax(axis=0)
                 busy = covered.max(axis=0) > 0.05 * window.ns / CELLS
                 cells = "".join(
-                    SHOWN[group].letter if some else "." for group, some in zip(best.tolist(), busy, strict=True)
+                    CELL_GROUPS[group].letter if some else "." for group, some in zip(best.tolist(), busy, strict=True)
                 )
                 if cells.strip("."):
                     rows.append(StripRow(name=f"{role}.{index}", cells=cells))
         return window, self._steps_in(window), tuple(rows)
 
     def fired(self, layers: int, neurons: int) -> tuple[float, ...]:
-        """Of each layer, the share of its neurons that fired for a token, over the decode steps that are known whole;
-        none when there is no such step. neurons: of a layer."""
+        """Return for each layer the share of its neurons that fired per token, over the decode steps that are known
+        completely.
+
+        neurons: number of neurons of a layer. Empty if there is no such step.
+        """
         decodes = [spans for (role, _), spans in zip(self._processes, self._spans, strict=True) if role == "decode"]
         kept_ns = max((int(spans["start_ns"][0]) for spans in decodes if len(spans)), default=0)
         tokens = 0
@@ -80,19 +91,20 @@ class Activity:
             return ()
         total = np.zeros(layers)
         for spans in decodes:
-            there = spans[(spans["kind"] == NUMBER["neurons"]) & np.isin(spans["step"], list(whole))]
-            total += np.bincount(there["layer"], weights=there["value"], minlength=layers)[:layers]
+            neuron_spans = spans[(spans["kind"] == NUMBER["neurons"]) & np.isin(spans["step"], list(whole))]
+            total += np.bincount(neuron_spans["layer"], weights=neuron_spans["value"], minlength=layers)[:layers]
         return tuple(round(float(share), 5) for share in total / (tokens * neurons))
 
     def _of(self, role: str) -> list[Any]:
         return [spans for (name, _), spans in zip(self._processes, self._spans, strict=True) if name == role]
 
     def _rows(self) -> list[Row]:
-        """Spans that show which steps are whole: the coordinator's last ones and the first of each decode worker."""
+        """Return the spans that show which steps are complete: the coordinator's last ones, and the first of each
+        decode worker."""
         rows = []
         for (role, index), spans in zip(self._processes, self._spans, strict=True):
             keep = spans[-COORDINATOR_SPANS:] if role == "coordinator" else spans[:1] if role == "decode" else spans[:0]
-            rows.append(Row(role, index, 0, [Span(*one) for one in keep.tolist()], 0))
+            rows.append(Row(role, index, 0, [Span(*fields) for fields in keep.tolist()], 0))
         return rows
 
     def _steps_in(self, window: TimeWindow) -> tuple[int, ...]:
@@ -104,14 +116,17 @@ class Activity:
 
 
 def _coverage(spans: Any, edges: Any) -> Any:
-    """[groups, stretches] ns of each stretch between two edges in which a span of the group was under way. Of a piece
-    of work that waits inside, the waiting is taken off."""
-    covered = np.zeros((len(SHOWN), len(edges) - 1))
-    for n, group in enumerate(SHOWN):
+    """Return ns, of shape [groups, intervals], during which a span of the group was under way, between successive
+    edges.
+
+    Waiting inside a piece of work is subtracted from that work.
+    """
+    covered = np.zeros((len(CELL_GROUPS), len(edges) - 1))
+    for n, group in enumerate(CELL_GROUPS):
         numbers = [NUMBER[kind] for kind in group.kinds]
         covered[n] = _covered(spans[np.isin(spans["kind"], numbers)], edges)
-    waiting_ns = covered[[not group.works for group in SHOWN]].sum(axis=0)
-    neurons = next(n for n, group in enumerate(SHOWN) if "neurons" in group.kinds)
+    waiting_ns = covered[[not group.works for group in CELL_GROUPS]].sum(axis=0)
+    neurons = next(n for n, group in enumerate(CELL_GROUPS) if "neurons" in group.kinds)
     total = covered.sum(axis=0)
     inside = np.clip(total - np.diff(edges), 0, waiting_ns)  # more than the stretch is long: waiting lay within neurons
     covered[neurons] = np.clip(covered[neurons] - inside, 0, None)
@@ -119,7 +134,7 @@ def _coverage(spans: Any, edges: Any) -> Any:
 
 
 def _covered(spans: Any, edges: Any) -> Any:
-    """[stretches] ns of each stretch in which at least one of the spans was under way."""
+    """Return ns, of shape [intervals], during which at least one of the spans was under way."""
     if not len(spans):
         return np.zeros(len(edges) - 1)
     spans = spans[np.argsort(spans["start_ns"], kind="stable")]

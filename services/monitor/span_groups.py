@@ -1,7 +1,7 @@
-"""Kinds of spans that are shown alike: in pictures, in a terminal, in a page.
+"""Groups of span kinds that are displayed alike: in pictures, in a terminal and on the page.
 
-Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart; waiting is
-pale, so that what is dark is work.
+Colours are from the palette of Okabe and Ito, which is safe for people with the common kinds of colour blindness.
+Waiting is pale, so that dark areas are work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NUMBER = {kind.name: kind.number for kind in KINDS}
 
 @frozen
 class Group:
-    """Kinds that are shown alike. letter: in the cells of a strip; empty for what spans a whole step."""
+    """Kinds of spans that are displayed alike. letter: in the cells of a strip; empty for spans of a whole step."""
 
     letter: str
     label: str
@@ -24,7 +24,7 @@ class Group:
 
     @property
     def dark(self) -> bool:
-        """Whether white letters on it are easier to read than black ones: by its lightness as sRGB weighs it."""
+        """True if white text on this colour is easier to read than black text, by the lightness as sRGB weighs it."""
         red, green, blue = (int(self.colour[n : n + 2], 16) for n in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue < 120
 

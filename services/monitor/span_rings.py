@@ -1,4 +1,4 @@
-"""Reading the rings of a live run from outside: as any monitor may, through a read-only descriptor."""
+"""The span rings of a live run, read by a monitor through a read-only descriptor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPANS = np.dtype(
 
 
 class Span(NamedTuple):
-    """One span of a process, by the names of the specification. Times in ns of the monotonic clock."""
+    """One span of a process, with the fields of SPEC.md. Times are in ns of the monotonic clock."""
 
     start_ns: int
     end_ns: int
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 @frozen
 class Row:
-    """One process and its spans, in the order in which they ended. lost: spans that were overwritten unseen."""
+    """One process and its spans, in the order in which they ended. lost: number of spans overwritten unread."""
 
     role: str
     index: int
@@ -43,13 +43,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As processes are called everywhere: `decode.0`."""
+        """Return the name of the process, such as `decode.0`."""
         return f"{self.role}.{self.index}"
 
 
 class RunTrace(Closing):
-    """The trace segment of a run. `take` and `take_arrays` give what was put since either was asked last; at first, all
-    that is there."""
+    """The trace segment of a run. `take` and `take_arrays` return the spans since the last call of either."""
 
     def __init__(self, segment: Segment, processes: Sequence[ProcessStatus]) -> None:
         self._mapping: Mapping = segment.map()
@@ -75,39 +74,39 @@ class RunTrace(Closing):
 
     @classmethod
     def open(cls, run_file: RunFile, processes: Sequence[ProcessStatus]) -> RunTrace:
-        """The trace of the run that this file names; processes: as in `Status`. Raises UserError when the run is of
-        another version, or gone."""
+        """Open the trace of a run. processes: as in `Status`. Raises UserError if the run has ended or is of another
+        version."""
         with run_file.open_segment("trace") as segment:
             return cls(segment, processes)
 
     def take(self) -> list[Row]:
-        """A row for each process."""
+        """Return a row for each process."""
         return self.rows(self.take_arrays())
 
-    def rows(self, taken: Sequence[tuple[Any, int]]) -> list[Row]:
-        """The same of what `take_arrays` gave."""
+    def rows(self, arrays: Sequence[tuple[Any, int]]) -> list[Row]:
+        """Convert the result of `take_arrays` to rows."""
         return [
-            Row(process.role, process.index, process.pid, [Span(*one) for one in spans.tolist()], lost)
-            for process, (spans, lost) in zip(self._processes, taken, strict=True)
+            Row(process.role, process.index, process.pid, [Span(*fields) for fields in spans.tolist()], lost)
+            for process, (spans, lost) in zip(self._processes, arrays, strict=True)
         ]
 
     def take_arrays(self) -> list[tuple[Any, int]]:
-        """For each process its spans, [n] of SPANS, and how many were overwritten unseen."""
-        taken = []
+        """Return for each process its new spans, an array [n] of SPANS, and how many were overwritten unread."""
+        arrays = []
         for n, ring in enumerate(self._rings):
-            asked = ffi.new("uint64_t *", self._from[n])
-            count = lib.np_trace_take(ring, asked, self._out)
+            first_span = ffi.new("uint64_t *", self._from[n])  # the kernel advances it past overwritten spans
+            count = lib.np_trace_take(ring, first_span, self._out)
             if count < 0:
                 raise UserError("the trace went backwards; was the run ended and another one started?")
-            lost = asked[0] - self._from[n] if self._begun else 0
-            self._from[n] = asked[0] + count
+            lost = first_span[0] - self._from[n] if self._begun else 0
+            self._from[n] = first_span[0] + count
             spans = np.frombuffer(ffi.buffer(self._out, count * SPANS.itemsize), SPANS) if count else np.empty(0, SPANS)
-            taken.append((spans.copy(), lost))
+            arrays.append((spans.copy(), lost))
         self._begun = True
-        return taken
+        return arrays
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Close the mapping of the segment."""
         for buffer in self._buffers:
             ffi.release(buffer)
         self._mapping.close()

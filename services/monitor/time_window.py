@@ -1,4 +1,4 @@
-"""Which stretch of time is shown: a few whole steps at the end."""
+"""The time window that is displayed: a few complete steps at the end."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ MIN_NS = 1000
 
 @frozen
 class TimeWindow:
-    """A stretch of time, in ns of the monotonic clock."""
+    """A period, in ns of the monotonic clock."""
 
     from_ns: int
     to_ns: int
 
     @property
     def ns(self) -> int:
-        """Its length."""
+        """Return the length, at least MIN_NS."""
         return max(MIN_NS, self.to_ns - self.from_ns)
 
     def shows(self, span: Span) -> bool:
-        """Whether any of the span falls into it."""
+        """Return True if part of the span lies in the window."""
         return span.end_ns > self.from_ns and span.start_ns < self.to_ns
 
 
-def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> TimeWindow:
-    """The last steps whose spans all rings still hold: from the sending of the first to the end of the last. The last
-    one alone when they do not hold even that; everything when no step was handed out."""
+def last_steps(rows: Sequence[Row], max_steps: int = MAX_STEPS) -> TimeWindow:
+    """Return the window of the last steps whose spans are all still in the rings, from the first send to the last end.
+
+    If no step is complete, the window of the last step; if there is no step, that of all spans.
+    """
     kept_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
     sent = {span.step: span for row in rows for span in row.spans if span.kind == NUMBER["send"]}
     ended = {span.step: span for row in rows for span in row.spans if span.kind in (NUMBER["await"], NUMBER["tell"])}
@@ -40,5 +42,5 @@ def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> TimeWindow:
         spans = [span for row in rows for span in row.spans]
         return TimeWindow(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=MIN_NS))
     whole = [step for step in steps if sent[step].start_ns >= kept_ns] or steps[-1:]
-    shown = whole[-most:]
-    return TimeWindow(sent[shown[0]].start_ns, ended[shown[-1]].end_ns)
+    last = whole[-max_steps:]
+    return TimeWindow(sent[last[0]].start_ns, ended[last[-1]].end_ns)

@@ -1,7 +1,8 @@
-"""Watching from another machine: a monitor that publishes over TCP what it sees of one run, to clients with the key.
+"""Watching from another machine: a monitor that publishes what it observes of one run over TCP, to clients with the
+key.
 
-The link carries nothing towards the run: watchers can neither ask for text nor cancel it. Without watchers the run is
-not read.
+The link carries nothing towards the run: watchers can neither send nor cancel requests. Without watchers the run is not
+    observed.
 """
 
 from __future__ import annotations
@@ -26,25 +27,28 @@ ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
 
 
 class WatchServer:
-    """Listens from here on. port: 0 for any. A server that was killed left its keys in the run directory; the next one
-    on the same port takes them up, so that the invitation stays good. `close` makes it void."""
+    """A server that listens for watchers from its creation on. port: 0 for any free port.
+
+    A server that was killed leaves its keys in the run directory. The next one on the same port uses them, so that the
+    invitation stays valid. `close` makes it invalid.
+    """
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:
         self._observer, self._host = observer, host
         self._context = open_context()
-        keys = (_kept(_key_file(observer, port)) if port else None) or WatchKeys.fresh()
+        keys = (_read_keys(_key_file(observer, port)) if port else None) or WatchKeys.fresh()
         self._publisher = GuardedPublisher(self._context, host, port, keys)
         self._file = _key_file(observer, self._publisher.port)
-        _keep(self._file, keys)
+        _write_keys(self._file, keys)
         self._invitation = keys.invitation
 
     @property
     def address(self) -> str:
-        """What a watcher needs."""
+        """Return the invitation for watchers: address and key."""
         return f"{endpoint(reached_at(self._host)[0], self._publisher.port)}?key={self._invitation}"
 
     def serve(self, stopped: Callable[[], bool]) -> None:
-        """Publish until told to stop, or until the run ends."""
+        """Publish until `stopped` returns True or the run ends."""
         due_at = 0.0
         try:
             while not stopped():
@@ -62,7 +66,7 @@ class WatchServer:
             self._publisher.send(ENDED)
 
     def close(self) -> None:
-        """Close it; its invitation is void."""
+        """Stop listening; the invitation becomes invalid."""
         self._file.unlink(missing_ok=True)
         self._publisher.close()
         self._context.close()
@@ -72,13 +76,13 @@ def _key_file(observer: Observer, port: int) -> Path:
     return observer.directory.path / f"watch-{port}.json"
 
 
-def _keep(file: Path, keys: WatchKeys) -> None:
+def _write_keys(file: Path, keys: WatchKeys) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump([key.decode() for key in (keys.public, keys.secret, keys.guest_public, keys.guest_secret)], stream)
 
 
-def _kept(file: Path) -> WatchKeys | None:
+def _read_keys(file: Path) -> WatchKeys | None:
     try:
         return WatchKeys(*(key.encode() for key in json.loads(file.read_text(encoding="utf-8"))))
     except FileNotFoundError:

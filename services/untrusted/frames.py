@@ -1,4 +1,4 @@
-"""The frames between a service and its helper process: a kind, a time limit, a length, and so many bytes."""
+"""The frames between a service and its helper process: kind, time limit, length and payload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEADER = struct.Struct("<BIQ")
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. The helper answers each REQUEST with one of the others."""
+    """The kind of a frame. The helper answers each REQUEST with one of the others."""
 
     REQUEST = 0
     ANSWER = 1
@@ -18,14 +18,14 @@ class Kind(enum.IntEnum):
 
 
 def frame(kind: Kind, payload: bytes, timeout_s: float = 0.0) -> bytes:
-    """A whole frame. timeout_s: of a request, in seconds, rounded up to milliseconds."""
+    """Return an encoded frame. timeout_s: time limit of a request in seconds, rounded up to milliseconds."""
     return HEADER.pack(kind, min(0xFFFFFFFF, int(1000 * timeout_s) + 1), len(payload)) + payload
 
 
 class FrameReader:
-    """Cuts received bytes into frames.
+    """Splits received bytes into frames.
 
-    limit_bytes: of one payload; ValueError is raised for a longer one, and for a kind that there is not
+    limit_bytes: maximum length of a payload; ValueError is raised for a longer one, and for an unknown kind
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -33,7 +33,7 @@ class FrameReader:
         self._received = bytearray()
 
     def push(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """Take bytes as they come; returns the frames that are whole with them."""
+        """Append received bytes; return the frames that they complete."""
         self._received += data
         frames = []
         while len(self._received) >= HEADER.size:

@@ -1,13 +1,13 @@
 """The service's end of a helper process: jobs are submitted, and their outcomes collected.
 
-    event                          what follows
-    a job is submitted             the process is started if there is none; jobs run in the order of submission
-    it takes longer than it may    the process is killed: that job has failed, those behind it run in the next process
-    the process dies               the same
-    it was idle for long           it ends; the next job starts another
+    event                            result
+    a job is submitted               the process is started if none runs; jobs run in the order of submission
+    a job exceeds its time limit     the process is killed: that job fails, later jobs run in the next process
+    the process dies                 the same
+    the process was idle for long    it ends; the next job starts another
 
-One thread uses a helper: the one that made it must live as long as the process does, for the kernel kills the process
-when its parent thread ends. No call but `wait` waits.
+A helper belongs to the thread that created it, which must live as long as the process: the kernel kills the process
+when its parent thread ends. No method but `wait` and `call` blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
+from neuronpipe.services.untrusted.helper_process import HelperProcess, fork_process, start_program
 from neuronpipe.services.untrusted.process import IDLE_EXIT, Memory, Prepare
-from neuronpipe.services.untrusted.starting import HelperProcess, forked, started_program
 
 START_S = 60.0
 MAX_PAYLOAD_BYTES = 16 << 20
@@ -37,8 +37,8 @@ Reason = Literal["failed", "time", "memory", "died", "unavailable"]
 class UntrustedError(Exception):
     """A job that has failed.
 
-    reason: its own error, the time limit, the memory limit, the process's death, or that no process can be started,
-        which is not the job's fault
+    reason: its own error, the time limit, the memory limit, the death of the process, or that no process can be
+        started, which is not the job's fault
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -48,14 +48,14 @@ class UntrustedError(Exception):
 
 @frozen
 class Outcome:
-    """Of one job, by its number: the answer, or why there is none."""
+    """The outcome of one job, by its number: the answer, or an error."""
 
     job: int
     answer: bytes
     error: UntrustedError | None = None
 
     def result(self) -> bytes:
-        """The answer. Raises UntrustedError."""
+        """Return the answer. Raises UntrustedError."""
         if self.error is not None:
             raise self.error
         return self.answer
@@ -70,20 +70,20 @@ class _Job:
 
 
 class Helper:
-    """Jobs for one kind of untrusted work.
+    """Jobs of one kind of untrusted work, and the process that runs them.
 
-    work: what prepares the work in a new process: `module:function` for a program of its own, which has nothing of
-        the service; or a function, for a fork, which shares the service's memory. See README.md
-    setup: what the function is given, in each new process
+    work: what prepares the work in a new process: `module:function` for a program, which has nothing of the service; or
+        a function, for a fork, which shares the service's memory. See README.md
+    setup: passed to that function in each new process
     memory_bytes: by how much jobs may make a process grow
-    setup_bytes: by how much it may grow while it is prepared, besides
-    descriptor: can be read when `receive` has something to do, except for a deadline: that is due in `due_s` seconds
+    setup_bytes: by how much it may grow, in addition, while it is prepared
+    descriptor: readable when `receive` has something to do, except for a deadline, which is due in `due_s` seconds
     """
 
     def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
         self._work, self._memory, self._setup = work, Memory(setup_bytes, memory_bytes), setup
         self._epoll = select.epoll()
-        self._jobs: deque[_Job] = deque()  # in the process, the first one under way
+        self._jobs: deque[_Job] = deque()  # sent to the process; the first one is under way
         self._numbers = 0
         self._process: HelperProcess | None = None
         self._link: socket.socket | None = None
@@ -92,27 +92,30 @@ class Helper:
         self._unsent = bytearray()
         self._waits_to_send = False
         self._deadline = 0.0
-        self._failed_starts = 0  # one after the other
+        self._failed_starts = 0  # in a row
         self.starts = 0
 
     @property
     def descriptor(self) -> int:
-        """The same as long as the helper lives."""
+        """Return the descriptor to poll; the same as long as the helper lives."""
         return self._epoll.fileno()
 
     @property
     def pid(self) -> int | None:
-        """The process, if there is one."""
+        """Return the process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds `receive` must be called even if the descriptor cannot be read; None without a job."""
+        """Return in how many seconds `receive` must be called even if the descriptor is not readable; None without a
+        job."""
         return max(0.0, self._deadline - time.monotonic()) if self._jobs else None
 
     def submit(self, payload: bytes, timeout_s: float) -> int:
-        """Have the work answer this within so many seconds, counted from the end of the job before it. Returns the
-        job's number. Raises ValueError when the payload is too long, UntrustedError when no process can be started."""
+        """Submit a job and return its number. timeout_s: its time limit, from the end of the job before it.
+
+        Raises ValueError if the payload is too long, UntrustedError if no process can be started.
+        """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a job of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
         self._numbers += 1
@@ -127,20 +130,20 @@ class Helper:
         return job.number
 
     def receive(self) -> list[Outcome]:
-        """What has ended since."""
+        """Return the outcomes since the last call."""
         outcomes: list[Outcome] = []
         if self._process is None:
             return outcomes
         self._send()
-        gone = self._read(outcomes)
-        if gone:
+        if self._read(outcomes):
             self._lost(outcomes)
         elif self._jobs and time.monotonic() >= self._deadline:
             self._end(outcomes, "time")
         return outcomes
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
-        """As `receive`; waits for the first outcome, at most so long. None: until there is one, or no job."""
+        """Return outcomes as `receive` does; wait for the first, at most timeout_s. None: until there is one, or no
+        job."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             outcomes = self.receive()
@@ -151,7 +154,7 @@ class Helper:
             self._epoll.poll(min(waits_s) + 0.001 if waits_s else None)
 
     def call(self, payload: bytes, timeout_s: float) -> bytes:
-        """Run one job and wait for it; no other may be under way. Raises UntrustedError."""
+        """Run one job and wait for its answer; no other may be under way. Raises UntrustedError."""
         assert not self._jobs
         job = self.submit(payload, timeout_s)
         while True:
@@ -160,33 +163,33 @@ class Helper:
                     return outcome.result()
 
     def close(self) -> None:
-        """End the process. Jobs have no outcome any more; another one starts another process."""
+        """End the process. Its jobs have no outcome; a later job starts another process."""
         self._jobs.clear()
         self._reap()
 
     def dispose(self) -> None:
-        """End the process, for good."""
+        """End the process and close the descriptor, for good."""
         self.close()
         self._epoll.close()
 
     # ---- the process -----------------------------------------------------------------------------------------
     def _start(self, jobs: list[_Job]) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        service_end, helper_end = socket.socketpair()
+        service_end.setblocking(False)
         self._errors = os.memfd_create("untrusted-stderr", os.MFD_CLOEXEC)
         try:
             if isinstance(self._work, str):
-                self._process = started_program(self._work, theirs, self._errors, self._memory)
+                self._process = start_program(self._work, helper_end, self._errors, self._memory)
             else:
-                self._process = forked(self._work, theirs, self._errors, self._memory)
+                self._process = fork_process(self._work, helper_end, self._errors, self._memory)
         except OSError:
-            ours.close()
+            service_end.close()
             os.close(self._errors)
             raise
         finally:
-            theirs.close()
-        self._link, self._reader, self._unsent = ours, FrameReader(MAX_PAYLOAD_BYTES), bytearray()
-        self._epoll.register(ours, select.EPOLLIN)
+            helper_end.close()
+        self._link, self._reader, self._unsent = service_end, FrameReader(MAX_PAYLOAD_BYTES), bytearray()
+        self._epoll.register(service_end, select.EPOLLIN)
         self._waits_to_send = False
         self.starts += 1
         self._jobs.clear()
@@ -209,7 +212,7 @@ class Helper:
             self._epoll.modify(self._link, select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0))
 
     def _read(self, outcomes: list[Outcome]) -> bool:
-        """Take the answers that are there; returns whether the process has gone, or is not to be trusted any more."""
+        """Read the answers that have arrived; return True if the process has ended or has broken the protocol."""
         assert self._link is not None
         try:
             while data := self._link.recv(CHUNK_BYTES):
@@ -236,12 +239,12 @@ class Helper:
         outcomes.append(Outcome(job.number, b"" if error else payload, error))
 
     def _lost(self, outcomes: list[Outcome]) -> None:
-        """The process has closed its end: it has died, or is about to."""
+        """Handle a process that has closed its end: it has died, or is about to."""
         assert self._process is not None
-        code = self._process.wait(1.0)  # so that its own status is seen, not that of our signal
+        code = self._process.wait(1.0)  # a kill now could hide its own exit status
         last_words = self._last_words()
         if code == IDLE_EXIT and self._jobs and not self._jobs[0].attempts:
-            self._jobs[0].attempts += 1  # it ended while the job was on its way
+            self._jobs[0].attempts += 1  # it ended while idle, when the job was on its way
             self._restart(list(self._jobs), outcomes)
         elif code == -signal.SIGALRM:
             self._end(outcomes, "time")
@@ -251,13 +254,13 @@ class Helper:
             self._end(outcomes, "died", last_words)
 
     def _end(self, outcomes: list[Outcome], reason: Reason, last_words: bytes = b"") -> None:
-        """The process is over, and with it the job under way; the others go on in another process."""
+        """End the process and fail the job under way; the other jobs continue in another process."""
         if reason == "time" and RUST_OUT_OF_MEMORY in self._last_words():
-            reason = "memory"  # a library in Rust that was out of memory while it reported an error waits for itself
+            reason = "memory"  # a Rust library that is out of memory while it reports an error deadlocks
         jobs = list(self._jobs)
         if jobs and jobs[0].number == 0 and not self._failed_starts:
-            self._failed_starts = 1  # something outside may have killed it
-        elif jobs and jobs[0].number == 0:  # not the fault of a job, which must hear of it nevertheless
+            self._failed_starts = 1  # it may have been killed from outside
+        elif jobs and jobs[0].number == 0:  # the second failed start: not the jobs' fault, but they fail with it
             self._failed_starts = 0
             words = " ".join(last_words.decode(errors="replace").split())[-300:]
             outcomes += [Outcome(job.number, b"", _not_started(words or reason)) for job in jobs[1:]]
@@ -287,7 +290,7 @@ class Helper:
         return f"it takes more than {self._memory.jobs_bytes >> 20} MiB of memory"
 
     def _last_words(self) -> bytes:
-        """The end of what the process wrote to its standard error."""
+        """Return the end of what the process wrote to standard error."""
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, 4096, max(0, size - 4096))
 

@@ -1,6 +1,6 @@
 """The helper process: runs requests one after the other, within limits that the kernel enforces.
 
-It ends with the service, at the first request that takes too long, and after IDLE_S without a request.
+It ends with the service, at the first request that exceeds its time limit, and after IDLE_S without a request.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_OUTPUT_BYTES = 64 << 10
 MAX_STACK_BYTES = 8 << 20
 
 Work = Callable[[bytes], bytes]
-"""What answers requests. Its errors become failures of the request, with their text. Its attribute `idle_s`, if any,
-says how many seconds the process waits for a request before it ends, instead of IDLE_S; None: for ever."""
+"""A function from request to answer. An exception fails the request with its text. The attribute `idle_s`, if any,
+replaces IDLE_S: the process ends after so many seconds without a request; None: never."""
 
 Prepare = Callable[[bytes], Work]
-"""Makes the work of a new process from the first frame's payload."""
+"""A function that prepares the work of a new process from the payload of the first frame."""
 
 
 class Memory(NamedTuple):
-    """By how many bytes a process's private memory may grow: while it is prepared, and after that."""
+    """The bytes by which a process's private memory may grow: while it is prepared, and after that."""
 
     setup_bytes: int
     jobs_bytes: int
@@ -61,10 +61,10 @@ def serve(link: socket.socket, prepare: Prepare, memory: Memory) -> None:
 
 
 def become(link: socket.socket, errors: int, prepare: Prepare, memory: Memory, parent: int) -> NoReturn:
-    """Serve in a forked child, which never returns. errors: the descriptor that standard error goes to."""
+    """Serve in a forked child; never returns. errors: the descriptor for standard error."""
     code = 1
     try:
-        gc.freeze()  # the collector would write to, and so copy, what the service shares
+        gc.freeze()  # the collector would write to, and so copy, memory that is shared with the service
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
@@ -92,13 +92,15 @@ def _attempt(work: Work, payload: bytes) -> tuple[Kind, bytes]:
         return Kind.ANSWER, work(payload)
     except MemoryError:
         return Kind.OUT_OF_MEMORY, b""
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         return Kind.FAILED, f"{type(error).__name__}: {error}".encode(errors="replace")[:4096]
 
 
 def _receive(link: socket.socket, idle_s: float | None) -> tuple[float, bytes] | None:
-    """The next request and its time limit in seconds; None when the service has closed the link. Waits for idle_s
-    seconds, then ends the process; None: as long as the service lives."""
+    """Return the time limit in seconds and the payload of the next request; None when the service has closed the link.
+
+    It ends the process after idle_s seconds without a request; None: it waits for ever.
+    """
     if not select.select([link], [], [], idle_s)[0]:
         os._exit(IDLE_EXIT)
     head = _exactly(link, HEADER.size)
@@ -120,19 +122,21 @@ def _exactly(link: socket.socket, count: int) -> bytes | None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """From here on this process's private writable memory grows by so much at most, its stack excepted, which has a
-    limit of its own. It writes no files, and leaves no core. RLIMIT_AS would not do: threads and allocators reserve
-    addresses that they never use, and RLIMIT_DATA counts only what can be written to."""
+    """Limit the growth of this process's private writable memory; its stack has a limit of its own. No files, no core.
+
+    RLIMIT_AS would not work: threads and allocators reserve addresses that they never use, and RLIMIT_DATA counts only
+        what can be written to.
+    """
     data_pages = int(Path("/proc/self/statm").read_text().split()[5])
     limits = {
         resource.RLIMIT_DATA: data_pages * resource.getpagesize() + memory_bytes,
         resource.RLIMIT_STACK: MAX_STACK_BYTES,
-        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,  # of standard error, which the service reads when this has died
+        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,  # standard error is a file, which the service reads after a death
         resource.RLIMIT_CORE: 0,
     }
-    for limit, wanted in limits.items():
+    for limit, soft in limits.items():
         _, hard = resource.getrlimit(limit)
-        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        value = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
 

@@ -112,7 +112,7 @@ def test_the_best_of_several_candidates_are_those_whose_tokens_are_likeliest(cli
 
 
 def test_more_texts_than_a_request_may_ask_for_are_refused_by_the_limit(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="n: 17 texts for each of 64 prompts are more than the 1024"):
+    with pytest.raises(openai.BadRequestError, match="n: 17 completions for each of 64 prompts exceed the limit"):
         client.completions.create(model=MODEL, prompt=["x"] * 64, n=17)
     with pytest.raises(openai.BadRequestError, match="at most 128 items, not 129"):
         client.completions.create(model=MODEL, prompt=["x"] * 129)

@@ -91,8 +91,8 @@ TWO_LINES = b'{"messages": [{"role": "user", "content": "a"}], "response_format"
         ("GET", "/v1/models/gpt-4", {}, None, 404, "model_not_found", "'neuronpipe-demo' is"),
         ("GET", "/v1/nothing", {}, None, 404, "not_found", "the API is below /v1"),
         ("GET", "/page/nothing.js", {}, None, 404, "not_found", "the API is below /v1"),
-        ("GET", "/v1/chat/completions", {}, None, 405, "method_not_allowed", "here POST is understood"),
-        ("DELETE", "/v1/models", {}, None, 405, "method_not_allowed", "here GET or HEAD is understood"),
+        ("GET", "/v1/chat/completions", {}, None, 405, "method_not_allowed", "this path accepts only POST"),
+        ("DELETE", "/v1/models", {}, None, 405, "method_not_allowed", "this path accepts only GET or HEAD"),
     ],
 )
 def test_what_is_wrong_is_said_as_openai_says_it(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import PageServer, page_server
 
-BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
+BUSY = ApiError(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
 TURN = {"question": "q", "answer": "a", "note": "", "reason": "stop", "model": "a-model", "ended": True}
 
 pytestmark = needs_browser

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -17,7 +17,7 @@ from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import PageServer, page_server, run_snapshot
 
 NARROW = {"width": 360, "height": 640, "deviceScaleFactor": 2, "mobile": True}
-BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
+BUSY = ApiError(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
 
 pytestmark = needs_browser
 
@@ -141,6 +141,20 @@ def test_after_trouble_the_message_is_there_to_be_sent_again(page: Page, reply: 
     assert page.server.sent[2] == ["hello", "Fine.", "and now?"]
 
 
+def test_a_chat_template_that_fails_is_reported_above_the_conversation(page: Page) -> None:
+    assert not page["template-error"].is_displayed()
+    page.server.models = ["broken", "sound"]
+    page.server.template_errors = {"broken": "line 3: 'dict object' has no attribute 'x'"}
+    page.open()
+    said = "The chat template of broken fails, so it cannot answer: line 3: 'dict object' has no attribute 'x'"
+    assert page.eventually(lambda: page["template-error"].text == said)
+    assert page["template-error"].location["y"] < page["hint"].location["y"]
+    talk(page, "hello")
+    assert page["template-error"].location["y"] < page["messages"].location["y"]
+    Select(page["models"]).select_by_visible_text("sound")
+    assert page.eventually(lambda: not page["template-error"].is_displayed())
+
+
 # ---- several models ------------------------------------------------------------------------------------------
 def test_of_several_models_the_chosen_one_answers_and_its_run_is_shown(
     browser: webdriver.Chrome, server: PageServer
@@ -247,7 +261,7 @@ def test_what_happens_is_said_to_who_listens_but_not_every_speed(page: Page) -> 
     answer, deleted, back = page.browser.execute_script("return said.filter(one => one !== 'connected')")
     assert answer.startswith("The answer: ")
     assert "deleted" in deleted
-    assert back == "It is as it was before."
+    assert back == "Undone."
 
 
 def test_the_keyboard_alone_is_enough(page: Page) -> None:

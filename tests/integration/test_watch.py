@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.watch.sources import Far
+from neuronpipe.launch.watch.sources import RemoteSource
 from neuronpipe.protocol.channel import Subscriber, open_context
 from neuronpipe.protocol.guarded import WatchKeys, endpoint
 from neuronpipe.protocol.links import EVENTS, WATCH
@@ -60,7 +60,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def seen_through(far: Far, run: Run) -> bool:
+def seen_through(far: RemoteSource, run: Run) -> bool:
     run.ask("def f", max_tokens=4)
     far.poll(True)
     return far.latest is not None and far.latest.tokens > 0
@@ -164,17 +164,17 @@ def test_several_runs_are_watched_at_once_and_the_end_of_one_is_said(run: Run) -
 
 def test_a_watch_server_shows_the_run_to_who_has_the_key(run: Run, server: tuple[str, int]) -> None:
     events = []
-    with contextlib.closing(Far(server[0])) as far:
+    with contextlib.closing(RemoteSource(server[0])) as far:
         assert eventually(lambda: seen_through(far, run))
         assert far.latest is not None
         assert far.latest.processes[0].memory_bytes
 
-        def heard() -> bool:
+        def has_answer() -> bool:
             run.ask("def f", max_tokens=4)
             events.extend(far.poll(True))
             return any(isinstance(event, StepEvent) for event in events)
 
-        assert eventually(heard)
+        assert eventually(has_answer)
         with pytest.raises(TypeError, match="does not travel this way"):
             far._subscriber._send([], AskStatus())  # nothing can be sent towards the run
 
@@ -185,8 +185,8 @@ def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, se
     wrong_address = forged(address, guest=True)
     with (
         open_context() as context,
-        contextlib.closing(Far(address)) as right,
-        contextlib.closing(Far(wrong_address)) as wrong,
+        contextlib.closing(RemoteSource(address)) as right,
+        contextlib.closing(RemoteSource(wrong_address)) as wrong,
     ):
         none = Subscriber(context, WATCH, endpoint(host, port))
         for _ in range(20):
@@ -220,7 +220,7 @@ def test_a_guest_who_was_let_in_is_told_when_the_server_has_gone(run: Run) -> No
     process = run.shell.start("watch", "--invite", "--run", run.path)
     assert process.stdout is not None
     line = process.stdout.readline()
-    with contextlib.closing(Far(line.split("'")[1])) as far:
+    with contextlib.closing(RemoteSource(line.split("'")[1])) as far:
         assert eventually(lambda: seen_through(far, run))
         assert far.awaits == ""
         process.terminate()

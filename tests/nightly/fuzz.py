@@ -43,7 +43,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.protocol.spec import all_messages
     from neuronpipe.services.coordinator.text.grammar import GrammarError, Grammars, LibraryFault
     from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
-    from neuronpipe.services.gateway.http.api_errors import Problem
+    from neuronpipe.services.gateway.http.api_errors import ApiError
     from neuronpipe.services.gateway.http.request_body import parse_body
     from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
     from neuronpipe.services.gateway.templates.messages import ChatTurn
@@ -166,7 +166,7 @@ def once(target: Target, data: bytes) -> None:
     began, said = time.monotonic(), ""
     try:
         target(data)
-    except (UserError, WireError, NotRunning, Problem, GrammarError, LibraryFault, TemplateError, Refused) as error:
+    except (UserError, WireError, NotRunning, ApiError, GrammarError, LibraryFault, TemplateError, Refused) as error:
         said = str(error)
     assert len(said) < 10_000, "the error is long"
     assert "\n" not in said, "the error is not one line"

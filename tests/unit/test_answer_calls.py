@@ -10,15 +10,15 @@ import pytest
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.services.gateway.openai.answer_calls import (
     Arguments,
-    Begun,
     Call,
-    CallingForm,
+    CallParser,
+    CallStart,
     Content,
     Part,
-    Reader,
-    read,
+    ToolCallEncoder,
+    parse_answer,
 )
-from neuronpipe.services.gateway.openai.echo import nothing
+from neuronpipe.services.gateway.openai.echo import empty_completion
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL, CallFormat
 
 from tests.unit.test_call_formats import BARE_FORM, ID, LIST_FORM
@@ -27,7 +27,7 @@ ROME, NOW = '{"of": "a \\"}\\\\", "x": [{}]}', "{}"
 CALLS = [Call("look_up", ROME), Call("now", NOW)]
 WRITTEN = DEFAULT.written([*CALLS])
 TOKEN = Token(request="r", index=0, token=7, text="", ms=1.0)
-FINISHED = dataclasses.replace(nothing(prompt_tokens=1), reason="end", tokens=2)
+FINISHED = dataclasses.replace(empty_completion(prompt_tokens=1), reason="end", tokens=2)
 
 
 def joined(parts: list[Part]) -> tuple[str, list[Call]]:
@@ -36,7 +36,7 @@ def joined(parts: list[Part]) -> tuple[str, list[Call]]:
         if isinstance(part, Content):
             assert not calls
             said += part.text
-        elif isinstance(part, Begun):
+        elif isinstance(part, CallStart):
             assert part.call == len(calls)
             calls.append(Call(part.name, ""))
         else:
@@ -50,7 +50,7 @@ def joined(parts: list[Part]) -> tuple[str, list[Call]]:
 @pytest.mark.parametrize("before", ["", "Let me look.", "  Is 1 < 2?\n", "<tool", "Ünï <tool_ "])
 def test_text_and_calls_are_told_apart_however_the_answer_is_cut(size: int, before: str) -> None:
     text = f"{before}\n{WRITTEN}"
-    reader = Reader(DEFAULT)
+    reader = CallParser(DEFAULT)
     parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
     assert joined([*parts, *reader.finish()]) == (before.rstrip(), CALLS)
     assert reader.complete
@@ -60,13 +60,13 @@ def test_text_and_calls_are_told_apart_however_the_answer_is_cut(size: int, befo
 @pytest.mark.parametrize("text", ["", "Hello", " a\n\n b <tool_cal", "<<tool_call", "{} \n"])
 def test_an_answer_without_calls_is_its_text_to_the_letter(size: int, text: str) -> None:
     for form in (DEFAULT, LIST_FORM, BARE_FORM):
-        reader = Reader(form)
+        reader = CallParser(form)
         parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
         assert joined([*parts, *reader.finish()]) == (text, [])
 
 
 def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
-    reader = Reader(DEFAULT)
+    reader = CallParser(DEFAULT)
     pieces = ["Is ", "1 ", "<", " 2", "?", " <tool", "_cal", "led>", "!"]
     assert ["".join(part.text for part in reader.push(piece) if isinstance(part, Content)) for piece in pieces] == [
         "Is",
@@ -82,12 +82,12 @@ def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
 
 
 def test_a_call_is_shown_as_it_comes_its_name_first() -> None:
-    reader = Reader(DEFAULT)
+    reader = CallParser(DEFAULT)
     pieces = ["<tool_call>", '\n{"name": "no', 'w", "argu', 'ments": ', '{"a"', ": 1", "}", "}\n</tool_call>"]
     assert [list(reader.push(piece)) for piece in pieces] == [
         [],
         [],
-        [Begun(0, "now")],
+        [CallStart(0, "now")],
         [],
         [Arguments(0, '{"a"')],
         [Arguments(0, ": 1")],
@@ -98,21 +98,21 @@ def test_a_call_is_shown_as_it_comes_its_name_first() -> None:
 
 def test_ids_that_the_model_writes_are_passed_over() -> None:
     text = LIST_FORM.written([*CALLS]).replace(ID, "a1Ba1Ba1B")
-    assert read(text, LIST_FORM) == ("", CALLS, True)
-    assert read(text.replace("] [", "]["), LIST_FORM) == ("", CALLS, True)  # a space that the tokenizer dropped
+    assert parse_answer(text, LIST_FORM) == ("", CALLS, True)
+    assert parse_answer(text.replace("] [", "]["), LIST_FORM) == ("", CALLS, True)  # a space that the tokenizer dropped
 
 
 def test_without_a_marker_a_call_is_the_whole_answer() -> None:
-    assert read(BARE_FORM.written(CALLS[:1]), BARE_FORM) == ("", CALLS[:1], True)
-    assert read('{"names": 1}', BARE_FORM) == ('{"names": 1}', [], False)
-    assert read(f"So: {BARE_FORM.written(CALLS[:1])}", BARE_FORM)[1] == []
+    assert parse_answer(BARE_FORM.written(CALLS[:1]), BARE_FORM) == ("", CALLS[:1], True)
+    assert parse_answer('{"names": 1}', BARE_FORM) == ('{"names": 1}', [], False)
+    assert parse_answer(f"So: {BARE_FORM.written(CALLS[:1])}", BARE_FORM)[1] == []
 
 
 @pytest.mark.parametrize("form", [DEFAULT, ONE_CALL])
 def test_an_answer_that_is_cut_off_has_what_there_is(form: CallFormat) -> None:
     text = f"Well.\n{form.written(CALLS[:1])}"
     for end in range(len(text)):
-        said, calls, complete = read(text[:end], form)
+        said, calls, complete = parse_answer(text[:end], form)
         assert complete == (end >= text.index("]}") + 2)
         if calls:
             assert (said, calls[0].name) == ("Well.", "look_up")
@@ -122,8 +122,10 @@ def test_an_answer_that_is_cut_off_has_what_there_is(form: CallFormat) -> None:
 
 
 # ---- as OpenAI's API has it ----------------------------------------------------------------------------------
-def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, rates: bool = False) -> CallingForm:
-    return CallingForm("m", "f", counts=False, rates=rates, end_tokens=[0], calls=calls, text=text)
+def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, with_logprobs: bool = False) -> ToolCallEncoder:
+    return ToolCallEncoder(
+        "m", "f", with_usage=False, with_logprobs=with_logprobs, end_tokens=[0], calls=calls, text=text
+    )
 
 
 def choice(text: str, reason: Any = "end", calls: CallFormat = DEFAULT) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def choice(text: str, reason: Any = "end", calls: CallFormat = DEFAULT) -> dict[
     return dict(made)
 
 
-def deltas(form: CallingForm, pieces: list[str], **last: Any) -> list[dict[str, Any]]:
+def deltas(form: ToolCallEncoder, pieces: list[str], **last: Any) -> list[dict[str, Any]]:
     events = form.first(0)
     for piece in pieces:
         events += form.piece(0, dataclasses.replace(TOKEN, text=piece, logprob=-1.0, piece=piece.encode()))
@@ -203,6 +205,6 @@ def test_a_stream_of_text_is_sent_to_the_letter() -> None:
 
 def test_every_token_of_a_stream_is_rated_whatever_it_belongs_to() -> None:
     pieces = [WRITTEN[at : at + 9] for at in range(0, len(WRITTEN), 9)]
-    made = deltas(form_of(rates=True), pieces)
+    made = deltas(form_of(with_logprobs=True), pieces)
     rated = [entry["token"] for one in made if one["logprobs"] for entry in one["logprobs"]["content"]]
     assert rated == pieces

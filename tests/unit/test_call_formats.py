@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from neuronpipe.services.gateway.openai.answer_calls import Call, read
+from neuronpipe.services.gateway.openai.answer_calls import Call, parse_answer
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from neuronpipe.services.gateway.templates.format_probe import probe_format
 from neuronpipe.services.gateway.templates.sandbox import Template
@@ -197,7 +197,7 @@ def test_what_the_template_writes_is_read_as_the_calls_that_it_was_given(templat
     form, one = found(template), compiled(template)
     calls = [("call_1", "look_up", '{"of": "a }]\\"}"}'), ("call_2", "f", '{"deep": [{"x": {}}]}')]
     text = one.render([{"role": "user", "content": "?"}, form.message("", calls)], answer=False)
-    said, made, complete = read(text[text.index(form.marker) :], form)
+    said, made, complete = parse_answer(text[text.index(form.marker) :], form)
     assert said == ""
     assert complete
     assert [(call.name, json.loads(call.arguments)) for call in made] == [(n, json.loads(a)) for _, n, a in calls]

@@ -258,7 +258,7 @@ def test_a_process_that_cannot_be_started_again_is_told_to_those_who_wait(
     first, second = answers.start(ask("json")), answers.start(ask(PERSON))
     assert answers.pid is not None
     os.kill(answers.pid, signal.SIGKILL)
-    monkeypatch.setattr("neuronpipe.services.untrusted.helper.forked", no_more_processes)
+    monkeypatch.setattr("neuronpipe.services.untrusted.helper.fork_process", no_more_processes)
     settled = False
     while second.pending:
         settled |= answers.receive()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.gateway.http.access import AccessControl
-from neuronpipe.services.gateway.http.memory_account import Account
+from neuronpipe.services.gateway.http.memory_account import MemoryAccount
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.runtime.listener import Listener, checked_origins
 
@@ -31,7 +31,7 @@ def asked(
 ) -> tuple[int, dict[str, str]]:
     """Status and headers of the answer."""
     listener = Listener(descriptor=-1, host="127.0.0.1", port=1, key=key, origins=origins)
-    app = AccessControl(_inner, listener, Metrics(), frozenset(), Account())
+    app = AccessControl(_inner, listener, Metrics(), frozenset(), MemoryAccount())
     given = [(name.encode(), value.encode()) for name, value in ({"host": "localhost:1"} | headers).items()]
     path = "/v1/completions"
     scope = {

@@ -13,18 +13,19 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.echo import nothing
-from neuronpipe.services.gateway.openai.response_encoding import ChatForm, Form, TextForm
-from neuronpipe.services.gateway.openai.response_sending import COMMENT, Answer
+from neuronpipe.services.gateway.openai.echo import empty_completion
+from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder, CompletionEncoder, ResponseEncoder
+from neuronpipe.services.gateway.openai.response_sending import COMMENT, GenerationResponse
 
 from tests.pipeline import SLOWER
 
 PATIENCE_S = 10 * SLOWER
 CONTEXT_TOKENS = 8
-DONE = dataclasses.replace(nothing(prompt_tokens=1), request="r0", text="ab", tokens=1)
+DONE = dataclasses.replace(empty_completion(prompt_tokens=1), request="r0", text="ab", tokens=1)
 TOKEN = Token(request="r0", index=0, token=7, text="ab", ms=1.0)
 
 
@@ -40,7 +41,7 @@ class Played:
     async def generate(self, asks: list[Generate], client: str) -> tuple[Mailbox, list[str]]:
         return self.mailbox, [ask.request for ask in asks]
 
-    def give_up(self, names: list[str]) -> None:
+    def cancel(self, names: list[str]) -> None:
         pass
 
     async def send(self, message: Any) -> None:
@@ -85,22 +86,22 @@ async def answering(
     played = Played()
 
     @asynccontextmanager
-    async def hold() -> AsyncIterator[Coordinator]:
+    async def hold() -> AsyncIterator[CoordinatorClient]:
         if run is not None:
             await run
         played.holders += 1
         try:
-            yield cast(Coordinator, played)
+            yield cast(CoordinatorClient, played)
         finally:
             played.holders -= 1
 
-    answer = Answer(
+    answer = GenerationResponse(
         hold,
         Metrics(),
-        TextForm("m", "f", counts=False, rates=False, end_tokens=()),
+        CompletionEncoder("m", "f", with_usage=False, with_logprobs=False, end_tokens=()),
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
         context_tokens=CONTEXT_TOKENS,
-        texts_per_prompt=texts,
+        sequences_per_prompt=texts,
         sent_per_prompt=texts,
         stream=stream,
     )
@@ -133,7 +134,7 @@ def test_a_refusal_before_that_has_a_status_of_its_own() -> None:
     async def scene() -> None:
         async with answering(texts=2) as (played, task):
             played.say(*accepted("r0"), Refused(request="r1", code="bad_request", message="no"))
-            with pytest.raises(Problem, match="no"):
+            with pytest.raises(ApiError, match="no"):
                 await task
             assert played.sent == []
 
@@ -178,7 +179,9 @@ def test_a_stream_whose_run_is_yet_to_be_started_has_its_headers_and_comments(mo
 
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.02 if waited else PATIENCE_S)
+    monkeypatch.setattr(
+        "neuronpipe.services.gateway.openai.response_sending.RUN_READY_S", 0.02 if waited else PATIENCE_S
+    )
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -192,7 +195,7 @@ def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, mo
                 assert json.loads(event.removeprefix("data: "))["error"]["code"] == "restarting"
                 assert played.sent[-1].get("more_body") is None
             else:
-                with pytest.raises(Problem, match="does not begin"):
+                with pytest.raises(ApiError, match="does not begin"):
                     await asyncio.wait_for(task, PATIENCE_S)
                 assert played.sent == []
 
@@ -200,7 +203,7 @@ def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, mo
 
 
 def test_a_client_that_leaves_while_its_run_is_started_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_READY_S", 0.01)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -215,7 +218,7 @@ def test_a_client_that_leaves_while_its_run_is_started_waits_for_nothing(monkeyp
 
 
 def test_a_whole_answer_whose_run_is_yet_to_be_started_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_READY_S", 0.01)
 
     async def scene() -> None:
         run = asyncio.get_running_loop().create_future()
@@ -223,15 +226,15 @@ def test_a_whole_answer_whose_run_is_yet_to_be_started_waits(monkeypatch: pytest
             await asyncio.sleep(0.05)
             assert played.sent == []
             run.set_exception(unavailable("restarting", "it does not begin"))
-            with pytest.raises(Problem, match="does not begin"):
+            with pytest.raises(ApiError, match="does not begin"):
                 await asyncio.wait_for(task, PATIENCE_S)
 
     asyncio.run(scene())
 
 
 def test_a_stream_whose_text_ends_without_a_token_has_its_beginning_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TextForm, "first", lambda form, number: b"first")
-    monkeypatch.setattr(TextForm, "last", lambda form, number, finished: b"last")
+    monkeypatch.setattr(CompletionEncoder, "first", lambda form, number: b"first")
+    monkeypatch.setattr(CompletionEncoder, "last", lambda form, number, finished: b"last")
 
     async def scene() -> None:
         async with answering() as (played, task):
@@ -261,36 +264,40 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_too_long(stream: bool) ->
     async def scene() -> None:
         async with answering(stream=stream) as (played, task):
             played.say(*accepted("r0", prompt_tokens=CONTEXT_TOKENS))
-            with pytest.raises(Problem, match=f"^This model's maximum context length is {CONTEXT_TOKENS} tokens") as it:
+            with pytest.raises(
+                ApiError, match=f"^This model's maximum context length is {CONTEXT_TOKENS} tokens"
+            ) as it:
                 await task
             assert (it.value.status, it.value.code) == (400, "context_length_exceeded")
 
     asyncio.run(scene())
 
 
-def rated(kind: type[Form], *tokens: Token) -> Form:
-    form = kind("m", "f", counts=False, rates=True, end_tokens=())
+def rated(kind: type[ResponseEncoder], *tokens: Token) -> ResponseEncoder:
+    form = kind("m", "f", with_usage=False, with_logprobs=True, end_tokens=())
     for token in tokens:
-        form.keep(0, token)
+        form.keep_logprobs(0, token)
     return form
 
 
-@pytest.mark.parametrize("kind", [ChatForm, TextForm])
-def test_a_whole_answer_that_grows_too_large_is_given_up(kind: type[Form], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_encoding.MAX_KEPT_CHARACTERS", 1000)
+@pytest.mark.parametrize("kind", [ChatEncoder, CompletionEncoder])
+def test_a_whole_answer_that_grows_too_large_is_given_up(
+    kind: type[ResponseEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_encoding.MAX_LOGPROB_CHARACTERS", 1000)
     token = dataclasses.replace(TOKEN, logprob=-0.5, piece=b"piece")
-    with pytest.raises(Problem, match="ask for a stream") as refused:
+    with pytest.raises(ApiError, match="use a stream") as refused:
         rated(kind, *[token] * 100)
     assert (refused.value.status, refused.value.code) == (400, "answer_too_large")
 
 
-@pytest.mark.parametrize("kind", [ChatForm, TextForm])
-def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[Form]) -> None:
+@pytest.mark.parametrize("kind", [ChatEncoder, CompletionEncoder])
+def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[ResponseEncoder]) -> None:
     likely = tuple(Likely(token=token, piece=piece, logprob=-0.5) for token, piece in ((1, b"one"), (2, b"two")))
     sampled = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
     among = dataclasses.replace(TOKEN, token=2, piece=b"two", logprob=-0.5, top=likely)
     ratings = json.loads(rated(kind, sampled, among).whole([(0, DONE)], {}))["choices"][0]["logprobs"]
-    if kind is ChatForm:
+    if kind is ChatEncoder:
         tops = [[one["token"] for one in entry["top_logprobs"]] for entry in ratings["content"]]
     else:
         tops = [list(top) for top in ratings["top_logprobs"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.request import MAX_TOKENS
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.answer_constraints import Constraint
 from neuronpipe.services.gateway.openai.request_schema import (
@@ -16,12 +16,12 @@ from neuronpipe.services.gateway.openai.request_schema import (
     MAX_PROMPTS,
     ChatRequest,
     CompletionRequest,
-    Sampling,
+    GenerationRequest,
 )
 
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-KINDS: dict[type[Sampling], dict[str, Any]] = {CompletionRequest: PROMPT, ChatRequest: CHAT}
+KINDS: dict[type[GenerationRequest], dict[str, Any]] = {CompletionRequest: PROMPT, ChatRequest: CHAT}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 Refusal = tuple[str, str | None, str]
@@ -35,12 +35,12 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [chosen(name) for name in names]}}
 
 
-def parsed(kind: type[Sampling], **body: Any) -> Any:
+def parsed(kind: type[GenerationRequest], **body: Any) -> Any:
     return parse_body(json.dumps(KINDS[kind] | body).encode(), kind)
 
 
-def refusal(kind: type[Sampling], **body: Any) -> Refusal:
-    with pytest.raises(Problem) as raised:
+def refusal(kind: type[GenerationRequest], **body: Any) -> Refusal:
+    with pytest.raises(ApiError) as raised:
         parsed(kind, **body)
     problem = raised.value
     assert problem.status == 400
@@ -69,7 +69,7 @@ def refusal(kind: type[Sampling], **body: Any) -> Refusal:
     ],
     ids=json.dumps,
 )
-def test_what_changes_nothing_is_accepted(kind: type[Sampling], harmless: dict[str, Any]) -> None:
+def test_what_changes_nothing_is_accepted(kind: type[GenerationRequest], harmless: dict[str, Any]) -> None:
     parsed(kind, **harmless)
 
 
@@ -104,7 +104,7 @@ def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, An
     ("asked", "said"),
     [
         ({"suffix": "x", "echo": True}, "only without echo"),
-        ({"suffix": "x", "prompt": [1, 2]}, "only after prompts that are texts"),
+        ({"suffix": "x", "prompt": [1, 2]}, "only after prompts that are strings"),
     ],
     ids=json.dumps,
 )
@@ -159,7 +159,7 @@ def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: st
 
 
 def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
-    assert "give tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
+    assert "the older form of tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
     parsed(ChatRequest, functions=None, function_call=None)
 
 
@@ -172,9 +172,9 @@ def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
         ([[1], []], "prompt.1", "at least 1 item, not 0"),
         (["x", 1], "prompt.1", "valid string"),
         ([1, "x"], "prompt.1", "valid integer"),
-        ([True], "prompt", "a text, a list of token ids, or a list of either"),
-        ({}, "prompt", "a text, a list of token ids, or a list of either"),
-        (7, "prompt", "a text, a list of token ids, or a list of either"),
+        ([True], "prompt", "a string, a list of token ids, or a list of either"),
+        ({}, "prompt", "a string, a list of token ids, or a list of either"),
+        (7, "prompt", "a string, a list of token ids, or a list of either"),
     ],
 )
 def test_a_wrong_prompt_is_told_what_is_wrong_with_it(prompt: Any, param: str, said: str) -> None:
@@ -189,7 +189,7 @@ def test_a_wrong_prompt_is_told_what_is_wrong_with_it(prompt: Any, param: str, s
         ([{"type": "image_url", "image_url": {"url": "u"}}], ".0.type", "'text', not 'image_url'"),
         ([{"type": "text", "text": "x"}, {"type": "input_audio"}], ".1.type", "'text', not 'input_audio'"),
         (["x"], ".0", "an object"),
-        (7, "", "expected a text, or a list of parts"),
+        (7, "", "expected a string or a list of parts"),
     ],
 )
 def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, param: str, said: str) -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
         ({"role": "assistant"}, "messages.0.content", "field required"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content", "field required"),
         ({"role": "user", "content": None, "tool_calls": [CALL]}, "messages.0.content", "field required"),
-        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", "user calls no functions"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", "user cannot call functions"),
         ({"role": "tool", "content": "x"}, "messages.0.tool_call_id", "field required"),
         ({"role": "user", "content": "x", "notes": 1}, "messages.0.notes", "unsupported"),
         ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.0.audio", "should be null"),
@@ -272,7 +272,7 @@ def test_limits_are_named() -> None:
     ],
 )
 def test_a_parameter_that_contradicts_another_is_named(
-    kind: type[Sampling], asked: dict[str, Any], param: str, said: str
+    kind: type[GenerationRequest], asked: dict[str, Any], param: str, said: str
 ) -> None:
     code, at, message = refusal(kind, **asked)
     assert (code, at) == ("invalid_value", param)
@@ -297,7 +297,7 @@ def test_what_a_client_said_is_cut_where_it_is_quoted(wrong: dict[str, Any]) -> 
 def test_a_body_of_a_million_mistakes_is_refused_for_the_first() -> None:
     body = b'{"prompt": [1' + b',""' * 1_000_000 + b"]}"
     began = time.process_time()
-    with pytest.raises(Problem, match=r"prompt\.1"):
+    with pytest.raises(ApiError, match=r"prompt\.1"):
         parse_body(body, CompletionRequest)
     assert time.process_time() - began < 2  # collecting them all took 5 s and more than a gigabyte
 
@@ -319,7 +319,7 @@ GRAMMARS: list[tuple[dict[str, Any], Constraint]] = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("asked", "constraint"), GRAMMARS, ids=str)
 def test_what_an_answer_is_to_be_is_said_in_many_ways(
-    kind: type[Sampling], asked: dict[str, Any], constraint: Constraint
+    kind: type[GenerationRequest], asked: dict[str, Any], constraint: Constraint
 ) -> None:
     assert parsed(kind, **asked).constraint == constraint
 
@@ -342,6 +342,6 @@ def test_an_answer_has_one_form(asked: dict[str, Any], param: str) -> None:
 def test_an_answer_that_is_continued_is_no_message_that_is_answered() -> None:
     talk = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, "}]
     body = parsed(ChatRequest, messages=talk, continue_final_message=True)
-    assert ([message.text for message in body.asked], body.begun) == (["count"], "one, ")
+    assert ([message.text for message in body.prompt_messages], body.answer_prefix) == (["count"], "one, ")
     body = parsed(ChatRequest, messages=talk)
-    assert ([message.text for message in body.asked], body.begun) == (["count", "one, "], "")
+    assert ([message.text for message in body.prompt_messages], body.answer_prefix) == (["count", "one, "], "")

@@ -17,8 +17,14 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
-from neuronpipe.services.gateway.client.run_client import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox, new_name
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import (
+    MAX_CLIENT_REQUESTS,
+    MAX_SENT,
+    CoordinatorClient,
+    new_request_id,
+)
+from neuronpipe.services.gateway.http.api_errors import ApiError
 
 from tests.pipeline import SLOWER
 
@@ -128,11 +134,11 @@ def endpoint(tmp_path: Path) -> str:
 
 
 @asynccontextmanager
-async def connected(endpoint: str) -> AsyncIterator[tuple[Coordinator, Played]]:
+async def connected(endpoint: str) -> AsyncIterator[tuple[CoordinatorClient, Played]]:
     with open_context() as context:
         played = Played(Listener(context, CONTROL, endpoint))
         answering = asyncio.create_task(played.answer())
-        coordinator = Coordinator(endpoint)
+        coordinator = CoordinatorClient(endpoint)
         try:
             yield coordinator, played
         finally:
@@ -140,8 +146,8 @@ async def connected(endpoint: str) -> AsyncIterator[tuple[Coordinator, Played]]:
             answering.cancel()
 
 
-async def ask(coordinator: Coordinator, texts: int, prompt: str = "x") -> Mailbox:
-    asks = (Generate(request=new_name(), prompt=prompt) for _ in range(texts))  # made when all may be sent
+async def ask(coordinator: CoordinatorClient, texts: int, prompt: str = "x") -> Mailbox:
+    asks = (Generate(request=new_request_id(), prompt=prompt) for _ in range(texts))  # made when all may be sent
     return (await coordinator.generate(asks))[0]
 
 
@@ -154,10 +160,12 @@ async def all_finished(mailbox: Mailbox, texts: int) -> None:
 def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            done = await asyncio.gather(*(ask(coordinator, MAX_TEXTS // 8) for _ in range(12)), return_exceptions=True)
-            refused = [one for one in done if isinstance(one, Problem)]
+            done = await asyncio.gather(
+                *(ask(coordinator, MAX_CLIENT_REQUESTS // 8) for _ in range(12)), return_exceptions=True
+            )
+            refused = [one for one in done if isinstance(one, ApiError)]
             assert [one.code for one in refused] == ["rate_limit_exceeded"] * 4
-            assert coordinator.active == MAX_TEXTS
+            assert coordinator.active == MAX_CLIENT_REQUESTS
             await played.received(Generate, MAX_SENT)
             assert played.count(AskStatus) == 1  # for all of them
 
@@ -167,11 +175,11 @@ def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(end
 def test_a_request_of_many_texts_is_served_in_turns_of_what_the_coordinator_takes_on(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            mailbox = await ask(coordinator, MAX_TEXTS)
-            for turn in range(MAX_TEXTS // MAX_SENT):
+            mailbox = await ask(coordinator, MAX_CLIENT_REQUESTS)
+            for turn in range(MAX_CLIENT_REQUESTS // MAX_SENT):
                 await played.received(Generate, (turn + 1) * MAX_SENT)
                 played.finish(MAX_SENT)
-            await all_finished(mailbox, MAX_TEXTS)
+            await all_finished(mailbox, MAX_CLIENT_REQUESTS)
             assert played.most_held == MAX_SENT
             assert coordinator.active == 0
 
@@ -194,9 +202,9 @@ def test_one_text_does_not_wait_for_all_texts_of_a_large_request(endpoint: str) 
 def test_texts_that_are_given_up_while_they_wait_are_never_sent(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            asks = [Generate(request=new_name(), prompt="gone") for _ in range(2 * MAX_SENT)]
+            asks = [Generate(request=new_request_id(), prompt="gone") for _ in range(2 * MAX_SENT)]
             _, names = await coordinator.generate(asks)
-            coordinator.give_up(names)
+            coordinator.cancel(names)
             await ask(coordinator, 1, "here")
             await played.received(Generate, MAX_SENT + 1)
             assert played.texts[MAX_SENT:] == ["here"]
@@ -216,7 +224,7 @@ def test_a_request_that_has_begun_waits_where_others_fill_the_run(
             mailbox = await ask(coordinator, 4)
             await played.received(Generate, 4)
             for _ in range(3):  # others may be known to have filled it, or not yet
-                with pytest.raises(Problem) as refused:
+                with pytest.raises(ApiError) as refused:
                     await (await ask(coordinator, 1)).take(PATIENCE_S)
                 assert (refused.value.status, dict(refused.value.headers)) == (429, {"retry-after": "7"})
                 await asyncio.sleep(0.03)
@@ -263,7 +271,7 @@ def test_a_gateway_whose_words_were_all_lost_connects_again_and_asks_for_its_tex
             mailbox, accepted = await ask(coordinator, 2), 0
             while accepted < 2:
                 accepted += len(await mailbox.take())
-            monkeypatch.setattr("neuronpipe.services.gateway.client.run_client.MAX_UNHEARD", 3)
+            monkeypatch.setattr("neuronpipe.services.gateway.client.run_client.MAX_UNANSWERED", 3)
             played.lost = 3
             await coordinator.fresh_status(PATIENCE_S)
             assert played.lost == 0
@@ -289,11 +297,11 @@ def test_a_coordinator_that_was_only_slow_gives_every_token_once(
                             seen[number] += [message.index] if isinstance(message, Token) else []
 
             await take(3)
-            for name, value in (("MAX_UNHEARD", 3), ("LOST_S", 0.1)):
+            for name, value in (("MAX_UNANSWERED", 3), ("LOST_S", 0.1)):
                 monkeypatch.setattr(f"neuronpipe.services.gateway.client.run_client.{name}", value)
             played.stopped = True
             for _ in range(8):
-                with pytest.raises(Problem, match="does not answer"):
+                with pytest.raises(ApiError, match="does not answer"):
                     await coordinator.fresh_status(0.1)
             played.stopped, played.tokens = False, 6
             await take(6)
@@ -308,7 +316,7 @@ def test_a_gateway_that_ends_cancels_its_texts_and_tells_who_waits(endpoint: str
         async with connected(endpoint) as (coordinator, played):
             mailbox = await ask(coordinator, 2)
             coordinator.end("draining", "the server is ending")
-            with pytest.raises(Problem, match="the server is ending"):
+            with pytest.raises(ApiError, match="the server is ending"):
                 await mailbox.take()
             await played.received(Cancel, 2)
             assert coordinator.active == 0
@@ -322,9 +330,9 @@ def test_after_the_end_nobody_is_asked_and_nothing_is_waited_for(endpoint: str) 
             await coordinator.fresh_status(PATIENCE_S)
             coordinator.end("ended", "the run has ended")
             asked = played.count(AskStatus)
-            with pytest.raises(Problem, match="the run has ended"):
+            with pytest.raises(ApiError, match="the run has ended"):
                 await coordinator.fresh_status(PATIENCE_S)
-            with pytest.raises(Problem, match="the run has ended"):
+            with pytest.raises(ApiError, match="the run has ended"):
                 await ask(coordinator, 1)
             await asyncio.sleep(0.01)
             assert played.count(AskStatus) == asked
@@ -336,7 +344,7 @@ def test_a_run_that_ends_is_told_from_one_whose_coordinator_comes_again(endpoint
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
             played.state = "draining"
-            with pytest.raises(Problem, match="the run is ending"):
+            with pytest.raises(ApiError, match="the run is ending"):
                 await ask(coordinator, 1)
             played.state = "ready"
             await ask(coordinator, 1)

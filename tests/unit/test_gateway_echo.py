@@ -11,10 +11,11 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.echo import EchoAnswer, EchoForm, offsets
+from neuronpipe.services.gateway.openai.echo import EchoEncoder, EchoResponse, token_offsets
 from neuronpipe.services.gateway.openai.response_sending import COMMENT
 
 from tests.unit.test_gateway_answers import DONE
@@ -38,7 +39,7 @@ ANSWER = (Token(request="", index=0, token=5, text=" d", ms=1.0, logprob=-0.25, 
     ids=["plain", "a begin token and its blank", "halves of a character", "what a normalizer changed", "nothing"],
 )
 def test_a_token_begins_where_its_text_does(text: str, pieces: list[bytes], places: list[int]) -> None:
-    assert offsets(text, pieces) == places
+    assert token_offsets(text, pieces) == places
 
 
 class Played:
@@ -59,7 +60,7 @@ class Played:
                 mailbox.put(number, message)
         return mailbox, [ask.request for ask in asks]
 
-    def give_up(self, names: list[str]) -> None:
+    def cancel(self, names: list[str]) -> None:
         pass
 
     def _score(self, name: str) -> list[Message]:
@@ -73,20 +74,28 @@ class Played:
 
 
 def answered(
-    played: Played, *, stream: bool = False, max_tokens: int = 1, rates: bool = True, prompts: int = 1, texts: int = 1
+    played: Played,
+    *,
+    stream: bool = False,
+    max_tokens: int = 1,
+    with_logprobs: bool = True,
+    prompts: int = 1,
+    texts: int = 1,
 ) -> bytes:
     asks = [
-        Generate(request=f"r{n}", tokens=(1, 2), max_tokens=max_tokens, logprobs=1 if rates else None, owner="o")
+        Generate(
+            request=f"r{n}", tokens=(1, 2), max_tokens=max_tokens, logprobs=1 if with_logprobs else None, owner="o"
+        )
         for n in range(prompts * texts)
     ]
-    form = EchoForm("model", "np", counts=False, rates=rates, end_tokens={END})
-    answer = EchoAnswer(
-        lambda: contextlib.nullcontext(cast(Coordinator, played)),
+    form = EchoEncoder("model", "np", with_usage=False, with_logprobs=with_logprobs, end_tokens={END})
+    answer = EchoResponse(
+        lambda: contextlib.nullcontext(cast(CoordinatorClient, played)),
         Metrics(),
         form,
         asks,
         context_tokens=CONTEXT_TOKENS,
-        texts_per_prompt=texts,
+        sequences_per_prompt=texts,
         sent_per_prompt=texts,
         stream=stream,
     )
@@ -154,7 +163,7 @@ def test_an_end_token_is_rated_so_that_it_takes_no_other_tokens_place() -> None:
 
 def test_texts_of_one_prompt_are_scored_once() -> None:
     played = Played(ANSWER)
-    body = json.loads(answered(played, prompts=2, texts=2, rates=False))
+    body = json.loads(answered(played, prompts=2, texts=2, with_logprobs=False))
     assert sum(isinstance(ask, Score) for ask in played.asked) == 2
     assert {ask.owner for ask in played.asked} == {"o"}
     assert [(choice["text"][:3], choice["logprobs"]) for choice in body["choices"]] == [("a b", None)] * 4
@@ -174,5 +183,5 @@ def test_a_stream_begins_with_the_prompt(max_tokens: int) -> None:
 
 def test_a_prompt_that_fills_the_context_is_scored_and_not_continued() -> None:
     assert json.loads(answered(Played(ANSWER, CONTEXT_TOKENS), max_tokens=0))["choices"]
-    with pytest.raises(Problem, match="maximum context length is 8 tokens"):
+    with pytest.raises(ApiError, match="maximum context length is 8 tokens"):
         answered(Played(ANSWER, CONTEXT_TOKENS), max_tokens=1)

@@ -1,22 +1,21 @@
-"""The README's tables of parameters: all that OpenAI's client can send is there, and what they say is what is done."""
+"""The reference of the API names every parameter that OpenAI's client can send, and which of them are refused."""
 
 from __future__ import annotations
 
 import json
 import re
 import typing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.services import gateway
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway import api_reference
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest
 from neuronpipe.services.gateway.openai.responses_api import ResponsesRequest
 from openai.types import chat, completion_create_params, responses
 
-README = (Path(gateway.__path__[0]) / "README.md").read_text()
+REFERENCE = api_reference.PATH.read_text(encoding="utf-8")
 FUNCTION: dict[str, Any] = {"name": "f"}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
 VALUES: dict[str, Any] = {
@@ -68,11 +67,10 @@ BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}}
 
 
 class Endpoint(typing.NamedTuple):
-    """letter: of it, in the table that it shares with another; params: those of OpenAI's client."""
+    """sections: those of the reference that list its fields; params: those of OpenAI's client."""
 
     kind: Any
-    letter: str
-    table: str
+    sections: tuple[str, ...]
     params: tuple[Any, ...]
     least: dict[str, Any]
     values: dict[str, Any]
@@ -81,24 +79,21 @@ class Endpoint(typing.NamedTuple):
 ENDPOINTS = {
     "chat": Endpoint(
         ChatRequest,
-        "C",
-        "## Parameters",
+        ("Fields of all", "Further fields", "POST /v1/chat/completions"),
         typing.get_args(chat.CompletionCreateParams),
         {"messages": VALUES["messages"]},
         {"logprobs": True},
     ),
     "completions": Endpoint(
         CompletionRequest,
-        "P",
-        "## Parameters",
+        ("Fields of all", "Further fields", "POST /v1/completions"),
         typing.get_args(completion_create_params.CompletionCreateParams),
         {"prompt": "x"},
         {"logprobs": 2},
     ),
     "responses": Endpoint(
         ResponsesRequest,
-        "",
-        "### Responses",
+        ("Fields of all", "POST /v1/responses"),
         typing.get_args(responses.ResponseCreateParams),
         {"input": "x"},
         {"tools": [{"type": "function", **FUNCTION}], "prompt": {"id": "p"}, "background": False},
@@ -107,19 +102,18 @@ ENDPOINTS = {
 BESIDE_IN_CHAT = {"top_logprobs": {"logprobs": True}}
 
 
-def rows(endpoint: Endpoint) -> dict[str, str]:
-    """What the table says of each parameter: supported, ignored, refused, ..."""
-    text = README[README.index(endpoint.table) :]
-    found = dict[str, str]()
-    for line in text[text.index("|") :].splitlines():
-        if not line.startswith("|"):
-            break
-        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        if endpoint.letter and endpoint.letter not in cells.pop(0):
+def refused_by_name(endpoint: Endpoint) -> dict[str, bool]:
+    """Every parameter that the reference names for this endpoint: True if it says that the parameter is refused."""
+    refused = dict[str, bool]()
+    for section in re.split(r"^### ", REFERENCE, flags=re.MULTILINE):
+        if not section.startswith(endpoint.sections):
             continue
-        for name in re.findall(r"`([a-z_]+)`", names):
-            found[name] = cells[0]
-    return found
+        for line in section.splitlines():
+            if row := re.match(r"\| `(\w+)` \|", line):
+                refused[row[1]] = "| This field is refused" in line
+            elif line.startswith(("Accepted without effect: ", "Refused: ")):
+                refused |= dict.fromkeys(re.findall(r"`(\w+)`", line), line.startswith("Refused"))
+    return refused
 
 
 def known(endpoint: Endpoint) -> set[str]:
@@ -127,18 +121,20 @@ def known(endpoint: Endpoint) -> set[str]:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
-def test_the_table_names_every_parameter_of_the_client(endpoint: Endpoint) -> None:
-    assert known(endpoint) - set(rows(endpoint)) == set()
+def test_the_reference_names_every_parameter_of_the_client(endpoint: Endpoint) -> None:
+    assert known(endpoint) - set(refused_by_name(endpoint)) == set()
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
-def test_what_the_table_says_of_a_parameter_is_done(endpoint: Endpoint) -> None:
-    for name, said in rows(endpoint).items():
+def test_the_parameters_that_the_reference_calls_refused_are_refused(endpoint: Endpoint) -> None:
+    refused = refused_by_name(endpoint)
+    assert len(refused) > 20
+    for name in known(endpoint) & refused.keys():
         value = (VALUES | OTHERS | endpoint.values).get(name, {"a": "b"})
         beside = BESIDE | (BESIDE_IN_CHAT if endpoint.kind is ChatRequest else {})
         body = endpoint.least | beside.get(name, {}) | {name: value}
-        if said.startswith("refused"):
-            with pytest.raises(Problem) as raised:
+        if refused[name]:
+            with pytest.raises(ApiError) as raised:
                 parse_body(json.dumps(body).encode(), endpoint.kind)
             assert (raised.value.code, raised.value.param) == ("unsupported_parameter", name)
         else:

@@ -9,10 +9,10 @@ from typing import Any
 import openai.types.responses as known
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai.responses_api import NOT_STORED, ResponsesRequest
-from neuronpipe.services.gateway.openai.responses_encoding import ResponseForm
+from neuronpipe.services.gateway.openai.responses_encoding import ResponsesEncoder
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, CallFormat
 from pydantic import TypeAdapter
 
@@ -152,7 +152,13 @@ def test_options_reach_the_chat_request_by_their_names_there() -> None:
         safety_identifier="u",
         text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}, "verbosity": "low"},
     ).as_chat()
-    assert (chat.max_completion_tokens, chat.seed, chat.rated, chat.stream, chat.who) == (5, 3, 2, True, "u")
+    assert (chat.max_completion_tokens, chat.seed, chat.logprobs_per_token, chat.stream, chat.end_user) == (
+        5,
+        3,
+        2,
+        True,
+        "u",
+    )
     assert (chat.options["temperature"], chat.options["top_k"], chat.options["ignore_end"]) == (0.5, 0, True)
     assert chat.constraint is not None
     assert json.loads(chat.constraint.text) == schema
@@ -175,7 +181,7 @@ def test_options_reach_the_chat_request_by_their_names_there() -> None:
 )
 def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
     chat = parsed(**harmless).as_chat()
-    assert (chat.rated, chat.constraint) == (None, None)
+    assert (chat.logprobs_per_token, chat.constraint) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -184,23 +190,27 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", NOT_STORED),
         ({"conversation": "conv_1"}, "conversation", NOT_STORED),
         ({"conversation": {"id": "conv_1"}}, "conversation", NOT_STORED),
-        ({"background": True}, "background", "nowhere to fetch"),
+        ({"background": True}, "background", "stores no responses"),
         ({"prompt": {"id": "p"}}, "prompt", "not stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not served: OpenAI runs them"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not supported: OpenAI runs them"),
         ({"tools": [TOOL, {"type": "code_interpreter", "container": {}}]}, "tools.1", "'code_interpreter' are not"),
-        ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0", "'custom' are not served: their input is free"),
-        ({"tools": [{"type": "mcp", "server_url": "u"}]}, "tools.0", "'mcp' are not served: no server is asked"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0", "'custom' are not supported: their input is free"),
+        (
+            {"tools": [{"type": "mcp", "server_url": "u"}]},
+            "tools.0",
+            "'mcp' are not supported: this server does",
+        ),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
-        ({"tools": [TOOL, TOOL]}, "tools", "'f' is there twice"),
+        ({"tools": [TOOL, TOOL]}, "tools", "two functions have the name 'f'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools to choose"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is none"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "has the name 'g'"),
         ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search' are not"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "not 'any'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", NOT_STORED),
-        ({"input": [CALL, {**RESULT, "call_id": "d"}]}, "input.1.call_id", "no function_call before it"),
-        ({"input": [RESULT, CALL]}, "input.0.call_id", "no function_call before it"),
+        ({"input": [CALL, {**RESULT, "call_id": "d"}]}, "input.1.call_id", "no earlier function_call"),
+        ({"input": [RESULT, CALL]}, "input.0.call_id", "no earlier function_call"),
         ({"input": [CALL, {**RESULT, "output": [{"type": "input_image"}]}]}, None, "input_image"),
-        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call' are not read"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call' are not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "reasoning"}], "instructions": "i"}, "input", "a message in it"),
@@ -210,7 +220,7 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
     ids=lambda asked: json.dumps(asked)[:80],
 )
 def test_what_is_not_served_is_refused_with_its_reason(asked: dict[str, Any], param: str | None, reason: str) -> None:
-    with pytest.raises(Problem) as raised:
+    with pytest.raises(ApiError) as raised:
         parsed(**asked).as_chat()
     problem = raised.value
     assert problem.status == 400
@@ -218,9 +228,17 @@ def test_what_is_not_served_is_refused_with_its_reason(asked: dict[str, Any], pa
     assert reason in problem.message
 
 
-def form(*, rates: bool = False, calls: CallFormat | None = None, text: bool = True, **body: Any) -> ResponseForm:
-    about: dict[str, Any] = {"counts": False, "rates": rates, "end_tokens": {END}, "calls": calls, "text": text}
-    return ResponseForm(parsed(**body).echoed(), "model", "np", **about)
+def form(
+    *, with_logprobs: bool = False, calls: CallFormat | None = None, text: bool = True, **body: Any
+) -> ResponsesEncoder:
+    about: dict[str, Any] = {
+        "with_usage": False,
+        "with_logprobs": with_logprobs,
+        "end_tokens": {END},
+        "calls": calls,
+        "text": text,
+    }
+    return ResponsesEncoder(parsed(**body).echoed(), "model", "np", **about)
 
 
 @pytest.mark.parametrize(("reason", "status"), [("end", "completed"), ("stop", "completed"), ("length", "incomplete")])
@@ -250,9 +268,9 @@ def events(stream: bytes) -> list[Any]:
 
 
 def test_a_stream_builds_the_response_up_event_by_event() -> None:
-    one = form(rates=True, top_logprobs=1)
+    one = form(with_logprobs=True, top_logprobs=1)
     end = Token(request="r", index=1, token=END, text="", ms=1.0, logprob=-1.0, piece=b"<end>")
-    stream = one.first(0) + one.piece(0, TOKEN) + one.piece(0, end) + one.last(0, DONE) + one.counted(dict(USAGE))
+    stream = one.first(0) + one.piece(0, TOKEN) + one.piece(0, end) + one.last(0, DONE) + one.usage_chunk(dict(USAGE))
     made = events(stream)
     assert [event.type for event in made] == [
         "response.created",
@@ -289,10 +307,10 @@ def tokens_of(text: str, size: int) -> list[Token]:
     ]
 
 
-def streamed(one: ResponseForm, text: str, size: int, **last: Any) -> list[Any]:
+def streamed(one: ResponsesEncoder, text: str, size: int, **last: Any) -> list[Any]:
     stream = one.first(0) + b"".join(one.piece(0, token) for token in tokens_of(text, size))
     ended = dataclasses.replace(DONE, **{"text": text, "reason": "end", **last})
-    return events(stream + one.last(0, ended) + one.counted(dict(USAGE)))
+    return events(stream + one.last(0, ended) + one.usage_chunk(dict(USAGE)))
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -309,7 +327,7 @@ def test_calls_are_items_after_the_text(before: str, size: int) -> None:
     assert len({call.call_id for call in calls} | {item.id for item in response.output}) == len(response.output) + 2
     whole = form(calls=DEFAULT)
     for token in tokens_of(text, size):
-        whole.keep(0, token)
+        whole.keep_logprobs(0, token)
     body = whole.whole([(0, dataclasses.replace(DONE, text=text, reason="end"))], dict(USAGE))
     same = known.Response.model_validate_json(body)
     unnamed = {"id", "call_id"}
@@ -359,7 +377,7 @@ def test_an_answer_that_could_call_and_says_nothing_is_an_empty_text() -> None:
 
 def test_ratings_are_of_the_text_and_not_of_its_calls() -> None:
     said = "Let me see."
-    made = streamed(form(calls=DEFAULT, rates=True), f"{said}{DEFAULT.written(CALLED)}", 1)
+    made = streamed(form(calls=DEFAULT, with_logprobs=True), f"{said}{DEFAULT.written(CALLED)}", 1)
     text = made[-1].response.output[0].content[0]
     assert [one.token for one in text.logprobs] == [*said]
     told = [one.token for event in made if event.type == "response.output_text.delta" for one in event.logprobs]
@@ -368,5 +386,5 @@ def test_ratings_are_of_the_text_and_not_of_its_calls() -> None:
 
 def test_a_stream_that_fails_ends_with_an_event_that_says_why() -> None:
     one = form()
-    (*_, error) = events(one.first(0) + one.failed(Problem(500, "failed", "it broke")))
+    (*_, error) = events(one.first(0) + one.error_chunk(ApiError(500, "failed", "it broke")))
     assert (error.type, error.code, error.message) == ("error", "failed", "it broke")

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.runs import hosted_packages as hosted
 from neuronpipe.services.gateway.runs.hosted_packages import HostedModels
-from neuronpipe.services.gateway.runs.run_pool import Pool
-from neuronpipe.services.gateway.runs.served_models import Model, Run
+from neuronpipe.services.gateway.runs.run_pool import RunPool
+from neuronpipe.services.gateway.runs.served_models import Run, ServedModel
 
 from tests.pipeline import SLOWER
 
@@ -68,10 +68,11 @@ def _played_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 async def serving(keep_alive_s: float = math.inf, **takes_bytes: int) -> AsyncIterator[tuple[HostedModels, Command]]:
     ours, theirs = socket.socketpair()
     models = [
-        cast(Model, SimpleNamespace(name=name, run=None, facts=dict, chat=SimpleNamespace())) for name in takes_bytes
+        cast(ServedModel, SimpleNamespace(name=name, run=None, facts=dict, chat=SimpleNamespace()))
+        for name in takes_bytes
     ]
     over = asyncio.Event()
-    made = HostedModels(models, Pool(takes_bytes, 100, keep_alive_s), 1 << 20, over.set)
+    made = HostedModels(models, RunPool(takes_bytes, 100, keep_alive_s), 1 << 20, over.set)
     await made.attach(ours)
     command = Command(*await asyncio.open_connection(sock=theirs))
     assert await command.heard() == {"serving": True}
@@ -88,7 +89,7 @@ def played(scene: Callable[[], Coroutine[None, None, None]]) -> None:
 
 async def use(models: HostedModels, name: str, until: asyncio.Event | None = None) -> None:
     """A request for a model, answered at once or when it may."""
-    async with models.holding(models.named(name))():
+    async with models.run_acquirer(models.find(name))():
         if until is not None:
             await until.wait()
 
@@ -158,7 +159,7 @@ def test_a_run_that_cannot_begin_is_told_to_all_who_wait() -> None:
             assert await command.heard() == {"start": "a"}
             command.say(ended="a", why="the package is damaged", again_in_s=4.0)
             for outcome in await asyncio.gather(*requests, return_exceptions=True):
-                assert isinstance(outcome, Problem)
+                assert isinstance(outcome, ApiError)
                 assert (outcome.status, outcome.code, outcome.headers) == (503, "restarting", (("retry-after", "4"),))
                 assert "the package is damaged" in outcome.message
             begun(models, "a")
@@ -210,7 +211,7 @@ def test_the_end_of_the_server_is_told_to_who_waits_and_to_who_comes() -> None:
             assert await command.heard() == {"start": "a"}
             models.end("draining", "the server is ending")
             for waiting in (request, begun(models, "a")):
-                with pytest.raises(Problem, match="the server is ending"):
+                with pytest.raises(ApiError, match="the server is ending"):
                     await waiting
 
     played(scene)

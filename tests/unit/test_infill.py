@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 from neuronpipe.protocol.messages.client import Accepted, Token, Tokenized
 from neuronpipe.protocol.messages.request import Generate, Tokenize
-from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.infill import FAMILIES, Found, Infill, InfillAnswer
-from neuronpipe.services.gateway.openai.response_encoding import TextForm
+from neuronpipe.services.gateway.openai.infill import INFILL_FORMATS, Infill, InfillResponse, InfillTokens
+from neuronpipe.services.gateway.openai.response_encoding import CompletionEncoder
 from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 
 from tests.unit.test_gateway_answers import DONE, PATIENCE_S
@@ -41,12 +42,12 @@ class Run:
             mailbox.put(number, Tokenized(request=ask.request, tokens=tokens, pieces=(), text=""))
         return mailbox, []
 
-    def give_up(self, names: list[str]) -> None:
+    def cancel(self, names: list[str]) -> None:
         pass
 
 
-def found(*names: str) -> Found:
-    return asyncio.run(Infill(lambda: nullcontext(cast(Coordinator, Run(*names)))).family("c"))
+def found(*names: str) -> InfillTokens:
+    return asyncio.run(Infill(lambda: nullcontext(cast(CoordinatorClient, Run(*names)))).format("c"))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,10 @@ def found(*names: str) -> Found:
 )
 def test_a_family_is_known_by_its_tokens(names: tuple[str, ...], prompt: str) -> None:
     one = found(*names)
-    assert one.family.prompt("def f(", " ):") == prompt
+    assert one.format.prompt("def f(", " ):") == prompt
     assert sorted(one.end_tokens) == [*range(len(names))]
     for left_out in names:
-        with pytest.raises(Problem, match="no tokens for filling a gap"):
+        with pytest.raises(ApiError, match="no tokens for filling a gap"):
             found(*(name for name in names if name != left_out))
 
 
@@ -86,18 +87,18 @@ def test_further_tokens_of_the_family_end_the_answer() -> None:
 
 
 def test_braces_in_a_text_are_text() -> None:
-    for family in FAMILIES:
-        assert "{suffix}" in family.prompt("{suffix}", "x{prefix}")
-        assert "x{prefix}" in family.prompt("{suffix}", "x{prefix}")
+    for format in INFILL_FORMATS:
+        assert "{suffix}" in format.prompt("{suffix}", "x{prefix}")
+        assert "x{prefix}" in format.prompt("{suffix}", "x{prefix}")
 
 
 def test_the_run_is_asked_once() -> None:
     async def twice() -> None:
         run = Run("[PREFIX]", "[SUFFIX]")
-        infill = Infill(lambda: nullcontext(cast(Coordinator, run)))
-        first = await infill.family("c")
+        infill = Infill(lambda: nullcontext(cast(CoordinatorClient, run)))
+        first = await infill.format("c")
         asked: Any = run.asked
-        assert await infill.family("d") == first
+        assert await infill.format("d") == first
         assert run.asked == asked
 
     asyncio.run(twice())
@@ -120,8 +121,8 @@ def code_llama(*characters: str) -> Tokenizer:
 )
 def test_code_llama_sees_no_blank_before_a_suffix_that_has_none(characters: str, suffix: str, shown: list[str]) -> None:
     tokenizer = code_llama(*"def", *characters)
-    infill = Infill(lambda: nullcontext(cast(Coordinator, Run(tokenizer=tokenizer))))
-    gap = asyncio.run(infill.gap(["def", ""], suffix, "c"))
+    infill = Infill(lambda: nullcontext(cast(CoordinatorClient, Run(tokenizer=tokenizer))))
+    gap = asyncio.run(infill.prompts(["def", ""], suffix, "c"))
     names = [[tokenizer.id_to_token(token) for token in prompt] for prompt in cast(list[list[int]], gap.prompts)]
     end = ["▁<SUF>", *shown, "▁<MID>"]
     assert names == [["<s>", "▁<PRE>", "▁", "d", "e", "f", *end], ["<s>", "▁<PRE>", *end]]
@@ -129,35 +130,35 @@ def test_code_llama_sees_no_blank_before_a_suffix_that_has_none(characters: str,
 
 
 def test_other_models_are_shown_texts() -> None:
-    infill = Infill(lambda: nullcontext(cast(Coordinator, Run("[PREFIX]", "[SUFFIX]"))))
-    gap = asyncio.run(infill.gap(["a", "b"], " c", "client"))
+    infill = Infill(lambda: nullcontext(cast(CoordinatorClient, Run("[PREFIX]", "[SUFFIX]"))))
+    gap = asyncio.run(infill.prompts(["a", "b"], " c", "client"))
     assert gap.prompts == ["[SUFFIX] c[PREFIX]a", "[SUFFIX] c[PREFIX]b"]
 
 
 def test_a_gap_is_shown_as_the_model_knows_it_once_its_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then a stream has its head and comments."""
-    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_S", 0.01)
+    monkeypatch.setattr("neuronpipe.services.gateway.openai.response_sending.RUN_READY_S", 0.01)
 
     async def scene() -> None:
         live = asyncio.get_running_loop().create_future()
         run, sent, waits = Filling("[PREFIX]", "[SUFFIX]"), list[Any](), asyncio.Event()
 
         @asynccontextmanager
-        async def hold() -> AsyncIterator[Coordinator]:
+        async def hold() -> AsyncIterator[CoordinatorClient]:
             await live
-            yield cast(Coordinator, run)
+            yield cast(CoordinatorClient, run)
 
         async def send(message: Any) -> None:
             sent.append(message)
             waits.set()
 
-        answer = InfillAnswer(
+        answer = InfillResponse(
             hold,
             Metrics(),
-            TextForm("m", "f", counts=False, rates=True, end_tokens=()),
+            CompletionEncoder("m", "f", with_usage=False, with_logprobs=True, end_tokens=()),
             [Generate(request="r0", prompt="def f(")],
             context_tokens=8,
-            texts_per_prompt=1,
+            sequences_per_prompt=1,
             sent_per_prompt=1,
             stream=True,
             infill=Infill(hold),

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.errors import NotRunning
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.runs import live_view as live
-from neuronpipe.services.gateway.runs.live_view import Live
+from neuronpipe.services.gateway.runs.live_view import LiveFeed
 
 
-def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Problem:
+def refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> ApiError:
     """What a viewer of a run is told whose observer raises this."""
 
     def observer(path: Path) -> None:
         raise error
 
-    async def scene() -> Problem:
-        one = Live(Path("/run"))
+    async def scene() -> ApiError:
+        one = LiveFeed(Path("/run"))
         view = one.view()
         await one.enter(view)
-        with pytest.raises(Problem) as first:
+        with pytest.raises(ApiError) as first:
             await one.next()
-        with pytest.raises(Problem) as second:
+        with pytest.raises(ApiError) as second:
             await one.next()
         assert str(first.value) == str(second.value)
         return first.value

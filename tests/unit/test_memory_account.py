@@ -10,23 +10,29 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
-from neuronpipe.services.gateway.client.run_client import MAX_WAITING_BYTES, Mailbox
+from neuronpipe.services.gateway.client.mailbox import MAX_WAITING_BYTES, Mailbox
 from neuronpipe.services.gateway.http import request_body as bodies
-from neuronpipe.services.gateway.http.api_errors import Problem
-from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, Account, Charge, message_bytes, parsed_bytes
+from neuronpipe.services.gateway.http.api_errors import ApiError
+from neuronpipe.services.gateway.http.memory_account import (
+    SCOPE_KEY,
+    MemoryAccount,
+    MemoryCharge,
+    message_bytes,
+    parsed_bytes,
+)
 from neuronpipe.services.gateway.http.request_body import parse_body, read_body
-from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from starlette.requests import Request
 
 
 def refusal(grow: Callable[[], None]) -> tuple[int, str]:
-    with pytest.raises(Problem) as raised:
+    with pytest.raises(ApiError) as raised:
         grow()
     return raised.value.status, raised.value.code
 
 
 def test_all_charges_together_stay_within_the_limit() -> None:
-    account = Account(100)
+    account = MemoryAccount(100)
     with account.charge() as first, account.charge() as second:
         first.grow(60)
         assert refusal(lambda: second.grow(50)) == (503, "memory_full")
@@ -36,11 +42,11 @@ def test_all_charges_together_stay_within_the_limit() -> None:
 
 
 def test_what_never_fits_is_not_asked_to_come_again() -> None:
-    assert refusal(lambda: Charge(Account(100)).grow(101)) == (413, "request_too_large")
+    assert refusal(lambda: MemoryCharge(MemoryAccount(100)).grow(101)) == (413, "request_too_large")
 
 
 def test_the_largest_body_that_is_still_arriving_gives_way_to_a_smaller_request() -> None:
-    account, ended = Account(100), list[str]()
+    account, ended = MemoryAccount(100), list[str]()
     with contextlib.ExitStack() as stack:
         charges = {name: stack.enter_context(account.charge()) for name in ("large", "larger", "small")}
         for name, size in (("large", 40), ("larger", 55)):
@@ -54,7 +60,7 @@ def test_the_largest_body_that_is_still_arriving_gives_way_to_a_smaller_request(
 
 def test_memory_is_given_back_when_large_requests_have_ended() -> None:
     given_back = list[int]()
-    account = Account(100, lambda: given_back.append(account.held_bytes))
+    account = MemoryAccount(100, lambda: given_back.append(account.held_bytes))
     for size in (30, 30, 10):
         with account.charge() as charge:
             charge.grow(size)
@@ -62,7 +68,7 @@ def test_memory_is_given_back_when_large_requests_have_ended() -> None:
 
 
 PROMPT, CHAT = b'{"prompt":"x",', b'{"messages":[{"role":"user","content":"x"}],'
-REPEATED: list[tuple[type[Sampling], bytes, bytes, bytes]] = [
+REPEATED: list[tuple[type[GenerationRequest], bytes, bytes, bytes]] = [
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"[]", b"]}}"),
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"{}", b"]}}"),
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b'{"a":0}', b"]}}"),
@@ -78,12 +84,12 @@ REPEATED: list[tuple[type[Sampling], bytes, bytes, bytes]] = [
 
 @pytest.mark.parametrize(("kind", "begin", "item", "end"), REPEATED)
 def test_a_body_takes_no_more_memory_than_was_estimated(
-    kind: type[Sampling], begin: bytes, item: bytes, end: bytes
+    kind: type[GenerationRequest], begin: bytes, item: bytes, end: bytes
 ) -> None:
     parse_body(PROMPT[:-1] + b"}", CompletionRequest)  # what is made once
     body = begin + b",".join([item] * (100_000 // len(item))) + end
     tracemalloc.start()
-    with contextlib.suppress(Problem):  # one that is refused has been parsed before
+    with contextlib.suppress(ApiError):  # one that is refused has been parsed before
         parse_body(body, kind)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -96,7 +102,7 @@ def test_commas_inside_of_a_long_text_are_not_taken_for_values() -> None:
     assert parsed_bytes(text) < 1.1 * len(text)
 
 
-def arriving(pieces: Callable[[], Awaitable[bytes | None]], charge: Charge) -> Request:
+def arriving(pieces: Callable[[], Awaitable[bytes | None]], charge: MemoryCharge) -> Request:
     """A request whose body comes in these pieces; None: it does not go on."""
 
     async def receive() -> dict[str, Any]:
@@ -110,7 +116,7 @@ def arriving(pieces: Callable[[], Awaitable[bytes | None]], charge: Charge) -> R
 
 
 async def refused(request: Request) -> tuple[int, str, bool]:
-    with pytest.raises(Problem) as raised:
+    with pytest.raises(ApiError) as raised:
         await read_body(request, CompletionRequest)
     return raised.value.status, raised.value.code, ("connection", "close") in raised.value.headers
 
@@ -122,13 +128,13 @@ def test_a_body_that_comes_too_slowly_is_ended(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0.02)
         return b" "
 
-    with Account().charge() as charge:
+    with MemoryAccount().charge() as charge:
         assert asyncio.run(refused(arriving(slowly, charge))) == (408, "body_too_slow", True)
 
 
 def test_a_body_that_gives_way_is_told_to_come_again() -> None:
     async def work() -> tuple[int, str, bool]:
-        account, pieces = Account(100), iter([b" " * 90, None])
+        account, pieces = MemoryAccount(100), iter([b" " * 90, None])
 
         async def next_piece() -> bytes | None:
             return next(pieces)
@@ -147,7 +153,7 @@ def test_bodies_that_do_not_fit_are_refused_while_they_arrive() -> None:
     async def endless() -> bytes:
         return b" " * 10
 
-    with Account(100).charge() as charge:
+    with MemoryAccount(100).charge() as charge:
         assert asyncio.run(refused(arriving(endless, charge))) == (413, "request_too_large", True)
         assert charge.held_bytes == 100
 
@@ -160,7 +166,7 @@ def tokens(count: int) -> list[Token]:
 def test_a_stream_whose_reader_takes_nothing_is_ended_when_too_much_waits() -> None:
     mailbox, ended = Mailbox(), list[int]()
     mailbox.overflow = lambda: ended.append(1)
-    with Account().charge() as charge:
+    with MemoryAccount().charge() as charge:
         mailbox.charge = charge
         enough = MAX_WAITING_BYTES // message_bytes(tokens(1)[0]) + 1
         for token in tokens(enough):  # a reader that is only busy elsewhere

@@ -154,7 +154,7 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
 
 def test_regions_and_the_queue() -> None:
     watched = monitor()
-    there = Residency(slots=(5, 3), pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3)
+    there = Residency(slots=(5, 3), pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), queued_requests=3)
     watched.take_residency(there, {"fixed": 1000, "kv": 200}, 0)
     counters = {"in_flight": 4, "trigger_waiting": 2, "value_waiting": 1}
     watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
@@ -171,7 +171,7 @@ def test_regions_and_the_queue() -> None:
 
 def test_a_region_shows_what_is_in_memory_beside_what_is_reserved() -> None:
     watched = monitor()
-    there = Residency(slots=(6, 5), pinned=(0, 0), cold=(6, 4), loading=(0, 0), by_layer=(1.0, 1.0), asked=0)
+    there = Residency(slots=(6, 5), pinned=(0, 0), cold=(6, 4), loading=(0, 0), by_layer=(1.0, 1.0), queued_requests=0)
     watched.take_residency(there, {"fixed": 4096, "kv": 0}, 0)  # segments end with a page
     watched.take_memory({"current_bytes": 3000, "peak_bytes": 3500, "limit_bytes": 4000})
     seen = shot(watched, 1.0)

@@ -6,19 +6,19 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from neuronpipe.services.gateway.runs.run_pool import Order, Pool
+from neuronpipe.services.gateway.runs.run_pool import Order, RunPool
 
 START, END = "start", "end"
 
 
-def pool(limit_bytes: int = 100, keep_alive_s: float = math.inf, **takes_bytes: int) -> Pool:
-    return Pool(takes_bytes, limit_bytes, keep_alive_s)
+def pool(limit_bytes: int = 100, keep_alive_s: float = math.inf, **takes_bytes: int) -> RunPool:
+    return RunPool(takes_bytes, limit_bytes, keep_alive_s)
 
 
-def with_runs(made: Pool, *names: str) -> Pool:
+def with_runs(made: RunPool, *names: str) -> RunPool:
     """These runs are live, the first one unused for longest."""
     for now, name in enumerate(names):
-        made.want(name)
+        made.request(name)
         assert made.orders(now) == [Order(START, name)]
         made.started(name, now)
     return made
@@ -26,10 +26,10 @@ def with_runs(made: Pool, *names: str) -> Pool:
 
 def test_a_run_is_started_once_for_all_who_want_it() -> None:
     one = pool(a=10)
-    one.want("a")
-    one.want("a")
+    one.request("a")
+    one.request("a")
     assert one.orders(0) == [Order(START, "a")]
-    one.want("a")
+    one.request("a")
     assert one.orders(0) == []
 
 
@@ -40,9 +40,9 @@ def test_what_fits_stands_side_by_side() -> None:
 
 def test_room_is_made_by_the_run_that_was_used_least_recently() -> None:
     one = with_runs(pool(a=40, b=40, c=40), "a", "b")
-    one.hold("a")
+    one.acquire("a")
     one.release("a", 5)
-    one.want("c")
+    one.request("c")
     assert one.orders(6) == [Order(END, "b")]
     assert one.orders(6) == []  # its memory is still taken
     one.ended("b")
@@ -51,24 +51,24 @@ def test_room_is_made_by_the_run_that_was_used_least_recently() -> None:
 
 def test_a_run_that_nobody_uses_goes_before_one_in_use() -> None:
     one = with_runs(pool(a=50, b=50, c=50), "a", "b")
-    one.hold("a")
-    one.want("c")
+    one.acquire("a")
+    one.request("c")
     assert one.orders(6) == [Order(END, "b")]
 
 
 def test_texts_are_not_broken_off_and_later_ones_wait_for_their_turn() -> None:
     one = with_runs(pool(a=100, b=100), "a")
-    one.hold("a")
-    one.want("b")
+    one.acquire("a")
+    one.request("b")
     assert one.orders(1) == []
     assert one.state("a") == "leaving"  # so whoever comes for it now waits as well
-    one.want("a")
+    one.request("a")
     one.release("a", 2)
     assert one.orders(2) == [Order(END, "a")]
     one.ended("a")
     assert one.orders(3) == [Order(START, "b")]
     one.started("b", 4)
-    one.hold("b")
+    one.acquire("b")
     assert one.orders(4) == []
     one.release("b", 5)
     assert one.orders(5) == [Order(END, "b")]
@@ -78,7 +78,7 @@ def test_texts_are_not_broken_off_and_later_ones_wait_for_their_turn() -> None:
 
 def test_a_run_that_nobody_uses_for_long_is_ended() -> None:
     one = with_runs(pool(keep_alive_s=30, a=10), "a")
-    one.hold("a")
+    one.acquire("a")
     one.release("a", 10)
     assert one.due_at() == 40
     assert one.orders(39) == []
@@ -88,23 +88,23 @@ def test_a_run_that_nobody_uses_for_long_is_ended() -> None:
 
 def test_a_text_that_takes_longer_than_that_keeps_its_run() -> None:
     one = with_runs(pool(keep_alive_s=30, a=10), "a")
-    one.hold("a")
+    one.acquire("a")
     assert one.due_at() == math.inf
     assert one.orders(1000) == []
 
 
 def test_a_run_larger_than_the_limit_has_the_memory_for_itself() -> None:
     one = with_runs(pool(a=300, b=10), "a")
-    one.want("b")
+    one.request("b")
     assert one.orders(1) == [Order(END, "a")]
 
 
 def test_what_nobody_waits_for_any_more_is_not_started() -> None:
     one = with_runs(pool(a=100, b=100), "a")
-    one.hold("a")
-    one.want("b")
+    one.acquire("a")
+    one.request("b")
     one.orders(1)
-    one.drop("b")
+    one.withdraw("b")
     one.release("a", 2)
     one.orders(2)
     one.ended("a")
@@ -115,7 +115,7 @@ def test_a_gateway_that_was_started_again_takes_over_the_runs_that_are_live() ->
     one = pool(a=100, b=100)
     one.starting("a")
     one.started("a", 0)
-    one.want("b")
+    one.request("b")
     assert one.orders(1) == [Order(END, "a")]
 
 
@@ -130,7 +130,7 @@ def test_the_limit_holds_and_everybody_gets_a_turn(sizes: list[int], steps: list
     """Requests come and go in any order, runs take their time to begin and end, and some die. Each request holds its
     run as soon as that is live, and in the end all have had theirs."""
     names = [f"m{number}" for number in range(len(sizes))]
-    one = Pool(dict(zip(names, sizes, strict=True)), 100, math.inf)
+    one = RunPool(dict(zip(names, sizes, strict=True)), 100, math.inf)
     waiting, holding = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     beginning, ending = set[str](), set[str]()
 
@@ -143,10 +143,10 @@ def test_the_limit_holds_and_everybody_gets_a_turn(sizes: list[int], steps: list
 
     def act(name: str, what: str) -> None:
         if what == "ask" and one.state(name) == "live":
-            one.hold(name)
+            one.acquire(name)
             holding[name] += 1
         elif what == "ask":
-            one.want(name)
+            one.request(name)
             waiting[name] += 1
         elif what == "answer" and holding[name]:
             holding[name] -= 1
@@ -155,7 +155,7 @@ def test_the_limit_holds_and_everybody_gets_a_turn(sizes: list[int], steps: list
             beginning.remove(name)
             one.started(name, 0)
             for _ in range(waiting[name]):
-                one.hold(name)
+                one.acquire(name)
             holding[name], waiting[name] = holding[name] + waiting[name], 0
         elif what == "gone" and name in ending:
             ending.remove(name)

@@ -19,11 +19,11 @@ from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import RANGES, SAMPLING_OPTIONS, Generate
 from neuronpipe.protocol.options import SAMPLING, Option, Range, sampling_options_of
 from neuronpipe.services.coordinator.scheduling.admission import Admission, Limits
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
 from neuronpipe.services.gateway.openai import request_schema as requests
 from neuronpipe.services.gateway.openai.request_schema import CompletionRequest
-from neuronpipe.services.gateway.openapi_description import description
+from neuronpipe.services.gateway.openapi_description import openapi_document
 
 NUMBERS = [option for option in SAMPLING_OPTIONS if option.range is not None]
 OF_EVERY_WAY = {"request", "prompt", "tokens", "frame", "max_tokens", "stop", "seed", "share_prefix", "owner"}
@@ -111,7 +111,7 @@ def test_a_number_beyond_its_range_is_refused_by_every_way(option: Option) -> No
         if option.name == "top_k" and value == -1:
             assert by_http(top_k=-1)["top_k"] == 0  # as other servers have it
             continue
-        with pytest.raises(Problem, match=f"^{option.name}: ") as raised:
+        with pytest.raises(ApiError, match=f"^{option.name}: ") as raised:
             by_http(**{option.name: value})
         assert raised.value.status == 400
 
@@ -137,10 +137,11 @@ def test_names_and_meanings_are_the_same_everywhere() -> None:
     parser = argparse.ArgumentParser()
     add_generation_arguments(parser)
     helps = {action.option_strings[0]: action.help or "" for action in parser._actions}
-    fields = description("1")["components"]["schemas"]["CompletionRequest"]["properties"]
+    fields = openapi_document("1")["components"]["schemas"]["CompletionRequest"]["properties"]
     for option in SAMPLING_OPTIONS:
         assert helps[flag(option)].startswith(option.meaning)
-        assert fields[IN_HTTP.get(option.name, option.name)]["anyOf"][0]["description"].startswith(option.meaning)
+        description = fields[IN_HTTP.get(option.name, option.name)]["anyOf"][0]["description"]
+        assert description.lower().startswith(option.meaning.lower())
     assert "--repeat-penalty" not in helps
 
 

@@ -7,14 +7,14 @@ import time
 
 import pytest
 from neuronpipe.plans.plan.memory_budget import MAX_TEMPLATE_HELPERS, MIN_TEMPLATES_BYTES
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.templates import template_pool
 from neuronpipe.services.gateway.templates.messages import ChatTurn
 from neuronpipe.services.gateway.templates.template_jobs import PromptJob, TemplateError, TemplateSource, WrittenPrompt
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
 from neuronpipe.services.gateway.templates.template_process import prepare
 from neuronpipe.services.untrusted import process
-from neuronpipe.services.untrusted.awaiting import AwaitedHelper
+from neuronpipe.services.untrusted.async_helper import AsyncHelper
 
 GOOD, HANGING = "{{ messages[0].content }}", "{{ 7 ** (7 ** 9) }}"
 
@@ -72,7 +72,7 @@ def test_jobs_behind_a_template_that_hangs_are_refused_when_they_have_waited_for
         began = time.monotonic()
         results = await asyncio.gather(*(pool.run("hostile", job(HANGING)) for _ in range(40)), return_exceptions=True)
         assert time.monotonic() - began < 2.0
-        busy = [one for one in results if isinstance(one, Problem)]
+        busy = [one for one in results if isinstance(one, ApiError)]
         assert len(busy) >= 38
         assert {(one.status, one.code) for one in busy} == {(503, "templates_busy")}
         assert all(("retry-after", "1") in one.headers for one in busy)
@@ -87,7 +87,7 @@ def test_the_process_stays_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process, "IDLE_S", 0.05)
 
     async def serve() -> None:
-        helper = AwaitedHelper(prepare, memory_bytes=MIN_TEMPLATES_BYTES)
+        helper = AsyncHelper(prepare, memory_bytes=MIN_TEMPLATES_BYTES)
         pids = set()
         for _ in range(2):
             assert WrittenPrompt.decoded(await helper.call(job(GOOD), 5)).text == "Hi"

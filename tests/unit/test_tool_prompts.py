@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.request_body import parse_body
-from neuronpipe.services.gateway.openai.chat_prompt import Chat, Prompt
+from neuronpipe.services.gateway.openai.chat_prompt import Prompt, PromptWriter
 from neuronpipe.services.gateway.openai.request_schema import ChatRequest
 from neuronpipe.services.gateway.templates.call_format import DEFAULT, ONE_CALL
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
@@ -49,9 +49,9 @@ def prompt(template: str | None, messages: list[dict[str, Any]], *, marked: bool
     package = SimpleNamespace(manifest=SimpleNamespace(chat=chat, name="m"), chat_template=lambda: template)
     more |= {"response_format": {"type": "json_object"}} if marked else {}
     body = parse_body(json.dumps({"messages": messages, **more}).encode(), ChatRequest)
-    chat = Chat(cast(Package, package))
+    chat = PromptWriter(cast(Package, package))
     chat.templates = cast(TemplatePool, InThisProcess())
-    return asyncio.run(chat.prompt_of(body))
+    return asyncio.run(chat.write_prompt(body))
 
 
 def test_a_template_that_knows_tools_writes_all_of_it() -> None:
@@ -148,7 +148,7 @@ def test_where_there_is_no_system_message_the_user_tells_of_functions(template: 
 
 
 def test_what_a_template_refuses_is_refused() -> None:
-    with pytest.raises(Problem, match="refuses this: take turns"):
+    with pytest.raises(ApiError, match="refuses this: take turns"):
         prompt(STRICT + PLAIN, [USER, USER], tools=TOOLS)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.services.untrusted import process, starting
-from neuronpipe.services.untrusted.awaiting import AwaitedHelper
+from neuronpipe.services.untrusted import helper_process, process
+from neuronpipe.services.untrusted.async_helper import AsyncHelper
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
 from neuronpipe.services.untrusted.helper import Helper, UntrustedError
 
@@ -163,8 +163,8 @@ def test_a_process_that_cannot_be_started_is_the_error_of_the_job(
     def no_more_processes() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(starting.sys, "executable", "/nonexistent/python")
-    monkeypatch.setattr(starting.os, "fork", no_more_processes)
+    monkeypatch.setattr(helper_process.sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(helper_process.os, "fork", no_more_processes)
     helper = Helper(work, memory_bytes=MIB)
     with pytest.raises(UntrustedError, match="does not start"):
         helper.call(b"echo", LONG_S)
@@ -212,7 +212,7 @@ def _runs(pid: int) -> bool:
 
 def test_jobs_are_awaited_in_a_loop_that_goes_on_meanwhile() -> None:
     async def serve() -> None:
-        helper = AwaitedHelper(WORK, memory_bytes=32 * MIB)
+        helper = AsyncHelper(WORK, memory_bytes=32 * MIB)
         ticks = 0
 
         async def tick() -> None:

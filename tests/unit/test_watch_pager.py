@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.launch.watch.pager import GONE, Keyboard
+from neuronpipe.launch.watch.pager import CLOSED, Keyboard
 
 from tests.pipeline import SLOWER
 
@@ -55,4 +55,4 @@ def test_a_terminal_that_has_gone_is_left(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("sys.stdin", standard_input)
         with Keyboard() as keyboard:
             os.close(master)
-            assert keyboard.pressed(PATIENCE_S) == GONE
+            assert keyboard.pressed(PATIENCE_S) == CLOSED

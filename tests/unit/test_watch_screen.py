@@ -138,7 +138,7 @@ def test_a_page_higher_than_the_terminal_is_moved_by_arrows_and_stops_at_its_end
         for key in pressed:
             pager.move(key)
         with console.capture() as capture:
-            console.print(pager.shown(page, 10))
+            console.print(pager.visible(page, 10))
         return [line.rstrip() for line in capture.get().splitlines()]
 
     assert seen() == [*(f"line {number}" for number in range(9)), "q leaves, the run goes on; ↑ 0 ↓ 21"]
@@ -154,11 +154,11 @@ def test_a_page_higher_than_the_terminal_is_moved_by_arrows_and_stops_at_its_end
 def test_a_page_with_room_says_nothing_of_moving_and_one_that_became_shorter_is_seen_to_its_end() -> None:
     console = Console(width=40, color_system=None)
     pager, high = Pager(), [[Segment(str(number))] for number in range(30)]
-    pager.shown(high, 10)
+    pager.visible(high, 10)
     pager.move(" ")
     pager.move(" ")
     with console.capture() as capture:
-        console.print(pager.shown(high[:5], 10))
+        console.print(pager.visible(high[:5], 10))
     assert capture.get().split() == ["0", "1", "2", "3", "4", *LEAVES.split()]
 
 

@@ -40,7 +40,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.gateway.gateway_service import Hosted, serve
+from neuronpipe.services.gateway.gateway_service import HostedPackages, serve
 from neuronpipe.services.runtime.implementations import Implementations
 from neuronpipe.services.runtime.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
 
@@ -263,7 +263,7 @@ def _serve_several(options: ServeOptions, paths: list[Path], keep_alive_s: float
     measurements: list[str] = []
     offers = make_offers(paths, options.plan, options.uses, plain=options.as_json, report=measurements.append)
     total_bytes = total_limit_bytes(options.plan, paths[0])
-    hosted = Hosted(
+    hosted = HostedPackages(
         packages=[(offer.package, offer.plan) for offer in offers.values()],
         limit_bytes=shared_limit_bytes(options.plan, total_bytes, offers.values()),
         keep_alive_s=keep_alive_s,
@@ -300,7 +300,7 @@ def _print_run(
     _print_address(listener, str(facts["model"]), lines, line_to_paste("watch", path))
 
 
-def _print_several(options: ServeOptions, listener: Listener, hosted: Hosted) -> None:
+def _print_several(options: ServeOptions, listener: Listener, hosted: HostedPackages) -> None:
     sizes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
     if options.as_json:
         fields = {

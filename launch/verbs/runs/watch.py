@@ -85,7 +85,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
             source.poll(True)
             if source.ended and source.latest is None:
                 raise UserError(f"{source.name}: {source.ended}")
-            if source.ended or (ripe and source.heard):
+            if source.ended or (ripe and source.has_answer):
                 waiting.remove(source)
         waits.say(waiting)
         time.sleep(POLL_S)
@@ -108,11 +108,11 @@ def _stream(sources: list[Source], every_s: float) -> None:
         due = time.monotonic() >= due_at
         due_at = time.monotonic() + every_s if due else due_at
         for source in list(live):
-            begun, before = source.heard, source.latest
+            begun, before = source.has_answer, source.latest
             for event in source.poll(due or not begun):
                 if begun:
                     _print(source, event)
-            if source.heard and source.latest is not before:
+            if source.has_answer and source.latest is not before:
                 _print(source, source.latest)
             if source.ended:
                 print(json.dumps({"type": "Ended", "source": source.name, "reason": source.ended}), flush=True)
@@ -144,7 +144,7 @@ def _screen(sources: list[Source], every_s: float) -> None:
 
     def draw() -> None:
         page = console.render_lines(render(views, console.width), pad=False)
-        live.update(pager.shown(page, console.height), refresh=True)
+        live.update(pager.visible(page, console.height), refresh=True)
 
     with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         while not all(source.ended for source in sources):

@@ -1,1 +1,1 @@
-"""The gateway's connection to a run's coordinator, and the fair queue in front of it."""
+"""The connection to a run's coordinator, and the fair queue in front of it."""

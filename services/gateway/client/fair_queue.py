@@ -1,5 +1,8 @@
-"""A queue that is fair to clients, and within a client to its requests: the client with the fewest texts at the
-coordinator sends the next one, and its requests take turns. The texts of one request stay in order."""
+"""A queue that is fair between clients and, within a client, between its HTTP requests.
+
+The client with the fewest sequences at the coordinator sends the next one, and its HTTP requests alternate. The
+sequences of one HTTP request stay in order.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ Owner = TypeVar("Owner")
 Item = TypeVar("Item")
 
 
-class Turns(Generic[Owner, Item]):
-    """Items that wait, by their owners, and those by the clients they are of. What was taken counts for its client
-    until it has ended."""
+class FairQueue(Generic[Owner, Item]):
+    """Waiting items, grouped by owner (an HTTP request) and by the client of each owner.
+
+    An item that was taken counts against its client until `release` is called for it.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Owner, deque[Item]]] = {}  # in the order of their turns
+        self._waiting: dict[str, dict[Owner, deque[Item]]] = {}  # the next owner of a client comes first
         self._client: dict[Owner, str] = {}
         self._taken: Counter[str] = Counter()
 
@@ -24,26 +29,26 @@ class Turns(Generic[Owner, Item]):
         return sum(len(queue) for owners in self._waiting.values() for queue in owners.values())
 
     def __contains__(self, owner: Owner) -> bool:
-        """Whether something of this owner waits."""
+        """Return True if an item of this owner waits."""
         return owner in self._client
 
     @property
-    def next_has_none(self) -> bool:
-        """Whether the client whose turn it is has nothing that was taken."""
+    def next_client_is_idle(self) -> bool:
+        """True if an item waits and the client that is next has no taken item that is still unreleased."""
         client = self._next()
         return client is not None and not self._taken[client]
 
     def add(self, owner: Owner, items: Iterable[Item], client: str = "") -> None:
-        """These wait too, after what the owner has waiting."""
+        """Append items to those of this owner."""
         self._queue(owner, client).extend(items)
 
     def put_back(self, owner: Owner, item: Item, client: str = "") -> None:
-        """It could not be sent after all: it is the owner's next again."""
-        self.ended(client)
+        """Return an item that could not be sent to the front of its owner's queue."""
+        self.release(client)
         self._queue(owner, client).appendleft(item)
 
     def take(self) -> Item | None:
-        """The next item of the owner whose turn it is; None when nothing waits."""
+        """Remove and return the next item; None if nothing waits."""
         client = self._next()
         if client is None:
             return None
@@ -60,14 +65,14 @@ class Turns(Generic[Owner, Item]):
         self._taken[client] += 1
         return item
 
-    def ended(self, client: str = "") -> None:
-        """Something of this client that was taken has ended."""
+    def release(self, client: str = "") -> None:
+        """Count one taken item of this client as finished."""
         self._taken[client] -= 1
         if not self._taken[client]:
             del self._taken[client]
 
     def drop(self, owner: Owner) -> None:
-        """Nothing of this owner waits any more."""
+        """Remove all waiting items of this owner."""
         client = self._client.pop(owner, None)
         if client is not None:
             del self._waiting[client][owner]
@@ -75,7 +80,7 @@ class Turns(Generic[Owner, Item]):
                 del self._waiting[client]
 
     def _next(self) -> str | None:
-        """The client whose turn it is: among equals the one that has waited longest for its turn."""
+        # Among clients with equally many taken items, the dictionary's order makes it the one that waited longest.
         return min(self._waiting, key=lambda client: self._taken[client], default=None)
 
     def _queue(self, owner: Owner, client: str) -> deque[Item]:

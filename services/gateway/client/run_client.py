@@ -1,18 +1,19 @@
-"""The gateway's end of the control link: many requests on one connection, on the event loop's own thread.
+"""The gateway's client of a coordinator: many requests over one ZeroMQ connection, on the event loop's thread.
 
-ZeroMQ's descriptor becomes readable when messages may have arrived; then all of them are taken. It does so only once,
-and sending may use that up, so the channel is read after every send too.
+ZeroMQ's descriptor becomes readable once when messages may have arrived, and a send may consume that signal. All
+messages are therefore read whenever it becomes readable, and again after every send.
 
-A coordinator that was restarted does not know our requests. Once one has heard nothing for a while we ask who the
-coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
-same tokens come again, and those that were passed on already are left out; asking twice is harmless.
+Restarts of the coordinator: a restarted coordinator does not know the requests of its predecessor. When a request has
+had no reply for QUIET_S, the client asks for the coordinator's status. If its process id differs from the one that
+accepted the request, the request is sent again. The coordinator generates the same tokens again, and those that were
+delivered already are dropped; a request that was sent twice does no harm.
 
-No more texts are sent than a coordinator takes on for sure; the others wait here, and requests take turns. Where other
-clients have filled the coordinator's queue, a request of which nothing was accepted yet is refused; others wait.
+Queueing: at most MAX_SENT sequences are at the coordinator; the others wait in a fair queue. When other clients have
+filled the coordinator's queue, an HTTP request of which no sequence was accepted yet is refused; others wait.
 
-What was sent to a coordinator that died may be lost. Questions about the run are asked again, and a queue that stays as
-full as it may be is left behind with its connection. If the coordinator was only slow, it finds the texts of the old
-connection's name and drops each of them with its first token, which nobody takes.
+Lost messages: whatever was sent to a coordinator that died may be lost. Status questions are repeated. When
+MAX_UNANSWERED messages stay unanswered, the connection is replaced by a new one. A coordinator that was only slow then
+still computes sequences under the old connection's name; it drops each with its first token, which nobody receives.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from neuronpipe.protocol.messages.client import (
     Tokenized,
 )
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
-from neuronpipe.services.gateway.client.fair_queue import Turns
-from neuronpipe.services.gateway.http.api_errors import Problem, from_refusal, unavailable
-from neuronpipe.services.gateway.http.memory_account import Charge, message_bytes
+from neuronpipe.services.gateway.client.fair_queue import FairQueue
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.http.api_errors import ApiError, from_refusal, unavailable
 
 QUIET_S = 0.5
 TICK_S = 0.25
-RUN_LOOK_S, REPORTED_LOOK_S = 1.0, 30.0  # at a run that another command started; where the kernel reports its end
+# How often to check whether a run that another command started still exists; less often if the kernel reports its end.
+RUN_LOOK_S, REPORTED_LOOK_S = 1.0, 30.0
 FRESH_S = 1.0
 READY_S = 2.0
 POLL_S = 0.02
@@ -54,115 +56,69 @@ ASK_AGAIN_S = 0.25
 LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 BUSY_AGAIN_S = 1.0
-MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run,
-MAX_NEWCOMERS = 4  # and so many more for each KV slot: for clients that have no text there
-MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further request of it is taken on
-MAX_ALL_TEXTS = 4096  # of all
-MAX_WAITING_BYTES = 512 << 10  # of a stream whose reader does not take what there is
-MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
+MAX_SENT = 64  # sequences at the coordinator; every run accepts so many
+EXTRA_SENT = 4  # beyond MAX_SENT, for clients that have no sequence at the coordinator
+MAX_CLIENT_REQUESTS = 1024  # sequences of one client, running or waiting; with so many its next request is refused
+MAX_REQUESTS = 4096  # sequences of all clients
+MAX_UNANSWERED = 200  # messages sent since the last reply; below the link's limit, so that a send never blocks
 log = logging.getLogger(__name__)
-_names = itertools.count(1)
+_ids = itertools.count(1)
 
 
-def new_name() -> str:
-    """A name for the next request: no two of this process are alike."""
-    return f"r{next(_names)}"
+def new_request_id() -> str:
+    """Return an id that no other request of this process has."""
+    return f"r{next(_ids)}"
 
 
-class Mailbox:
-    """What has arrived for one HTTP request, whose texts are numbered. What waits counts in the request's charge.
+RunRequest = Generate | Score | Tokenize
+"""A request to the coordinator: one sequence, one score or one call of the tokenizer."""
+FINAL_MESSAGES = Finished | ScoreFinished | Tokenized | Refused
 
-    overflow: called when a reader that is `blocked` has more than MAX_WAITING_BYTES waiting, or when there is no memory
-    left for more
+
+class PendingRequest:
+    """A request that waits here or is at the coordinator.
+
+    number: its number among the requests of its HTTP request
+    last_reply_at: seconds of the event loop's clock
+    coordinator_pid: process id of the coordinator that accepted it on the present connection; None before that
+    tokens: number of tokens delivered to the mailbox
     """
 
-    def __init__(self) -> None:
-        self.patient = False  # its texts wait when the run is busy; until then they are refused
-        self.charge: Charge | None = None
-        self.blocked = False
-        self.overflow: Callable[[], object] = lambda: None
-        self._messages: list[tuple[int, Message]] = []
-        self._waiting_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, number: int, message: Message) -> None:
-        """Add one, and wake who waits."""
-        self._messages.append((number, message))
-        if self.charge is not None:
-            self._count(message_bytes(message), self.charge)
-        self._wake()
-
-    def _count(self, more_bytes: int, charge: Charge) -> None:
-        fits = charge.account.has_room(more_bytes, charge)
-        self._waiting_bytes += more_bytes
-        charge.set(charge.held_bytes + more_bytes)
-        if self.blocked and (not fits or self._waiting_bytes > MAX_WAITING_BYTES):
-            self.overflow()
-
-    async def take(self, within_s: float | None = None) -> list[tuple[int, Message]]:
-        """All that is there; waits for the first, so long at most. Raises Problem when a text was refused."""
-        if not self._messages:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = None if within_s is None else loop.call_later(within_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                if timer is not None:
-                    timer.cancel()
-        taken, self._messages = self._messages, []
-        if self.charge is not None:
-            self.charge.set(self.charge.held_bytes - self._waiting_bytes)
-        self._waiting_bytes = 0
-        for _, message in taken:
-            if isinstance(message, Refused):
-                raise from_refusal(message)
-        return taken
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-Ask = Generate | Score | Tokenize
-"""What is asked of the coordinator about one text."""
-LAST_WORDS = Finished | ScoreFinished | Tokenized | Refused
-
-
-class Text:
-    """One text being generated, scored or turned into tokens. `home`: process id of the coordinator that was last known
-    when it was accepted; None when it was not accepted yet under the present name."""
-
-    def __init__(self, ask: Ask, mailbox: Mailbox, number: int, client: str, now: float) -> None:
-        self.ask, self.mailbox, self.number, self.client, self.heard_at = ask, mailbox, number, client, now
-        self.home: int | None = None
+    def __init__(self, request: RunRequest, mailbox: Mailbox, number: int, client: str, now: float) -> None:
+        self.request, self.mailbox, self.number, self.client, self.last_reply_at = request, mailbox, number, client, now
+        self.coordinator_pid: int | None = None
         self.sent = self.accepted = False
         self.tokens = 0
 
 
-class Coordinator:
-    """The connection. run_ended: asked now and then, for the reason when the run is over; None where somebody else says
-    so."""
+class CoordinatorClient:
+    """The connection to one coordinator.
+
+    run_ended: polled every run_look_s seconds; returns the reason once the run has ended. None if the caller reports
+        the end with `end`
+    active: number of requests that wait here or are at the coordinator
+    over: set when the run has ended
+    """
 
     def __init__(self, endpoint: str, run_ended: Callable[[], str | None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = open_context()
         self._endpoint = endpoint
         self._run_ended = run_ended
-        self._texts: dict[str, Text] = {}  # those that wait here too
-        self._turns: Turns[Mailbox, Text] = Turns()
-        self._busy: Refused | None = None  # what the run said last when others had filled it
+        self._pending: dict[str, PendingRequest] = {}  # by request id, those in the queue included
+        self._queue: FairQueue[Mailbox, PendingRequest] = FairQueue()
+        self._busy: Refused | None = None  # the last refusal because other clients had filled the run's queue
         self._busy_until = -math.inf
-        self._unheard_since = -math.inf
+        self._unanswered_since = -math.inf
         self._connect()
         self._pid: int | None = None
-        self._news = asyncio.Event()
+        self._status_arrived = asyncio.Event()
         self._status: Status | None = None
         self._status_at = 0.0
-        self._asked_at = -math.inf  # when the last question for it was sent that has no answer yet
+        self._status_requested_at = -math.inf  # time of the last unanswered AskStatus
         self._ended: tuple[str, str] | None = None  # code and reason
         self._closed = False
-        self.over = asyncio.Event()  # the run has ended
+        self.over = asyncio.Event()
         self._ticking: asyncio.TimerHandle | None = None
         self._run_look: asyncio.TimerHandle | None = None
         self.run_look_s = RUN_LOOK_S
@@ -175,34 +131,36 @@ class Coordinator:
         self._poller.wait(0)
         (self._descriptor,) = self._poller.descriptors
         self._loop.add_reader(self._descriptor, self._receive)
-        self._unheard = 0
+        self._unanswered = 0
 
     def _connect_again(self) -> None:
-        """Under another name: the old connection may yet be made, later than the new one, and would take its place."""
-        before, descriptor = self._channel, self._descriptor
+        """Replace the connection by one with a new identity.
+
+        With the same identity the old connection, if it is established late, would displace the new one.
+        """
+        old_channel, descriptor = self._channel, self._descriptor
         try:
             self._connect()
         except UserError as error:
             log.warning("no second connection to the coordinator: %s", error)
             return
         self._loop.remove_reader(descriptor)
-        before.close()
-        for text in self._texts.values():
-            text.home = None
+        old_channel.close()
+        for pending in self._pending.values():
+            pending.coordinator_pid = None
 
     @property
     def active(self) -> int:
-        """Texts under way or waiting."""
-        return len(self._texts)
+        return len(self._pending)
 
     @property
     def waiting(self) -> int:
-        """Texts that wait for their turn."""
-        return len(self._turns)
+        """Number of requests that wait here to be sent."""
+        return len(self._queue)
 
     async def close(self) -> None:
-        """Give the texts up and close the connection."""
-        self.give_up(list(self._texts))
+        """Cancel all requests and close the connection."""
+        self.cancel(list(self._pending))
         for timer in (self._ticking, self._run_look):
             if timer is not None:
                 timer.cancel()
@@ -211,76 +169,83 @@ class Coordinator:
         self._loop.remove_reader(self._descriptor)
         self._context.close()
 
-    # ---- asking ----------------------------------------------------------------------------------------------
-    async def generate(self, asks: Iterable[Ask], client: str = "") -> tuple[Mailbox, list[str]]:
-        """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. client:
-        for whom, as texts wait in turns. Raises Problem when there is no run to ask, or too much is under way."""
+    # ---- requests --------------------------------------------------------------------------------------------
+    async def generate(self, requests: Iterable[RunRequest], client: str = "") -> tuple[Mailbox, list[str]]:
+        """Queue requests, numbered in this order, and return the mailbox of their replies and their ids.
+
+        client: the client that they count for in the fair queue. Raises ApiError if the run is not ready or too many
+        requests are under way.
+        """
         await self._require_ready()
-        self._require_room(client)  # and take it at once: many may have waited for the same answer
+        self._require_room(client)  # no await from here on: others that waited for the same status must see ours
         mailbox, now = Mailbox(), self._loop.time()
-        texts = {ask.request: Text(ask, mailbox, number, client, now) for number, ask in enumerate(asks)}
-        self._texts |= texts
-        self._turns.add(mailbox, texts.values(), client)
+        pending_requests = {
+            request.request: PendingRequest(request, mailbox, number, client, now)
+            for number, request in enumerate(requests)
+        }
+        self._pending |= pending_requests
+        self._queue.add(mailbox, pending_requests.values(), client)
         self._send_waiting()
-        mailbox.patient = mailbox in self._turns
+        mailbox.can_wait = mailbox in self._queue
         self._tick_later()
         self._loop.call_soon(self._receive)
-        return mailbox, list(texts)
+        return mailbox, list(pending_requests)
 
-    def give_up(self, names: Iterable[str]) -> None:
-        """Cancel these texts; those that have ended are ignored."""
+    def cancel(self, names: Iterable[str]) -> None:
+        """Cancel requests by their ids; those that have finished are ignored."""
         for name in names:
-            text = self._texts.pop(name, None)
-            if text is None:
+            pending = self._pending.pop(name, None)
+            if pending is None:
                 continue
-            self._turns.drop(text.mailbox)
-            if text.sent:
-                self._turns.ended(text.client)
-            if text.sent and self._unheard < MAX_UNHEARD:
+            self._queue.drop(pending.mailbox)
+            if pending.sent:
+                self._queue.release(pending.client)
+            if pending.sent and self._unanswered < MAX_UNANSWERED:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
 
     def end(self, code: str, reason: str) -> None:
-        """The run is gone: requests that wait are refused, and so are all further ones."""
+        """Refuse all pending and further requests with this code and reason, because the run or the server ends."""
         self._ended = code, reason
-        self._news.set()
-        for name, text in self._texts.items():
-            text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))
-        self.give_up(list(self._texts))  # the run may go on without this gateway
+        self._status_arrived.set()
+        for name, pending in self._pending.items():
+            pending.mailbox.put(pending.number, Refused(request=name, code="draining", message=reason))
+        self.cancel(list(self._pending))  # the run may continue without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
-        """How the run is now. Raises Problem without an answer in time, or it is ending."""
-        self._require_no_end()
-        self._news.clear()
+        """Return a status that was requested after this call. Raises ApiError if none arrives or the run ends."""
+        self._require_live()
+        self._status_arrived.clear()
         try:
             async with asyncio.timeout(within_s):
-                while not await self._asked_and_told():
+                while not await self._await_status():
                     pass
         except TimeoutError:
-            raise unavailable("starting", "the run does not answer at the moment; try again") from None
-        self._require_no_end()
+            raise unavailable("starting", "the run does not answer; try again") from None
+        self._require_live()
         assert self._status is not None
         if _coordinator(self._status).state == "draining":
             raise unavailable("draining", "the run is ending")
         return self._status
 
-    async def _asked_and_told(self) -> bool:
+    async def _await_status(self) -> bool:
+        """Return True if a status arrived within ASK_AGAIN_S."""
         self._ask_status()
         self._loop.call_soon(self._receive)
         try:
             async with asyncio.timeout(ASK_AGAIN_S):
-                await self._news.wait()
+                await self._status_arrived.wait()
         except TimeoutError:
             return False
         return True
 
-    def _require_no_end(self) -> None:
+    def _require_live(self) -> None:
         if self._ended is not None:
             raise unavailable(*self._ended)
 
     async def _require_ready(self) -> None:
-        """A process that was lost is soon restarted; requests wait for it, but not for long."""
-        self._require_no_end()
+        """Wait up to READY_S for a process that is being restarted. Raises ApiError if the run is not ready then."""
+        self._require_live()
         deadline = self._loop.time() + READY_S
         status = self._status
         while status is None or not status.ready or self._loop.time() - self._status_at > FRESH_S:
@@ -292,123 +257,125 @@ class Coordinator:
                 await asyncio.sleep(POLL_S)
 
     def _require_room(self, client: str) -> None:
-        own = sum(text.client == client for text in self._texts.values())
-        if own >= MAX_TEXTS or len(self._texts) >= MAX_ALL_TEXTS:
-            count = f"{own} of your texts" if own >= MAX_TEXTS else f"{len(self._texts)} texts"
-            raise Problem(
+        client_requests = sum(pending.client == client for pending in self._pending.values())
+        if client_requests >= MAX_CLIENT_REQUESTS or len(self._pending) >= MAX_REQUESTS:
+            count = f"{len(self._pending)} sequences of all clients"
+            if client_requests >= MAX_CLIENT_REQUESTS:
+                count = f"{client_requests} of your sequences"
+            raise ApiError(
                 429,
                 "rate_limit_exceeded",
-                f"{count} are being generated or wait; try again later",
+                f"{count} are running or waiting; try again later",
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
         if self._busy is not None and self._loop.time() < self._busy_until:
             raise from_refusal(self._busy)
-        if self._unheard >= MAX_UNHEARD:
+        if self._unanswered >= MAX_UNANSWERED:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _send_waiting(self) -> bool:
-        """Send texts that wait, as many as the coordinator has room for; whether there were any."""
+        """Send as many waiting requests as the coordinator has room for. Returns True if any was sent."""
         sent = False
         while (
-            self._has_place()
-            and self._unheard < MAX_UNHEARD
+            self._has_room()
+            and self._unanswered < MAX_UNANSWERED
             and self._loop.time() >= self._busy_until
-            and (text := self._turns.take()) is not None
+            and (pending := self._queue.take()) is not None
         ):
-            text.sent, text.heard_at = True, self._loop.time()
-            self._send(text.ask)
+            pending.sent, pending.last_reply_at = True, self._loop.time()
+            self._send(pending.request)
             sent = True
         return sent
 
-    def _has_place(self) -> bool:
-        """Whether the coordinator takes on another text; when it has many, of a client that has none there."""
-        sent = len(self._texts) - len(self._turns)
-        return sent < MAX_SENT or (sent < MAX_SENT + MAX_NEWCOMERS and self._turns.next_has_none)
+    def _has_room(self) -> bool:
+        """Return True if the next request may be sent: below MAX_SENT any, up to EXTRA_SENT more of idle clients."""
+        sent = len(self._pending) - len(self._queue)
+        return sent < MAX_SENT or (sent < MAX_SENT + EXTRA_SENT and self._queue.next_client_is_idle)
 
     def _ask_status(self) -> None:
-        """One question serves all that wait."""
+        """Send AskStatus unless one is unanswered; its reply serves all callers that wait for a status."""
         now = self._loop.time()
-        if self._unheard >= MAX_UNHEARD:
+        if self._unanswered >= MAX_UNANSWERED:
             self._receive()
-        if self._unheard >= MAX_UNHEARD and now - self._unheard_since >= LOST_S:
+        if self._unanswered >= MAX_UNANSWERED and now - self._unanswered_since >= LOST_S:
             self._connect_again()
-        if self._unheard < MAX_UNHEARD and now - self._asked_at >= POLL_S:
-            self._asked_at = now
+        if self._unanswered < MAX_UNANSWERED and now - self._status_requested_at >= POLL_S:
+            self._status_requested_at = now
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
-        if self._unheard == 0:
-            self._unheard_since = self._loop.time()
-        self._unheard += 1
+        if self._unanswered == 0:
+            self._unanswered_since = self._loop.time()
+        self._unanswered += 1
         try:
             self._channel.send(message)
         except Full:
-            raise unavailable("starting", "the run does not take requests at the moment; try again") from None
+            raise unavailable("starting", "the run does not accept requests; try again") from None
 
-    # ---- answers ---------------------------------------------------------------------------------------------
+    # ---- replies ---------------------------------------------------------------------------------------------
     def _receive(self) -> None:
-        """Take everything there is, and send what there is room for now."""
+        """Handle all messages that have arrived, and send waiting requests for which there is room now."""
         while not self._closed:
             while (message := self._channel.receive()) is not None:
-                self._unheard = 0
+                self._unanswered = 0
                 if isinstance(message, Status):
-                    self._take_status(message)
-                elif (text := self._texts.get(getattr(message, "request", ""))) is not None:
-                    self._take(text, message)
+                    self._handle_status(message)
+                elif (pending := self._pending.get(getattr(message, "request", ""))) is not None:
+                    self._handle(pending, message)
                 elif isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
                     self._send(Cancel(request=message.request))  # it missed the first Cancel
             if not self._send_waiting():
                 return
 
-    def _take(self, text: Text, message: Message) -> None:
-        text.heard_at = self._loop.time()
+    def _handle(self, pending: PendingRequest, message: Message) -> None:
+        pending.last_reply_at = self._loop.time()
         if isinstance(message, Token):
-            if message.index != text.tokens:
-                return  # it came before the coordinator was restarted
-            text.tokens += 1
+            if message.index != pending.tokens:
+                return  # delivered before the coordinator was restarted
+            pending.tokens += 1
         elif isinstance(message, Accepted):
-            text.home = self._pid
-            if text.accepted:
+            pending.coordinator_pid = self._pid
+            if pending.accepted:
                 return
-            text.accepted = text.mailbox.patient = True
-        elif isinstance(message, Refused) and message.code == "busy" and text.mailbox.patient:
+            pending.accepted = pending.mailbox.can_wait = True
+        elif isinstance(message, Refused) and message.code == "busy" and pending.mailbox.can_wait:
             self._busy, self._busy_until = message, self._loop.time() + BUSY_AGAIN_S
-            text.sent = False
-            self._turns.put_back(text.mailbox, text, text.client)
+            pending.sent = False
+            self._queue.put_back(pending.mailbox, pending, pending.client)
             return
-        elif isinstance(message, LAST_WORDS):
-            del self._texts[text.ask.request]
-            self._turns.ended(text.client)
-        text.mailbox.put(text.number, message)
+        elif isinstance(message, FINAL_MESSAGES):
+            del self._pending[pending.request.request]
+            self._queue.release(pending.client)
+        pending.mailbox.put(pending.number, message)
 
-    def _take_status(self, status: Status) -> None:
+    def _handle_status(self, status: Status) -> None:
         now = self._loop.time()
         pid = _coordinator(status).pid
-        self._pid, self._status, self._status_at, self._asked_at = pid, status, now, -math.inf
-        self._news.set()
-        for text in self._texts.values():
-            if text.sent and text.home != pid and now - text.heard_at > QUIET_S:
-                text.home, text.heard_at = pid, now
-                self._send(text.ask)
+        self._pid, self._status, self._status_at, self._status_requested_at = pid, status, now, -math.inf
+        self._status_arrived.set()
+        for pending in self._pending.values():
+            if pending.sent and pending.coordinator_pid != pid and now - pending.last_reply_at > QUIET_S:
+                pending.coordinator_pid, pending.last_reply_at = pid, now
+                self._send(pending.request)
 
     def _tick_later(self) -> None:
-        """Look again in a while, if anything is under way: an idle gateway has no timer."""
-        if self._ticking is None and self._texts and not self._closed:
+        """Schedule a tick if requests are pending; an idle gateway has no timer."""
+        if self._ticking is None and self._pending and not self._closed:
             self._ticking = self._loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Notice silence."""
+        """Ask for the status if a request had no reply for QUIET_S."""
         self._ticking = None
-        with contextlib.suppress(Problem):  # no request to answer here; the next one gets the Problem
+        with contextlib.suppress(ApiError):  # there is no request to answer here; the next one fails with the error
             self._receive()
             now = self._loop.time()
-            if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):
+            if any(pending.sent and now - pending.last_reply_at > QUIET_S for pending in self._pending.values()):
                 self._ask_status()
         self._tick_later()
 
     def look_at_run(self) -> None:
-        """Notice the run's end; look again every run_look_s."""
+        """Check whether the run has ended, and check again every run_look_s seconds."""
         if self._run_look is not None:
             self._run_look.cancel()
         if self._run_ended is None or self._ended is not None:
@@ -424,19 +391,19 @@ def _coordinator(status: Status) -> ProcessStatus:
     return next(process for process in status.processes if process.role == "coordinator")
 
 
-async def tokenized(coordinator: Coordinator, asks: Sequence[Tokenize], client: str) -> list[Tokenized]:
-    """What is asked of the tokenizer, in order. Raises Problem."""
-    mailbox, names = await coordinator.generate(asks, client)
+async def tokenize_all(coordinator: CoordinatorClient, requests: Sequence[Tokenize], client: str) -> list[Tokenized]:
+    """Return the replies to calls of the tokenizer, in order. Raises ApiError."""
+    mailbox, names = await coordinator.generate(requests, client)
     answers = dict[int, Tokenized]()
     try:
-        while len(answers) < len(asks):
+        while len(answers) < len(requests):
             for number, answer in await mailbox.take():
                 assert isinstance(answer, Tokenized)
                 answers[number] = answer
     finally:
-        coordinator.give_up(names)
-    return [answers[number] for number in range(len(asks))]
+        coordinator.cancel(names)
+    return [answers[number] for number in range(len(requests))]
 
 
-Hold = Callable[[], contextlib.AbstractAsyncContextManager[Coordinator]]
-"""What a request waits for before it asks: makes sure that there is a run, for as long as the context lasts."""
+AcquireRun = Callable[[], contextlib.AbstractAsyncContextManager[CoordinatorClient]]
+"""Opens a context with the run's client; waits until there is a run, which lasts at least as long as the context."""

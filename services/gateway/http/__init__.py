@@ -1,1 +1,1 @@
-"""The HTTP server: access, request bodies, memory account, metrics and errors."""
+"""The HTTP server: access control, request bodies, memory account, metrics and errors."""

@@ -1,13 +1,14 @@
-"""Which requests are let in: one ASGI application around all others.
+"""Access control: the ASGI middleware around the application.
 
-    Host      on loopback without a key it must name loopback, or a web page could reach us by a name of its own choice
-    Origin    a page from elsewhere may not ask, whatever the method, unless --cors names its origin
-    key       where there is one, everything but the page itself and /health asks for it
+    Host      on loopback without a key it must be a name of loopback; otherwise a web page could reach the server
+              through a host name that its author controls (DNS rebinding)
+    Origin    requests from pages of other origins are refused, whatever the method, unless --cors names the origin
+    key       if the server has one, every path but the page and /health requires it
 
-A page whose origin is named may read answers, and its browser's questions before a request (preflights) are answered
-here. It is never said that cookies and the like may come along: there are none.
+Pages of an allowed origin may read responses, and preflight requests of their browsers are answered here. Credentials
+(cookies and the like) are never allowed, since the server uses none.
 
-Every response says that it is not to be guessed at, framed or kept, has the request's id, and is counted.
+Every response gets security headers and the request's id, and is counted in the metrics.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.gateway.http.http_server import MAX_HEAD_BYTES, REQUEST_ID, request_id
-from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, Account
+from neuronpipe.services.gateway.http.memory_account import SCOPE_KEY, MemoryAccount
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.runtime.listener import (
     ALL_ORIGINS,
@@ -35,15 +36,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN = ("/", "/health")
-PAGE = "/page/"
+OPEN_PATHS = ("/", "/health")
+PAGE_PREFIX = "/page/"
 MAX_HEADERS = 128
-HEADER_BYTES = 512  # that a header takes beside its characters
-CLOSE = (("connection", "close"),)
+HEADER_BYTES = 512  # memory of a parsed header beside its characters
+CLOSE_HEADER = (("connection", "close"),)
 KEY_HEADER = "x-api-key"
 PREFLIGHT_S = 600
-EXPOSED = b"x-request-id, retry-after"
-HEADERS = [
+EXPOSED_HEADERS = b"x-request-id, retry-after"
+RESPONSE_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -52,10 +53,10 @@ HEADERS = [
 
 
 class AccessControl:
-    """Checks every request before the application sees it."""
+    """An ASGI middleware that checks every request before the application sees it."""
 
     def __init__(
-        self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str], account: Account
+        self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str], account: MemoryAccount
     ) -> None:
         self._app, self._metrics, self._paths, self._account = app, metrics, paths, account
         self._key = None if listener.key is None else listener.key.encode()
@@ -63,17 +64,18 @@ class AccessControl:
         self._loopback_only = self._key is None and is_loopback(listener.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let in, or refuse."""
+        """Pass an allowed request to the application; answer any other with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
-        own = [(REQUEST_ID, request_id(dict(scope["headers"]).get(REQUEST_ID))), *self._cors.headers(scope)]
+        request_id_header = (REQUEST_ID, request_id(dict(scope["headers"]).get(REQUEST_ID)))
+        request_headers = [request_id_header, *self._cors.headers(scope)]
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.responded(path, message["status"])
-                message["headers"] = [*message["headers"], *HEADERS, *own]
+                message["headers"] = [*message["headers"], *RESPONSE_HEADERS, *request_headers]
             await send(message)
 
         with self._account.charge() as charge:
@@ -81,7 +83,7 @@ class AccessControl:
             try:
                 charge.grow(_head_bytes(scope) + HEADER_BYTES * len(scope["headers"]))
                 self._check(scope)
-            except Problem as problem:
+            except ApiError as problem:
                 await respond(problem)(scope, receive, counted)
             else:
                 preflight = self._cors.preflight(scope)
@@ -89,32 +91,32 @@ class AccessControl:
 
     def _check(self, scope: Scope) -> None:
         if len(scope["headers"]) > MAX_HEADERS:
-            raise Problem(431, "head_too_large", f"more than {MAX_HEADERS} headers", headers=CLOSE)
+            raise ApiError(431, "head_too_large", f"more than {MAX_HEADERS} headers", headers=CLOSE_HEADER)
         if _head_bytes(scope) > MAX_HEAD_BYTES:
-            raise Problem(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=CLOSE)
+            raise ApiError(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=CLOSE_HEADER)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            # A proxy in front may take the other one for the body's end: what follows would be another's request.
-            said = "Content-Length and Transfer-Encoding: a request has one of the two"
-            raise Problem(400, "invalid_http", said, headers=CLOSE)
+            # Request smuggling: a proxy in front may use the other header to find the end of the body.
+            message = "a request must not have both Content-Length and Transfer-Encoding"
+            raise ApiError(400, "invalid_http", message, headers=CLOSE_HEADER)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
-        if self._loopback_only and _name(host) not in LOOPBACK_NAMES:
-            said = (
-                f"host {quoted(host)}: without a key this server answers to localhost alone; "
+        if self._loopback_only and _host_name(host) not in LOOPBACK_NAMES:
+            message = (
+                f"host {quoted(host)}: without a key this server accepts only the host names of loopback; "
                 f"start it with --key or {KEY_VARIABLE} and send the key to reach it by any name"
             )
-            raise Problem(403, "host_not_allowed", said)
+            raise ApiError(403, "host_not_allowed", message)
         origin = headers.get("origin")
-        if origin is not None and _place(origin) != host and not self._cors.allows(origin):
-            said = f"origin {quoted(origin)}: pages from elsewhere may not use this server"
-            raise Problem(403, "origin_not_allowed", said)
-        if self._key is None or scope["path"] in OPEN or scope["path"].startswith(PAGE):
+        if origin is not None and _host_and_port(origin) != host and not self._cors.allows(origin):
+            message = f"origin {quoted(origin)}: pages of this origin may not use this server; `serve --cors` allows it"
+            raise ApiError(403, "origin_not_allowed", message)
+        if self._key is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(PAGE_PREFIX):
             return
         if self._cors.preflight(scope) is not None:
-            return  # browsers ask without a key whether they may send it
-        given = sent_key(headers)
-        if given is None or not hmac.compare_digest(given.encode(), self._key):
-            raise Problem(
+            return  # browsers send preflight requests without a key
+        key = sent_key(headers)
+        if key is None or not hmac.compare_digest(key.encode(), self._key):
+            raise ApiError(
                 401,
                 "invalid_api_key",
                 "a key is needed: send the header `Authorization: Bearer KEY`, or `X-Api-Key: KEY`",
@@ -123,19 +125,19 @@ class AccessControl:
 
 
 class Cors:
-    """What pages of other sites may do: those of these origins use the API, no others."""
+    """The cross-origin policy (CORS): pages of the given origins may use the API."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
 
     def allows(self, origin: str) -> bool:
-        """Whether its pages may ask."""
+        """Return True if pages of this origin may send requests."""
         if LOCAL_ORIGINS in self._origins and _is_local(origin):
             return True
         return ALL_ORIGINS in self._origins or origin in self._origins
 
     def headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Of the response: whose pages may read it. A response that depends on who asks says so."""
+        """Return the response headers that say whose pages may read the response, with `Vary` if that varies."""
         if not self._origins:
             return []
         vary = [] if ALL_ORIGINS in self._origins else [(b"vary", b"Origin")]
@@ -146,14 +148,13 @@ class Cors:
         return [
             *vary,
             (b"access-control-allow-origin", allowed.encode("latin-1")),
-            (b"access-control-expose-headers", EXPOSED),
+            (b"access-control-expose-headers", EXPOSED_HEADERS),
         ]
 
     def preflight(self, scope: Scope) -> Response | None:
-        """The answer to a browser that asks whether a page of an allowed origin may send a request; None for every
-        other request."""
-        origin, wanted = _header(scope, b"origin"), _header(scope, b"access-control-request-method")
-        if scope["method"] != "OPTIONS" or wanted is None or origin is None or not self.allows(origin):
+        """Return the response to a preflight request of an allowed origin; None for every other request."""
+        origin, method = _header(scope, b"origin"), _header(scope, b"access-control-request-method")
+        if scope["method"] != "OPTIONS" or method is None or origin is None or not self.allows(origin):
             return None
         headers = {
             "access-control-allow-methods": "GET, POST, OPTIONS",
@@ -172,8 +173,8 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for header, value in scope["headers"] if header == name), None)
 
 
-def _place(origin: str) -> str | None:
-    """Host and port of an origin; None of what is none."""
+def _host_and_port(origin: str) -> str | None:
+    """Return host and port of an origin; None if it is malformed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -181,7 +182,7 @@ def _place(origin: str) -> str | None:
 
 
 def _is_local(origin: str) -> bool:
-    """Whether it is of a page that this machine serves, at whatever port."""
+    """Return True if this machine serves the origin, at any port."""
     try:
         parts = urlsplit(origin)
         return parts.scheme in ("http", "https") and parts.hostname in LOOPBACK_NAMES
@@ -189,30 +190,33 @@ def _is_local(origin: str) -> bool:
         return False
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-def respond(problem: Problem) -> Response:
-    """A problem as a response."""
+def respond(problem: ApiError) -> Response:
+    """Return the response for an error."""
     return Response(problem.body(), problem.status, headers=dict(problem.headers), media_type="application/json")
 
 
 def sent_key(headers: Mapping[str, str]) -> str | None:
-    """The key that a request sends: `Authorization: Bearer KEY`, or `X-Api-Key: KEY`."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
+    """Return the key of the request: `Authorization: Bearer KEY`, else `X-Api-Key: KEY`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        return given.strip()
+        return key.strip()
     return headers.get(KEY_HEADER)
 
 
 def client_of(request: Request, user: str | None) -> str:
-    """A name for whom this request is asked, as far as a fair share of the run goes: an address with the key that it
-    sends, needed or not, and with the name that the body gives its user. It says nothing of the key. Whoever makes up
-    names gets more shares: a share is a courtesy among clients that are let in."""
+    """Return an id of the client that this request counts for in the fair queue.
+
+    It is a hash of the client's address, the key that it sends (required or not) and `user`, the end user that the
+    request names. It does not reveal the key. A client that invents user names gets more shares: fairness is meant for
+    clients that cooperate, not as a protection.
+    """
     address = request.client.host if request.client is not None else ""
-    who = "\0".join((address, sent_key(request.headers) or "", user or ""))
-    return hashlib.blake2s(who.encode(errors="replace"), digest_size=8).hexdigest()
+    identity = "\0".join((address, sent_key(request.headers) or "", user or ""))
+    return hashlib.blake2s(identity.encode(errors="replace"), digest_size=8).hexdigest()

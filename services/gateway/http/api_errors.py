@@ -1,4 +1,4 @@
-"""Errors, in OpenAI's format."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,13 +17,55 @@ REFUSALS = {
     "failed": (500, "server_error", "failed"),
     "ended_a_process": (500, "server_error", "request_ended_a_process"),
 }
-
-
+CODES: dict[str, tuple[int, str]] = {
+    "invalid_http": (400, "The request is not valid HTTP."),
+    "invalid_json": (400, "The body is not valid JSON."),
+    "invalid_value": (400, "A field has an invalid value; `param` names it."),
+    "missing_required_parameter": (400, "A required field is missing; `param` names it."),
+    "unsupported_parameter": (400, "A field is unknown or not supported; `param` names it."),
+    "unsupported_endpoint": (400, "The endpoint is not supported: embeddings."),
+    "messages_refused": (400, "The chat template refuses the conversation."),
+    "context_length_exceeded": (400, "The prompt leaves no room for a completion in the context."),
+    "answer_too_large": (400, "The log-probabilities are too large for a response that is sent whole."),
+    "disconnected": (400, "The client disconnected before the end of the body."),
+    "invalid_api_key": (401, "The key is missing or wrong."),
+    "host_not_allowed": (403, "Without a key, the Host header must name loopback."),
+    "origin_not_allowed": (403, "The request comes from a page of an origin that `--cors` does not name."),
+    "not_found": (404, "The path does not exist."),
+    "model_not_found": (404, "The model is not served."),
+    "method_not_allowed": (405, "The path does not accept this method."),
+    "body_too_slow": (408, "The body arrived too slowly."),
+    "body_too_large": (413, "The body exceeds the limit."),
+    "request_too_large": (413, "The request would take more memory than all requests together may."),
+    "unsupported_media_type": (415, "The body is not declared as JSON."),
+    "unsupported_encoding": (415, "The body is compressed."),
+    "rate_limit_exceeded": (429, "Too many sequences are running or waiting; try again after Retry-After seconds."),
+    "head_too_large": (431, "The headers exceed the limit."),
+    "failed": (500, "An error in the run."),
+    "internal": (500, "An error in the server; its log has the details."),
+    "chat_template_failed": (500, "The chat template fails; the message names its line or the limit."),
+    "request_ended_a_process": (500, "The request made processes die and is not run again."),
+    "cancelled": (503, "The run cancelled the request."),
+    "starting": (503, "The run is starting, or one of its processes is being restarted."),
+    "draining": (503, "The run or the server is ending."),
+    "ended": (503, "The run has ended."),
+    "restarting": (503, "The run has ended and is started again after Retry-After seconds."),
+    "asleep": (503, "The model has no run that could be observed; a request for it starts one."),
+    "too_many_connections": (503, "Too many connections are open."),
+    "memory_full": (503, "Other requests use the memory for requests; try again."),
+    "templates_busy": (503, "The chat templates of other requests take long; try again."),
+}
+"""Status and meaning of every error code, for the reference."""
 MAX_MESSAGE_CHARACTERS = 1000
 
 
-class Problem(Exception):
-    """A request answered with an error. param: the field at fault; retry_after_s: when trying again may help."""
+class ApiError(Exception):
+    """The error response to a request.
+
+    kind: `type` of OpenAI's error object
+    param: the field at fault
+    retry_after_s: sent as the header Retry-After, rounded up to whole seconds
+    """
 
     def __init__(
         self,
@@ -36,7 +78,7 @@ class Problem(Exception):
         retry_after_s: float | None = None,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        if len(message) > MAX_MESSAGE_CHARACTERS:  # of a library, or of a template
+        if len(message) > MAX_MESSAGE_CHARACTERS:  # it may quote a library or a chat template
             message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
         super().__init__(message)
         self.status, self.code, self.message, self.kind, self.param = status, code, message, kind, param
@@ -45,30 +87,30 @@ class Problem(Exception):
             self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
 
     def body(self) -> bytes:
-        """The JSON object."""
+        """Return the error object as JSON."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 
-def from_refusal(refused: Refused) -> Problem:
-    """The run's refusal as HTTP says it."""
+def from_refusal(refused: Refused) -> ApiError:
+    """Return the HTTP error for a refusal by the coordinator."""
     status, kind, code = REFUSALS[refused.code]
     retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
     message = refused.message
     if refused.code == "too_long":
-        message = message[:1].upper() + message[1:]  # as OpenAI writes it: clients look for these very words
-    return Problem(status, code, message, kind=kind, retry_after_s=retry_after_s)
+        message = message[:1].upper() + message[1:]  # OpenAI's wording: clients search for it
+    return ApiError(status, code, message, kind=kind, retry_after_s=retry_after_s)
 
 
-def too_long(context_tokens: int, prompt_tokens: int) -> Problem:
-    """The prompt takes the whole context, and an answer has a token at least."""
-    said = (
+def prompt_too_long(context_tokens: int, prompt_tokens: int) -> ApiError:
+    """Return the error for a prompt that leaves no room for a completion token."""
+    message = (
         f"This model's maximum context length is {context_tokens} tokens; "
         f"the prompt has {prompt_tokens} and leaves no room for an answer, shorten it"
     )
-    return Problem(400, "context_length_exceeded", said)
+    return ApiError(400, "context_length_exceeded", message)
 
 
-def unavailable(code: str, message: str) -> Problem:
-    """There is no run to ask at the moment."""
-    return Problem(503, code, message, kind="server_error", retry_after_s=1)
+def unavailable(code: str, message: str) -> ApiError:
+    """Return a 503 that asks the client to try again in a second."""
+    return ApiError(503, code, message, kind="server_error", retry_after_s=1)

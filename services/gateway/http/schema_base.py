@@ -1,4 +1,4 @@
-"""What all bodies of requests share."""
+"""The base class of request models, and the building blocks of their validation."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from typing import Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-IGNORED = "accepted, and without effect"
-NOT_SERVED = "not_served"
+IGNORED = "This field is accepted and has no effect."
+UNSUPPORTED = "unsupported"
 
 
-def beside_others(param: str, said: str) -> PydanticCustomError:
-    """What is wrong with a parameter only because of another one."""
-    return PydanticCustomError("beside_others", "{said}", {"param": param, "said": said})
+def conflict(param: str, message: str) -> PydanticCustomError:
+    """Return the error for a parameter that contradicts another one."""
+    return PydanticCustomError("conflict", "{message}", {"param": param, "message": message})
 
 
-def not_served(said: str) -> PydanticCustomError:
-    """A parameter that is understood and not served, and why."""
-    return PydanticCustomError(NOT_SERVED, "{said}", {"said": said})
+def unsupported(message: str) -> PydanticCustomError:
+    """Return the error for a known parameter that this server does not support. message: the reason."""
+    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
 
-def refusing(said: str) -> AfterValidator:
-    """Whatever is given is refused for this reason; what says nothing is not given."""
+def refuse_with(message: str) -> AfterValidator:
+    """Return a validator that refuses every value with this reason, except false and empty values."""
 
     def refuse(value: Any) -> Any:
         if value:
-            raise not_served(said)
+            raise unsupported(message)
         return value
 
     return AfterValidator(refuse)
 
 
-NEVER = Field(json_schema_extra={"type": "null"})
+NULL_ONLY = Field(json_schema_extra={"type": "null"})
 
 
-def missing(param: str) -> PydanticCustomError:
-    """A parameter that others make necessary."""
+def missing_parameter(param: str) -> PydanticCustomError:
+    """Return the error for a missing parameter that others make necessary."""
     return PydanticCustomError("missing", "Field required", {"param": param})
 
 
-class Body(BaseModel):
-    """What all parts of a request share."""
+class RequestModel(BaseModel):
+    """The base of all request models: strict types, no unknown fields, and null means that a field is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -52,24 +52,22 @@ class Body(BaseModel):
         return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
-# What a value is where it may be one of several things: errors then speak of that one.
-TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS = (
-    "[text]",
-    "[texts]",
-    "[tokens]",
-    "[lists of tokens]",
-    "[parts]",
-    "[items]",
-)
-MODE, NAMED, ALLOWED, UNREAD = ("[mode]", "[named]", "[allowed]", "[unread]")
-KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, NAMED, ALLOWED, UNREAD)
+# Tags of the members of unions: pydantic validates a value as the member that its tag names, so that an error is about
+# that member alone. `_path` of request_body.py removes the tags from the path of a field.
+TEXT, TEXTS, TOKENS, TOKEN_LISTS = "[text]", "[texts]", "[tokens]", "[lists of tokens]"
+PARTS, ITEMS = "[parts]", "[items]"
+MODE, FUNCTION, ALLOWED, UNREAD = "[mode]", "[function]", "[allowed]", "[unread]"
+UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, ALLOWED, UNREAD)
 
 
-def one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:
-    """Tells kinds apart; what is none of them was expected to be what is said."""
-    return Discriminator(kind, custom_error_type="kind", custom_error_message=said)
+def union_of(message: str, tag_of: Callable[[Any], str | None]) -> Discriminator:
+    """Return a discriminator for a union.
+
+    tag_of: returns the tag of a value's member, None if it is none; message: the error for such a value
+    """
+    return Discriminator(tag_of, custom_error_type="kind", custom_error_message=message)
 
 
-def kind_or(many: str) -> Callable[[Any], str | None]:
-    """A text, or a list of the kind `many`."""
-    return lambda value: TEXT if isinstance(value, str) else many if isinstance(value, list) else None
+def text_or(list_tag: str) -> Callable[[Any], str | None]:
+    """Return the tag function of a union of a string and a list, whose member has the tag list_tag."""
+    return lambda value: TEXT if isinstance(value, str) else list_tag if isinstance(value, list) else None

@@ -1,7 +1,7 @@
-"""Calls of functions in an answer: found in its text as it comes, and sent as OpenAI's API has them.
+"""Function calls in a completion: parsing them as tokens arrive, and encoding them as in OpenAI's API.
 
-The answer follows the grammar of its `Calls`, so the text round names and arguments is known. It is compared without
-white space: a tokenizer may leave out a space beside a special token.
+The completion follows the grammar of its `Calls`, so the text around names and arguments is known. It is compared
+without white space, because a tokenizer may drop a space beside a special token.
 """
 
 from __future__ import annotations
@@ -12,134 +12,139 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Finished, Token
-from neuronpipe.services.gateway.openai.response_encoding import ChatForm
+from neuronpipe.services.gateway.openai.response_encoding import ChatEncoder
 from neuronpipe.services.gateway.templates.call_format import NAME_CHARACTERS, WILD, CallFormat
 
 
 class Content(NamedTuple):
-    """More of what the answer says itself."""
+    """More text of the completion that belongs to no call."""
 
     text: str
 
 
-class Begun(NamedTuple):
-    """A call begins. call: its number in the answer, from 0."""
+class CallStart(NamedTuple):
+    """The beginning of a call. call: its number in the completion, from 0."""
 
     call: int
     name: str
 
 
 class Arguments(NamedTuple):
-    """More of a call's arguments, a JSON object. call: as in `Begun`."""
+    """More of a call's arguments, which are a JSON object. call: as in `CallStart`."""
 
     call: int
     text: str
 
 
-Part = Content | Begun | Arguments
+Part = Content | CallStart | Arguments
 
 
-class Reader:
-    """Reads one answer. calls: how it calls functions; text: whether there may be text before the first call."""
+class CallParser:
+    """A parser of one completion, which is fed text as it arrives.
+
+    calls: the call format
+    text: True if there may be text before the first call
+    complete: True if the last call is complete
+    """
 
     def __init__(self, calls: CallFormat, *, text: bool = True) -> None:
         self._format = calls
-        self._held = ""  # not understood yet
-        self._read = self._text if text and calls.marker else self._before
+        self._buffer = ""  # text that was not parsed yet
+        self._state = self._text if text and calls.marker else self._before
         self._count = 0
         self._depth, self._quoted, self._escaped = 0, False, False
-        self.complete = False  # whether the last call is
+        self.complete = False
 
     def push(self, text: str) -> Iterator[Part]:
-        """What more of the answer says."""
-        self._held += text
-        while self._held:
-            before = self._held, self._read
-            yield from self._read()
-            if (self._held, self._read) == before:
+        """Parse more text; yield the parts that are certain now. Text that may begin a call is held back."""
+        self._buffer += text
+        while self._buffer:
+            before = self._buffer, self._state
+            yield from self._state()
+            if (self._buffer, self._state) == before:
                 return
 
     def finish(self) -> Iterator[Part]:
-        """What was held back, at the end of the answer."""
-        if self._held and not self._count and self._read in (self._text, self._before, self._name):
-            yield Content(self._held)
-        self._held = ""
+        """Yield what was held back, at the end of the completion."""
+        if self._buffer and not self._count and self._state in (self._text, self._before, self._name):
+            yield Content(self._buffer)
+        self._buffer = ""
 
-    # ---- what can be next ------------------------------------------------------------------------------------
+    # ---- states: each parses the beginning of the buffer and sets the next state ----------------------------
     def _text(self) -> Iterator[Part]:
         marker = self._format.marker
-        at = self._held.find(marker)
+        at = self._buffer.find(marker)
         if at >= 0:
-            self._read = self._before
-        else:  # its end may begin a marker
-            starts = (size for size in range(len(marker) - 1, 0, -1) if self._held.endswith(marker[:size]))
-            at = len(self._held) - next(starts, 0)
-        shown = self._held[:at].rstrip()  # white space before a call is none of the text
-        if shown:
-            yield Content(shown)
-        self._held = self._held[len(shown) :]
+            self._state = self._before
+        else:  # the end of the buffer may be the beginning of a marker
+            starts = (size for size in range(len(marker) - 1, 0, -1) if self._buffer.endswith(marker[:size]))
+            at = len(self._buffer) - next(starts, 0)
+        text = self._buffer[:at].rstrip()  # white space before a call is not part of the text
+        if text:
+            yield Content(text)
+        self._buffer = self._buffer[len(text) :]
 
-    def _plain(self) -> Iterator[Part]:
-        yield Content(self._held)
-        self._held = ""
+    def _only_text(self) -> Iterator[Part]:
+        yield Content(self._buffer)
+        self._buffer = ""
 
     def _before(self) -> Iterator[Part]:
-        end = _match(self._format.before, self._held)
+        end = _match_ignoring_space(self._format.before, self._buffer)
         if end is None:
-            self._read = self._plain
+            self._state = self._only_text
         elif end:
-            # Until a name is there, it may be text after all.
-            name = NAME_CHARACTERS.match(self._held, end)
-            if name is not None and name.end() < len(self._held):
-                self._held, self._read = self._held[end:], self._name
+            # Until the name follows, the text may turn out not to be a call.
+            name = NAME_CHARACTERS.match(self._buffer, end)
+            if name is not None and name.end() < len(self._buffer):
+                self._buffer, self._state = self._buffer[end:], self._name
         yield from ()
 
     def _name(self) -> Iterator[Part]:
-        self._held = self._held.lstrip()
-        name = NAME_CHARACTERS.match(self._held)
-        if name is not None and name.end() < len(self._held):
-            yield Begun(self._count, name[0])
+        self._buffer = self._buffer.lstrip()
+        name = NAME_CHARACTERS.match(self._buffer)
+        if name is not None and name.end() < len(self._buffer):
+            yield CallStart(self._count, name[0])
             self._count, self.complete = self._count + 1, False
-            self._held, self._read = self._held[name.end() :], self._between
+            self._buffer, self._state = self._buffer[name.end() :], self._between
 
     def _between(self) -> Iterator[Part]:
-        self._go_on(self._format.between, self._arguments)
+        self._skip(self._format.between, self._arguments)
         yield from ()
 
     def _arguments(self) -> Iterator[Part]:
         if not self._depth:
-            self._held = self._held.lstrip()
-        for at, character in enumerate(self._held):
-            self._follow(character)
+            self._buffer = self._buffer.lstrip()
+        for at, character in enumerate(self._buffer):
+            self._count_brackets(character)
             if self.complete:
-                yield Arguments(self._count - 1, self._held[: at + 1])
-                self._held, self._read = self._held[at + 1 :], self._after
+                yield Arguments(self._count - 1, self._buffer[: at + 1])
+                self._buffer, self._state = self._buffer[at + 1 :], self._after
                 return
-        if self._held:
-            yield Arguments(self._count - 1, self._held)
-            self._held = ""
+        if self._buffer:
+            yield Arguments(self._count - 1, self._buffer)
+            self._buffer = ""
 
     def _after(self) -> Iterator[Part]:
         if self._format.next:
-            self._go_on(self._format.next, self._name)
+            self._skip(self._format.next, self._name)
         else:
-            self._read = self._nothing
+            self._state = self._ignore_rest
         yield from ()
 
-    def _nothing(self) -> Iterator[Part]:
-        self._held = ""
+    def _ignore_rest(self) -> Iterator[Part]:
+        self._buffer = ""
         yield from ()
 
-    def _go_on(self, text: str, read: Any) -> None:
-        """Pass over a text that is expected here, and read on; nothing counts any more where it does not come."""
-        end = _match(text, self._held)
+    def _skip(self, text: str, next_state: Any) -> None:
+        """Skip text that must come next and continue with `next_state`; ignore the rest if something else comes."""
+        end = _match_ignoring_space(text, self._buffer)
         if end is None:
-            self._read = self._nothing
+            self._state = self._ignore_rest
         elif end:
-            self._held, self._read = self._held[end:], read
+            self._buffer, self._state = self._buffer[end:], next_state
 
-    def _follow(self, character: str) -> None:
-        """One more character of a JSON object."""
+    def _count_brackets(self, character: str) -> None:
+        """Follow one more character of the JSON object of the arguments."""
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -153,84 +158,91 @@ class Reader:
             self.complete = self._depth == 0
 
 
-def _match(expected: str, text: str) -> int | None:
-    """How much of the text is what was expected, white space aside: 0 while that is not whole, None if it is not."""
-    wanted = [character for character in expected if not character.isspace()]
+def _match_ignoring_space(expected: str, text: str) -> int | None:
+    """Return the length of the text that matches `expected`, ignoring white space; 0 while the match is incomplete,
+    None if the text differs."""
+    missing = [character for character in expected if not character.isspace()]
     for at, character in enumerate(text):
         if character.isspace():
             continue
-        if character != wanted[0] and not (wanted[0] == WILD and character.isascii() and character.isalnum()):
+        if character != missing[0] and not (missing[0] == WILD and character.isascii() and character.isalnum()):
             return None
-        del wanted[0]
-        if not wanted:
+        del missing[0]
+        if not missing:
             return at + 1
     return 0
 
 
 class Call(NamedTuple):
-    """A call in an answer: a function's name, and its arguments as JSON, not all of it where the answer was cut off."""
+    """A call in a completion. arguments: JSON, which is incomplete if the completion was cut off."""
 
     name: str
     arguments: str
 
 
-def read(text: str, calls: CallFormat, *, before: bool = True) -> tuple[str, list[Call], bool]:
-    """A whole answer: its text, its calls, and whether it ends with a complete one. before: whether there may be text
-    before the first call."""
-    reader = Reader(calls, text=before)
-    said, found = "", list[Call]()
-    for part in (*reader.push(text), *reader.finish()):
+def parse_answer(text: str, calls: CallFormat, *, before: bool = True) -> tuple[str, list[Call], bool]:
+    """Parse a whole completion; return its text, its calls, and True if it ends with a complete call.
+
+    before: True if there may be text before the first call
+    """
+    parser = CallParser(calls, text=before)
+    content, parsed_calls = "", list[Call]()
+    for part in (*parser.push(text), *parser.finish()):
         if isinstance(part, Content):
-            said += part.text
-        elif isinstance(part, Begun):
-            found.append(Call(part.name, ""))
+            content += part.text
+        elif isinstance(part, CallStart):
+            parsed_calls.append(Call(part.name, ""))
         else:
-            found[part.call] = Call(found[part.call].name, found[part.call].arguments + part.text)
-    return said, found, bool(found) and reader.complete
+            call = parsed_calls[part.call]
+            parsed_calls[part.call] = Call(call.name, call.arguments + part.text)
+    return content, parsed_calls, bool(parsed_calls) and parser.complete
 
 
-class CallingForm(ChatForm):
-    """`/v1/chat/completions` with functions that may be called. calls: how the answer calls them; text: whether there
-    may be text before the first call."""
+class ToolCallEncoder(ChatEncoder):
+    """The encoder of `/v1/chat/completions` with functions that may be called.
+
+    calls: the call format
+    text: True if there may be text before the first call
+    """
 
     def __init__(self, *about: Any, calls: CallFormat, text: bool, **more: Any) -> None:
         super().__init__(*about, **more)
-        self._calls, self._may_say = calls, text
-        self._readers: dict[int, Reader] = {}
+        self._calls, self._may_have_text = calls, text
+        self._parsers: dict[int, CallParser] = {}
 
     def first(self, number: int) -> bytes:
-        """Who speaks; there may be no text."""
-        self._readers[number] = Reader(self._calls, text=self._may_say)
+        """Return the chunk that names the role; its content is null because there may be no text."""
+        self._parsers[number] = CallParser(self._calls, text=self._may_have_text)
         return self._event(number, '"delta": {"role": "assistant", "content": null}', "null", "null")
 
     def piece(self, number: int, token: Token) -> bytes:
-        """What a token adds; nothing while it is not clear what it belongs to."""
-        deltas = [self._delta(part) for part in self._readers[number].push(token.text)]
-        rated = self._rates and token.token not in self._end_tokens
+        """Return the chunks of a token; empty while its text may belong to a call or to the text."""
+        deltas = [self._delta(part) for part in self._parsers[number].push(token.text)]
+        rated = self._with_logprobs and token.token not in self._end_tokens
         if not rated:
             return b"".join(self._event(number, delta, "null", "null") for delta in deltas)
-        ratings = self._rated([self._rating(token, self._place(number, token))])
-        first, *others = deltas or [self._nothing]
-        events = [self._event(number, first, ratings, "null")]
-        return b"".join(events + [self._event(number, delta, "null", "null") for delta in others])
+        logprobs = self._logprob_lists([self._encode_logprobs(token, self._text_offset(number, token))])
+        first, *later_deltas = deltas or [self._empty_content]
+        events = [self._event(number, first, logprobs, "null")]
+        return b"".join(events + [self._event(number, delta, "null", "null") for delta in later_deltas])
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """The end of a text."""
-        parts = self._readers.pop(number).finish()
+        """Return the chunks of held back text and the chunk that ends a sequence."""
+        parts = self._parsers.pop(number).finish()
         events = [self._event(number, self._delta(part), "null", "null") for part in parts]
         return b"".join(events) + super().last(number, finished)
 
     def _delta(self, part: Part) -> str:
         if isinstance(part, Content):
-            return self._addition(part.text)
-        if isinstance(part, Begun):
+            return self._text_content(part.text)
+        if isinstance(part, CallStart):
             call = {"index": part.call, **self._call(part.name, "")}
         else:
             call = {"index": part.call, "function": {"arguments": part.text}}
         return f'"delta": {{"tool_calls": [{json.dumps(call)}]}}'
 
     def _content(self, finished: Finished) -> dict[str, Any]:
-        text, calls, _ = read(finished.text, self._calls, before=self._may_say)
+        text, calls, _ = parse_answer(finished.text, self._calls, before=self._may_have_text)
         message: dict[str, Any] = {"role": "assistant", "content": text or None, "refusal": None}
         if calls:
             message["tool_calls"] = [self._call(*call) for call in calls]
@@ -240,13 +252,13 @@ class CallingForm(ChatForm):
 
     def _reason(self, finished: Finished) -> str:
         reason = super()._reason(finished)
-        complete = reason == "stop" and read(finished.text, self._calls, before=self._may_say)[2]
+        complete = reason == "stop" and parse_answer(finished.text, self._calls, before=self._may_have_text)[2]
         return "tool_calls" if complete else reason
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        return {"id": new_id(self._calls), "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"id": new_call_id(self._calls), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def new_id(calls: CallFormat) -> str:
-    """An id for a call, as the template takes it."""
+def new_call_id(calls: CallFormat) -> str:
+    """Return a new id for a call, in the form that the template accepts."""
     return calls.id_of(f"call_{os.urandom(12).hex()}")

@@ -1,11 +1,11 @@
-"""From a conversation to the text that the model continues.
+"""Writing the prompt of a conversation.
 
-A package without a chat template holds a base model, which knows no roles: the messages are written one below the
-other, and the model goes on where the last one ends.
+A package without a chat template contains a base model, which knows no roles: the messages are joined line by line, and
+the model continues the last one.
 
-A chat template is a stranger's program and runs in a helper process. Functions that the answer may call, calls and
-their results are written by a template that knows them. For all others they become texts of messages: what can be
-called is said at the beginning, calls stand in the assistant's messages, results in the user's.
+A chat template is untrusted code and runs in a helper process. Tools, calls and their results are written by the
+template if it supports them. Otherwise they become text: a description of the tools at the beginning, calls in the
+assistant's messages, results in the user's (templates/messages.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.http.api_errors import Problem
-from neuronpipe.services.gateway.openai.request_schema import ChatMessage, ChatRequest
+from neuronpipe.services.gateway.http.api_errors import ApiError
+from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
+from neuronpipe.services.gateway.openai.request_schema import ChatRequest
 from neuronpipe.services.gateway.templates.call_format import ONE_CALL, CallFormat
 from neuronpipe.services.gateway.templates.messages import ChatTurn, as_texts
 from neuronpipe.services.gateway.templates.template_jobs import (
@@ -37,29 +38,36 @@ log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
-    """A text, and whether the tokenizer is to put its own tokens round it: a template has written them already. calls:
-    how the answer calls functions."""
+    """The prompt of a conversation.
+
+    frame: True if the tokenizer must add its own begin and end tokens; a chat template has written them already
+    calls: the format in which the completion calls functions
+    """
 
     text: str
     frame: bool
     calls: CallFormat
 
 
-class Chat:
-    """How conversations become prompts with one package. templates: where its template runs, once the gateway serves
-    this model."""
+class PromptWriter:
+    """Writes the prompts of conversations with one package.
+
+    templates: the helper processes in which its chat template runs; set by `ServedModels`
+    """
 
     templates: TemplatePool
 
     def __init__(self, package: Package) -> None:
         self._package = package
-        self._form: CallFormat | None = None
+        self._call_format: CallFormat | None = None  # once a prompt has needed it
         self._report: asyncio.Task[TemplateReport] | None = None
 
-    async def prompt_of(self, request: ChatRequest) -> Prompt:
-        """Return what a request's conversation becomes, without what there is of the answer. Raises Problem when the
-        template refuses it, or fails."""
-        turns = [_turn(message) for message in request.asked]
+    async def write_prompt(self, request: ChatRequest) -> Prompt:
+        """Return the prompt of a request's conversation, without a last message that the completion continues.
+
+        Raises ApiError if the template refuses the conversation or fails.
+        """
+        turns = [_turn(message) for message in request.prompt_messages]
         tools = None if request.offer is None else request.offer.descriptions()
         if self._package.manifest.chat is None:
             messages = as_texts(turns, tools, ONE_CALL)
@@ -72,21 +80,21 @@ class Chat:
                 marked=request.constraint is not None,
                 settings=request.chat_template_kwargs,
                 begins_answer=request.continue_final_message or request.add_generation_prompt is not False,
-                form=self._form,
+                form=self._call_format,
             )
             written = WrittenPrompt.decoded(await self.templates.run(self._package.manifest.name, job.encoded()))
         except Refused as refused:
-            raise Problem(
+            raise ApiError(
                 400, "messages_refused", f"the model's chat template refuses this: {refused}", param="messages"
             ) from None
         except TemplateError as error:
-            message = f"the package's chat template fails: {error}; correct it and convert the model again"
-            raise Problem(500, "chat_template_failed", message, kind="server_error") from None
-        self._form = written.form or self._form
+            message = f"the model's chat template fails: {error}; correct it and convert the model again"
+            raise ApiError(500, "chat_template_failed", message, kind="server_error") from None
+        self._call_format = written.form or self._call_format
         return Prompt(written.text, frame=False, calls=written.calls)
 
     async def report(self) -> TemplateReport | None:
-        """Return what the template does, found by trying once; None: there is none."""
+        """Return the report on the template, which is tried once per gateway; None without a template."""
         if self._package.manifest.chat is None:
             return None
         if self._report is None:
@@ -100,15 +108,15 @@ class Chat:
         except TemplateError as error:
             report = TemplateReport(error=str(error))
         if report.error is not None:
-            log.warning("%s: the chat template fails: %s; requests for chats fail with it", name, report.error)
+            log.warning("%s: the chat template fails: %s; chat requests fail with it", name, report.error)
         elif report.tools_fail:
             why = report.why_not
-            log.warning("%s: the chat template: %s; functions are told and called in the stated format", name, why)
+            log.warning("%s: the chat template: %s; tools use the default call format", name, why)
         return report
 
     @cached_property
     def _source(self) -> TemplateSource:
-        """The template. Raises TemplateError where its file is damaged."""
+        """Return the template's source. Raises TemplateError if its file is damaged."""
         chat = self._package.manifest.chat
         assert chat is not None
         try:

@@ -1,8 +1,8 @@
-"""Prompts that are sent back with their answers, and rated: `echo` of plain completions.
+"""`echo` of plain completions: prompts that are returned before their completions, with log-probabilities.
 
-Before a prompt is continued it is scored, as `perplexity --path prefill` scores a text: by the same steps, so to the
-last bit alike. A score computes every token of its text, whatever other texts share; the answer then finds the keys and
-values of the prompt that was scored.
+A prompt is scored before it is continued, by the same steps as `perplexity --path prefill`, so that the numbers are the
+same to the last bit. A score computes every token of the prompt, even if another sequence shares it; the completion
+then reuses the keys and values of the score.
 """
 
 from __future__ import annotations
@@ -13,163 +13,190 @@ from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.client.run_client import Coordinator, Mailbox, new_name
-from neuronpipe.services.gateway.http.api_errors import too_long
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient, new_request_id
+from neuronpipe.services.gateway.http.api_errors import prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import message_bytes
-from neuronpipe.services.gateway.openai.response_encoding import DONE, Rating, TextForm, usage
-from neuronpipe.services.gateway.openai.response_sending import COMMENT, COMMENT_S, KEPT_FACTOR, Answer, Stream
+from neuronpipe.services.gateway.openai.response_encoding import DONE, CompletionEncoder, EncodedLogprobs, usage
+from neuronpipe.services.gateway.openai.response_sending import (
+    COMMENT,
+    COMMENT_S,
+    COPIES,
+    EventStream,
+    GenerationResponse,
+)
 
-LOOK_AHEAD_BYTES = 16  # of a prompt, for a token that does not follow the one before: what a tokenizer left out
+LOOK_AHEAD_BYTES = 16  # how far ahead a token is searched in the prompt, since tokenizers may drop characters
 
 
 class EchoedPrompt(NamedTuple):
-    """A prompt as it is sent back. ratings: of its tokens, as JSON."""
+    """A prompt as it is returned, with the encoded log-probabilities of its tokens."""
 
     text: str
-    ratings: list[Rating]
+    logprobs: list[EncodedLogprobs]
 
 
-def offsets(text: str, pieces: Iterable[bytes]) -> list[int]:
-    """Where each token begins in the text, in characters. Tokens that the text does not show, a begin token or a blank
-    that the tokenizer puts before it, take no room."""
+def token_offsets(text: str, pieces: Iterable[bytes]) -> list[int]:
+    """Return where each token begins in the text, in characters.
+
+    Tokens that are not in the text, such as a begin token or a space that the tokenizer adds, have length 0: they begin
+    where the next token does.
+    """
     encoded = text.encode(errors="replace")
     characters, begun = [], -1
     for byte in encoded:
         begun += byte & 0xC0 != 0x80  # the first byte of a character
         characters.append(begun)
     characters.append(len(text))
-    places, at = [], 0
+    offsets, at = [], 0
     for piece in pieces:
-        found = _find(encoded, piece, at)
-        blank = _find(encoded, piece[1:], at) if piece.startswith(b" ") else None
-        begin, end = min((one for one in (found, blank) if one is not None), default=(at, at))
-        places.append(characters[begin])
+        span = _find(encoded, piece, at)
+        span_without_space = _find(encoded, piece[1:], at) if piece.startswith(b" ") else None
+        begin, end = min((match for match in (span, span_without_space) if match is not None), default=(at, at))
+        offsets.append(characters[begin])
         at = end
-    return places
+    return offsets
 
 
 def _find(text: bytes, piece: bytes, at: int) -> tuple[int, int] | None:
-    """Where a piece lies, a little behind this place at most."""
-    found = text.find(piece, at, at + LOOK_AHEAD_BYTES + len(piece)) if piece else -1
-    return None if found < 0 else (found, found + len(piece))
+    """Return begin and end of a piece, at most LOOK_AHEAD_BYTES behind `at`; None if it is not there."""
+    begin = text.find(piece, at, at + LOOK_AHEAD_BYTES + len(piece)) if piece else -1
+    return None if begin < 0 else (begin, begin + len(piece))
 
 
-class EchoForm(TextForm):
-    """`/v1/completions` with `echo`. Tokens that end a text are rated too, so that every answer's last token is there;
-    `prompts`, one for each `texts_per_prompt` texts, are known once they are scored."""
+class EchoEncoder(CompletionEncoder):
+    """The encoder of `/v1/completions` with `echo`.
 
-    texts_per_prompt = 1
+    End tokens have log-probabilities too, so that a client that drops the last token drops none of the prompt's.
+    prompts: set once they are scored, one for each `sequences_per_prompt` sequences
+    """
+
+    sequences_per_prompt = 1
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "end_tokens": ()})
         self.prompts: list[EchoedPrompt] = []
 
     def echoed(self, prompt: str | None, tokens: Sequence[Rated]) -> EchoedPrompt:
-        """A scored prompt; the text of one that came as tokens is that of these. Raises Problem when the answer becomes
-        too large."""
-        pieces = [one.piece for one in tokens]
+        """Encode a scored prompt. prompt: its text; None if it was sent as token ids, whose text is returned then.
+
+        Raises ApiError if the response becomes too large.
+        """
+        pieces = [rated.piece for rated in tokens]
         text = b"".join(pieces).decode(errors="replace") if prompt is None else prompt
-        ratings: list[Rating] = []
-        for one, offset in zip(tokens, offsets(text, pieces) if self._rates else (), strict=False):
+        logprobs: list[EncodedLogprobs] = []
+        for rated, offset in zip(tokens, token_offsets(text, pieces) if self._with_logprobs else (), strict=False):
             token = Token(
-                request="", index=0, token=one.token, text="", ms=0.0, logprob=one.logprob, piece=one.piece, top=one.top
+                request="",
+                index=0,
+                token=rated.token,
+                text="",
+                ms=0.0,
+                logprob=rated.logprob,
+                piece=rated.piece,
+                top=rated.top,
             )
-            name, logprob, top, place = self._rating(token, offset)
-            ratings.append((name, logprob, top if one.logprob is not None else "null", place))
-            self._count_kept(ratings[-1])
-        return EchoedPrompt(text, ratings)
+            name, logprob, top, encoded_offset = self._encode_logprobs(token, offset)
+            logprobs.append((name, logprob, top if rated.logprob is not None else "null", encoded_offset))
+            self._count_logprobs(logprobs[-1])
+        return EchoedPrompt(text, logprobs)
 
     def first(self, number: int) -> bytes:
-        """The prompt."""
+        """Return the chunk with the prompt."""
         prompt = self._prompt(number)
-        ratings = self._rated(prompt.ratings) if self._rates else "null"
-        return self._event(number, self._addition(prompt.text), ratings, "null")
+        logprobs = self._logprob_lists(prompt.logprobs) if self._with_logprobs else "null"
+        return self._event(number, self._text_content(prompt.text), logprobs, "null")
 
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, Any]) -> bytes:
-        """The answer, each text after its prompt."""
+        """Return the body of a whole response, with each completion after its prompt."""
         for number, _ in sent:
-            self._kept[number] = self._prompt(number).ratings + self._kept.get(number, [])
-        texts = [(number, dataclasses.replace(one, text=self._prompt(number).text + one.text)) for number, one in sent]
-        return super().whole(texts, _computed(total))
+            self._logprobs[number] = self._prompt(number).logprobs + self._logprobs.get(number, [])
+        echoed = [
+            (number, dataclasses.replace(finished, text=self._prompt(number).text + finished.text))
+            for number, finished in sent
+        ]
+        return super().whole(echoed, _without_cached_tokens(total))
 
-    def counted(self, total: dict[str, Any]) -> bytes:
-        """As in Form; nothing of a scored prompt was there already."""
-        return super().counted(_computed(total))
+    def usage_chunk(self, total: dict[str, Any]) -> bytes:
+        return super().usage_chunk(_without_cached_tokens(total))
 
-    def _place(self, number: int, token: Token) -> int:
-        return len(self._prompt(number).text) + super()._place(number, token)
+    def _text_offset(self, number: int, token: Token) -> int:
+        return len(self._prompt(number).text) + super()._text_offset(number, token)
 
     def _prompt(self, number: int) -> EchoedPrompt:
-        return self.prompts[number // self.texts_per_prompt]
+        return self.prompts[number // self.sequences_per_prompt]
 
 
-def _computed(total: dict[str, Any]) -> dict[str, Any]:
+def _without_cached_tokens(total: dict[str, Any]) -> dict[str, Any]:
+    """Set `cached_tokens` to 0: the completion reuses the score of its own request, not of an earlier one."""
     return total | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-class EchoAnswer(Answer):
-    """The response to a request with `echo`: prompts are scored first, then continued, unless no token is asked for."""
+class EchoResponse(GenerationResponse):
+    """The response to a request with `echo`: prompts are scored, and then continued unless `max_tokens` is 0."""
 
-    _form: EchoForm
+    _encoder: EchoEncoder
 
-    async def _whole(self, coordinator: Coordinator) -> bytes:
-        """Score, ask, and make the answer of what comes."""
+    async def _complete_body(self, coordinator: CoordinatorClient) -> bytes:
         await self._score(coordinator, None)
         if self._continues:
-            return await super()._whole(coordinator)
+            return await super()._complete_body(coordinator)
         sent, total = self._prompts_alone()
-        return self._form.whole(sent, total)
+        return self._encoder.whole(sent, total)
 
-    async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
-        """Score, ask, and pass on what comes; returns the last events."""
+    async def _stream_body(self, coordinator: CoordinatorClient, stream: EventStream) -> bytes:
         await self._score(coordinator, stream)
         if self._continues:
-            return await super()._piece_by_piece(coordinator, stream)
+            return await super()._stream_body(coordinator, stream)
         sent, total = self._prompts_alone()
-        events = b"".join(self._form.first(number) + self._form.last(number, finished) for number, finished in sent)
-        return events + self._form.counted(total) + DONE
+        events = b"".join(
+            self._encoder.first(number) + self._encoder.last(number, finished) for number, finished in sent
+        )
+        return events + self._encoder.usage_chunk(total) + DONE
 
     @property
     def _continues(self) -> bool:
-        return self._asks[0].max_tokens > 0
+        return self._requests[0].max_tokens > 0
 
-    async def _score(self, coordinator: Coordinator, stream: Stream | None) -> None:
-        """Wait until all prompts are scored."""
-        self._form.texts_per_prompt = self._texts_per_prompt
-        asks = self._asks[:: self._texts_per_prompt]
+    async def _score(self, coordinator: CoordinatorClient, stream: EventStream | None) -> None:
+        """Score all prompts and pass them to the encoder."""
+        self._encoder.sequences_per_prompt = self._sequences_per_prompt
+        requests = self._requests[:: self._sequences_per_prompt]
         scores = [
             Score(
-                request=new_name(),
-                text=ask.prompt,
-                tokens=ask.tokens,
-                frame=ask.frame,
-                logprobs=ask.logprobs or 0,
-                owner=ask.owner,
+                request=new_request_id(),
+                text=request.prompt,
+                tokens=request.tokens,
+                frame=request.frame,
+                logprobs=request.logprobs or 0,
+                owner=request.owner,
             )
-            for ask in asks
+            for request in requests
         ]
-        async with self._asked(coordinator, scores, stream) as mailbox:
-            tokens = await self._scored(asks, mailbox, stream)
-        self._prompt_tokens = [len(one) for one in tokens]
-        before = self._form.kept_characters
-        self._form.prompts = [self._form.echoed(ask.prompt, scored) for ask, scored in zip(asks, tokens, strict=True)]
-        self._charge.grow(KEPT_FACTOR * (self._form.kept_characters - before))
+        async with self._submitted(coordinator, scores, stream) as mailbox:
+            tokens = await self._scored(requests, mailbox, stream)
+        self._prompt_tokens = [len(prompt) for prompt in tokens]
+        before = self._encoder.logprob_characters
+        self._encoder.prompts = [
+            self._encoder.echoed(request.prompt, scored) for request, scored in zip(requests, tokens, strict=True)
+        ]
+        self._charge.grow(COPIES * (self._encoder.logprob_characters - before))
 
     async def _scored(
-        self, asks: Sequence[Generate], mailbox: Mailbox, stream: Stream | None
+        self, requests: Sequence[Generate], mailbox: Mailbox, stream: EventStream | None
     ) -> Sequence[Sequence[Rated]]:
-        """The tokens of all prompts; comments go to the stream while there are none."""
-        tokens: list[list[Rated]] = [[] for _ in asks]
-        left = len(asks)
+        """Return the scored tokens of all prompts; send comments to the stream while none arrive."""
+        tokens: list[list[Rated]] = [[] for _ in requests]
+        left = len(requests)
         while left:
-            taken = await mailbox.take(None if stream is None else COMMENT_S)
-            if stream is not None and not taken:
-                await stream.pass_on(COMMENT)
-            for number, message in taken:
-                if isinstance(message, Accepted) and asks[number].max_tokens:
+            messages = await mailbox.take(None if stream is None else COMMENT_S)
+            if stream is not None and not messages:
+                await stream.send_events(COMMENT)
+            for number, message in messages:
+                if isinstance(message, Accepted) and requests[number].max_tokens:
                     if message.prompt_tokens >= self._context_tokens:
-                        raise too_long(self._context_tokens, message.prompt_tokens)
-                elif isinstance(message, Scored):  # a restarted coordinator begins anew, with the same
+                        raise prompt_too_long(self._context_tokens, message.prompt_tokens)
+                elif isinstance(message, Scored):  # a restarted coordinator sends the same tokens from the beginning
                     self._charge.grow(message_bytes(message))
                     tokens[number][message.position + bool(message.position) :] = message.rated
                 elif isinstance(message, ScoreFinished):
@@ -177,15 +204,19 @@ class EchoAnswer(Answer):
         return tokens
 
     def _prompts_alone(self) -> tuple[list[tuple[int, Finished]], dict[str, int]]:
-        """What is sent without a token of an answer, and what it took."""
-        per_prompt = self._texts_per_prompt
-        finished = [nothing(self._prompt_tokens[number // per_prompt]) for number in range(len(self._asks))]
-        sent = [(number, one) for number, one in enumerate(finished) if number % per_prompt < self._sent_per_prompt]
+        """Return the results and the token counts of a request without completion tokens."""
+        per_prompt = self._sequences_per_prompt
+        finished = [
+            empty_completion(self._prompt_tokens[number // per_prompt]) for number in range(len(self._requests))
+        ]
+        sent = [
+            (number, result) for number, result in enumerate(finished) if number % per_prompt < self._sent_per_prompt
+        ]
         return sent, usage(finished, per_prompt)
 
 
-def nothing(prompt_tokens: int) -> Finished:
-    """The account of a text without a token."""
+def empty_completion(prompt_tokens: int) -> Finished:
+    """Return the result of a sequence without completion tokens."""
     return Finished(
         request="",
         reason="length",

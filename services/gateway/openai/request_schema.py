@@ -1,7 +1,7 @@
-"""The bodies of requests: what is understood, and within which bounds. Anything else is refused by its name.
+"""The request models of chat and plain completions: fields, types, ranges and defaults. Unknown fields are refused.
 
-A field that is null counts as not given, as in OpenAI's API. What changes nothing here is taken and passed over: a
-client sends it to every server alike. The descriptions are those of the served OpenAPI document.
+null means that a field is absent, as in OpenAI's API. Fields that have no effect here are accepted, because
+clients send them to every server. The descriptions appear in /openapi.json and in launch/guide/api.md.
 """
 
 from __future__ import annotations
@@ -14,62 +14,69 @@ from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, S
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.gateway.http.schema_base import (
     IGNORED,
-    NEVER,
-    PARTS,
+    NULL_ONLY,
     TEXT,
     TEXTS,
     TOKEN_LISTS,
     TOKENS,
-    Body,
-    beside_others,
-    kind_or,
-    missing,
-    one_of,
-    refusing,
+    RequestModel,
+    conflict,
+    refuse_with,
+    text_or,
+    union_of,
 )
 from neuronpipe.services.gateway.openai.answer_constraints import Constrained
-from neuronpipe.services.gateway.openai.tools import MAX_TOOLS, Offer, Tool, ToolCall, ToolChoice
+from neuronpipe.services.gateway.openai.chat_messages import ChatMessage
+from neuronpipe.services.gateway.openai.tools import MAX_CALLS, MAX_TOOLS, Offer, Tool, ToolChoice
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
-MAX_TEXTS = 1024
+MAX_SEQUENCES = 1024
+MAX_MESSAGES = 4096
 MAX_LOGPROBS = int(RANGES["logprobs"].most)
 MAX_BIASES = 4096
 OFF = -1
-OLDER_TOOLS = "this is the older form; give tools and tool_choice"
-USER = "texts of different users take turns; otherwise without effect"
-NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
-TOO_FEW = "expected 1 or more, or -1 for as many as fit the context"
-DEFAULTS = {"temperature": 1.0}  # OpenAI's
-OFF_TOO = {"top_k"}  # where -1 counts as 0, as on other servers
+HTTP_NAMES = {"ignore_end": "ignore_eos"}  # sampling options that other servers call by another name
+DEFAULTS = {"temperature": 1.0}  # where OpenAI's default differs from that of `Generate`
+MINUS_ONE_IS_OFF = {"top_k"}  # options for which -1 counts as 0, as on other servers
+EXPECTED_LIMIT = "expected 1 or more, or -1 for as many as fit the context"
+OLDER_TOOLS = "this is the older form of tools and tool_choice; use those"
+UNSUPPORTED_OLDER_TOOLS = "This field is refused: it is the older form of `tools` and `tool_choice`."
+MODEL = "The name of the model, as in /v1/models. The default is the first model."
+SEED = (
+    "The seed of the random numbers: any integer, modulo 2^63. The same request with the same seed gives the same "
+    "completion. By default every request has a random seed."
+)
+STREAM = "Send the completion in pieces as it is generated, as server-sent events."
+USER = "The end user. End users share the run fairly; the field has no other effect, and nothing is stored."
 
 
 def _to_the_end(tokens: int) -> int:
     return MAX_TOKENS if tokens == OFF else tokens
 
 
-def _some(tokens: int) -> int:
+def _at_least_one(tokens: int) -> int:
     if tokens == 0:
-        raise PydanticCustomError("too_few", TOO_FEW)
+        raise PydanticCustomError("too_few", EXPECTED_LIMIT)
     return tokens
 
 
-def _kind_of_prompt(value: Any) -> str | None:
+def _prompt_tag(value: Any) -> str | None:
     if not isinstance(value, list):
         return TEXT if isinstance(value, str) else None
     first = value[0] if value else ""
-    kinds = ((str, TEXTS), (bool, None), (int, TOKENS), (list, TOKEN_LISTS))
-    return next((kind for of, kind in kinds if isinstance(first, of)), None)
+    tags = ((str, TEXTS), (bool, None), (int, TOKENS), (list, TOKEN_LISTS))  # bool first: True is an int
+    return next((tag for kind, tag in tags if isinstance(first, kind)), None)
 
 
-OlderTools = Annotated[Any, NEVER, refusing(OLDER_TOOLS)]
+OlderTools = Annotated[Any, NULL_ONLY, refuse_with(OLDER_TOOLS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
-    one_of("expected a text, or a list of texts", kind_or(TEXTS)),
+    union_of("expected a string or a list of strings", text_or(TEXTS)),
 ]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
@@ -79,53 +86,66 @@ Prompts = Annotated[
     | Annotated[TokenIds, Tag(TOKENS)]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
-    one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
+    union_of("expected a string, a list of token ids, or a list of either", _prompt_tag),
 ]
-MostTokensOrNone = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
-MostTokens = Annotated[MostTokensOrNone, AfterValidator(_some)]
+TokenLimitOrZero = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
+TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_at_least_one)]
 
 
-class StreamOptions(Body):
-    """How a stream is sent. What else it says is passed over."""
+class StreamOptions(RequestModel):
+    """The options of a stream. Other fields are ignored: they only affect how text is split into events."""
 
     model_config = ConfigDict(extra="ignore")
 
-    include_usage: bool = Field(False, description="send a last chunk with the token counts")
+    include_usage: bool = Field(False, description="Send the token counts in an additional last chunk.")
 
 
-def _field(option: Option) -> tuple[Any, Any]:
-    """An option as a field of a body: its type, and its default, range and meaning."""
+def _option_field(option: Option) -> tuple[Any, Any]:
+    """Return the pydantic field of a sampling option: type, default, range and description."""
     meaning, limits = option.meaning, dict[str, Any]()
     if option.range is not None:
         limits = {"gt" if option.range.above else "ge": option.range.least, "le": option.range.most}
-    if option.name in OFF_TOO:
+    if option.name in MINUS_ONE_IS_OFF:
         meaning, limits = f"{meaning}; {OFF} counts as 0", limits | {"ge": OFF}
     default = DEFAULTS.get(option.name, option.default)
-    return option.kind, Field(default, alias=NAMES.get(option.name), description=meaning, **limits)
+    description = f"{meaning[:1].upper()}{meaning[1:].rstrip('.')}."
+    return option.kind, Field(default, alias=HTTP_NAMES.get(option.name), description=description, **limits)
 
 
-if TYPE_CHECKING:  # which fields these are is only known when this runs
-    SamplingOptions = Body
+if TYPE_CHECKING:  # the fields are created at run time from the declarations of `Generate`
+    SamplingOptions = RequestModel
 else:
     SamplingOptions = create_model(
-        "SamplingOptions", __base__=Body, **{option.name: _field(option) for option in SAMPLING_OPTIONS}
+        "SamplingOptions", __base__=RequestModel, **{option.name: _option_field(option) for option in SAMPLING_OPTIONS}
     )
 
 
-class Sampling(Constrained, SamplingOptions):
-    """What chat and plain completions share."""
+class GenerationRequest(Constrained, SamplingOptions):
+    """The fields that chat and plain completions share."""
 
-    model: str | None = Field(None, description="name of the model; the one that is served when not given")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="texts per prompt; with a seed, text i uses seed + i")
+    model: str | None = Field(None, description=MODEL)
+    n: int = Field(
+        1,
+        ge=1,
+        le=MAX_CHOICES,
+        description=f"The number of completions per prompt; completion i uses seed + i. A request has at most "
+        f"{MAX_SEQUENCES} completions.",
+    )
     logit_bias: dict[TokenKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
-        default={}, max_length=MAX_BIASES, description="token id to what is added to its logit; -100 bans it"
+        default={},
+        max_length=MAX_BIASES,
+        description="A map from token ids to numbers that are added to their logits; -100 bans a token.",
     )
-    seed: int | None = Field(
-        None, description="any integer, modulo 2^63; the same request with the same seed gives the same text"
+    seed: int | None = Field(None, description=SEED)
+    stop: Stops = Field(
+        default=[],
+        description=f"Strings that end the completion and are not part of it, up to {MAX_STOPS}. They have no effect "
+        "where a completion consists of tool calls only.",
     )
-    stop: Stops = Field(default=[], description="texts that end the answer; they are not part of it")
-    stream: bool = Field(False, description="send the text as it is made, as server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    stream: bool = Field(False, description=STREAM)
+    stream_options: StreamOptions | None = Field(
+        None, description="The options of a stream; allowed only with `stream`."
+    )
     user: str | None = Field(None, description=USER)
     safety_identifier: str | None = Field(None, description=USER)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
@@ -135,96 +155,105 @@ class Sampling(Constrained, SamplingOptions):
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Sampling:
+    def _options_need_a_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise beside_others("stream_options", "only with stream")
+            raise conflict("stream_options", "only with stream")
         return self
 
     @property
     def options(self) -> dict[str, Any]:
-        """The sampling options, as `Generate` has them."""
+        """Return the sampling options by their names in the message `Generate`."""
         values = {option.name: getattr(self, option.name) for option in SAMPLING_OPTIONS}
-        return values | {name: 0 for name in OFF_TOO if values[name] == OFF}
+        return values | {name: 0 for name in MINUS_ONE_IS_OFF if values[name] == OFF}
 
     @property
     def candidates(self) -> int:
-        """Texts made per prompt."""
+        """Return the number of sequences that are generated per prompt."""
         return self.n
 
     @property
     @abstractmethod
-    def rated(self) -> int | None:
-        """How many likely tokens to name beside each token, None to rate none."""
+    def logprobs_per_token(self) -> int | None:
+        """Return the number of likely tokens to list for each token; None if no log-probabilities are requested."""
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop texts as a tuple."""
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def who(self) -> str | None:
-        """For whom it is asked, as far as the client says."""
+    def end_user(self) -> str | None:
+        """Return the end user that the request names; None if it names none."""
         return self.safety_identifier or self.user
 
 
-class CompletionRequest(Sampling):
-    """Continue a text."""
+class CompletionRequest(GenerationRequest):
+    """Continue one or several prompts."""
 
-    prompt: Prompts = Field(description="a text, its token ids, or a list of either")
-    max_tokens: MostTokensOrNone = Field(
-        16, description="most tokens to generate; -1: as many as fit the context; 0: with `echo`, the prompts alone"
+    prompt: Prompts = Field(description=f"A string, its token ids, or a list of up to {MAX_PROMPTS} of either.")
+    max_tokens: TokenLimitOrZero = Field(
+        16,
+        description="The maximum number of tokens to generate. -1 means as many as fit the context; 0 is allowed with "
+        "`echo` and returns the prompts alone.",
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="rate each token, and name this many likely ones beside it, and itself",
+        description="Return the log-probability of each token and list this many of the most likely tokens beside "
+        "it. The sampled token is listed too.",
     )
     best_of: int | None = Field(
         None,
         ge=1,
         le=MAX_CHOICES,
-        description="texts to make per prompt; the `n` with the highest mean log-probability of a token are sent, best "
-        "first; more than `n` not with `stream`",
+        description="The number of completions to generate per prompt. The `n` with the highest mean log-probability "
+        "per token are returned, best first; `usage` counts all. It must not be below `n`, nor above it with `stream`.",
     )
-    echo: bool = Field(False, description="send each prompt before its answer; with `logprobs`, rated too")
-    suffix: str = Field("", description="what comes after the gap that the answer fills; for models that fill gaps")
+    echo: bool = Field(
+        False,
+        description="Return each prompt before its completion, with log-probabilities of its tokens if `logprobs` "
+        "is set.",
+    )
+    suffix: str = Field(
+        "",
+        description="The text after the gap that the completion fills, for models with tokens for that (fill in the "
+        "middle). It requires prompts that are strings, and no `echo`.",
+    )
 
     @model_validator(mode="after")
-    def _gaps_are_in_texts(self) -> CompletionRequest:
+    def _suffix_needs_text_prompts(self) -> CompletionRequest:
         if self.suffix and self.echo:
-            raise beside_others("suffix", "only without echo")
+            raise conflict("suffix", "only without echo")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
-            raise beside_others("suffix", "only after prompts that are texts")
+            raise conflict("suffix", "only after prompts that are strings")
         return self
 
     @model_validator(mode="after")
-    def _nothing_is_asked_for_with_echo_alone(self) -> CompletionRequest:
+    def _no_tokens_needs_echo(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise beside_others("max_tokens", f"{TOO_FEW}; 0 only with echo")
+            raise conflict("max_tokens", f"{EXPECTED_LIMIT}; 0 only with echo")
         return self
 
     @model_validator(mode="after")
     def _candidates_are_enough(self) -> CompletionRequest:
         if self.candidates < self.n:
-            raise beside_others("best_of", f"{self.best_of} is less than n, {self.n}")
+            raise conflict("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.stream and self.candidates > self.n:
-            raise beside_others("best_of", "more than n cannot be streamed, since the best are known at the end")
+            raise conflict("best_of", "more than n cannot be streamed, since the best are known only at the end")
         return self
 
     @property
     def candidates(self) -> int:
-        """Texts made per prompt."""
+        """Return the number of sequences that are generated per prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def rated(self) -> int | None:
-        """How many likely tokens to name beside each token, None to rate none."""
+    def logprobs_per_token(self) -> int | None:
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt, in order."""
+        """Return every prompt, in order."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -232,168 +261,95 @@ class CompletionRequest(Sampling):
         return cast(list[str | list[int]], self.prompt)
 
 
-class TextPart(Body):
-    """A piece of a message's text."""
+class ChatRequest(GenerationRequest):
+    """Answer a conversation with a completion."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-_SAID = {"type": ["string", "array"]}
-_NO_CALLS = {"maxItems": 0}
-# Which fields go together, for the OpenAPI document; `_whole` checks it.
-_MESSAGES = [
-    {
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant"]},
-            "content": _SAID,
-            "tool_calls": _NO_CALLS,
-        },
-        "required": ["content"],
-    },
-    {
-        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
-        "required": ["tool_calls"],
-    },
-    {
-        "properties": {
-            "role": {"const": "tool"},
-            "content": _SAID,
-            "tool_call_id": {"type": "string"},
-            "tool_calls": _NO_CALLS,
-        },
-        "required": ["content", "tool_call_id"],
-    },
-]
-
-
-class ChatMessage(Body):
-    """One message of the conversation."""
-
-    model_config = ConfigDict(json_schema_extra={"anyOf": _MESSAGES})  # type: ignore[dict-item]
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
-            one_of("expected a text, or a list of parts", kind_or(PARTS)),
-        ]
-        | None
-    ) = Field(None, description="the text, whole or in parts; only where there are `tool_calls` it need not be given")
-    name: str | None = None
-    tool_calls: list[ToolCall] = Field(
-        default=[], max_length=MAX_TOOLS, description="functions that the assistant called"
+    messages: list[ChatMessage] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="The messages of the conversation, oldest first."
     )
-    tool_call_id: str | None = Field(None, description="which call this is the result of; only in the role `tool`")
-    refusal: str | None = Field(None, description=IGNORED)
-    audio: None = None
-    function_call: None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_notes(cls, value: Any) -> Any:
-        """An earlier answer comes back with what the client has noted on it, which is for nobody here."""
-        if isinstance(value, dict) and value.get("role") == "assistant":
-            return {name: item for name, item in value.items() if name in cls.model_fields}
-        return value
-
-    @model_validator(mode="after")
-    def _whole(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise missing("content")
-        if self.tool_calls and self.role != "assistant":
-            raise beside_others("tool_calls", f"the role {self.role} calls no functions")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise missing("tool_call_id")
-        return self
-
-    @property
-    def text(self) -> str:
-        """The text, parts joined."""
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-    @property
-    def calls(self) -> list[tuple[str, str, str]]:
-        """The functions that it calls: ids, names and arguments."""
-        return [(one.id, one.function.name, one.function.arguments) for one in self.tool_calls]
-
-
-class ChatRequest(Sampling):
-    """Answer a conversation."""
-
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
-    max_tokens: MostTokens | None = Field(
-        None, description="most tokens to generate; without it, or with -1, up to the context's end"
+    max_tokens: TokenLimit | None = Field(
+        None,
+        description="The maximum number of tokens to generate. By default, and with -1, as many as fit the context.",
     )
-    max_completion_tokens: MostTokens | None = Field(None, description="the same, by its newer name")
-    logprobs: bool = Field(False, description="rate each token")
+    max_completion_tokens: TokenLimit | None = Field(
+        None, description="The newer name of `max_tokens`; if both are set they must be equal."
+    )
+    logprobs: bool = Field(False, description="Return the log-probability of each token.")
     top_logprobs: int | None = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="name this many likely tokens beside each, and itself; only with `logprobs`",
+        description="List this many of the most likely tokens beside each token, and the sampled one; requires "
+        "`logprobs`.",
     )
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, description="functions that the answer may call")
+    tools: list[Tool] = Field(
+        default=[], max_length=MAX_TOOLS, description="The functions that the completion may call."
+    )
     tool_choice: ToolChoice | None = Field(
-        None, description="whether it calls any, and which; without it the model decides"
+        None,
+        description="`none`, `auto` (the default), `required`, one function, or `allowed_tools`: whether the "
+        "completion calls functions, and which.",
     )
-    parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
+    parallel_tool_calls: bool = Field(
+        True,
+        description=f"Allow several calls in one completion, up to {MAX_CALLS}. A model without a chat template, or "
+        "whose template writes one call only, makes one.",
+    )
     continue_final_message: bool = Field(
-        False, description="go on with the last message, which is the assistant's, instead of answering"
+        False,
+        description="Continue the last message, which must be the assistant's, instead of answering. Not allowed with "
+        "`tools`.",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="false: what the template writes before an answer is left out"
+        None, description="With false, omit what the chat template writes before an answer."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description="variables of the chat template's own, such as `enable_thinking`"
+        default={}, description='Variables of the chat template, such as `{"enable_thinking": false}`.'
     )
-    modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
+    modalities: list[Literal["text"]] = Field(
+        default=["text"], min_length=1, description="The only supported modality is `text`."
+    )
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    functions: OlderTools = Field(None, description=OLDER_TOOLS)
-    function_call: OlderTools = Field(None, description=OLDER_TOOLS)
+    functions: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
+    function_call: OlderTools = Field(None, description=UNSUPPORTED_OLDER_TOOLS)
     reasoning_effort: str | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 
     @property
-    def rated(self) -> int | None:
-        """How many likely tokens to name beside each token, None to rate none."""
+    def logprobs_per_token(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @cached_property
     def offer(self) -> Offer | None:
-        """The functions that the answer may call; None: it is a text."""
+        """Return the functions that the completion may call; None if it is text only."""
         return Offer.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
 
     @property
-    def asked(self) -> list[ChatMessage]:
-        """The messages that are answered."""
+    def prompt_messages(self) -> list[ChatMessage]:
+        """Return the messages without one that the completion continues."""
         return self.messages[:-1] if self.continue_final_message else self.messages
 
     @property
-    def begun(self) -> str:
-        """What there is of the answer."""
+    def answer_prefix(self) -> str:
+        """Return the text of the message that the completion continues; empty if it continues none."""
         return self.messages[-1].text if self.continue_final_message else ""
 
     @model_validator(mode="after")
-    def _answer_to_continue(self) -> ChatRequest:
+    def _check_continuation(self) -> ChatRequest:
         if self.continue_final_message and (len(self.messages) < 2 or self.messages[-1].role != "assistant"):
-            raise beside_others("continue_final_message", "only when the last of several messages is the assistant's")
+            raise conflict("continue_final_message", "only when the last of several messages is the assistant's")
         if self.continue_final_message and self.add_generation_prompt:
-            raise beside_others("add_generation_prompt", "continue_final_message says otherwise; give one of the two")
+            raise conflict("add_generation_prompt", "continue_final_message contradicts it; give one of the two")
         if self.continue_final_message and self.offer is not None:
-            raise beside_others("continue_final_message", "only without tools")
+            raise conflict("continue_final_message", "only without tools")
         return self
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
-        _ = self.offer
+    def _check_limits(self) -> ChatRequest:
+        _ = self.offer  # raises if tools and tool_choice contradict each other
         if self.top_logprobs is not None and not self.logprobs:
-            raise beside_others("top_logprobs", "only with logprobs")
+            raise conflict("top_logprobs", "only with logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise beside_others("max_completion_tokens", "max_tokens says otherwise; give one of the two")
+            raise conflict("max_completion_tokens", "max_tokens has another value; give one of the two")
         return self

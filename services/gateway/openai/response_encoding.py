@@ -1,8 +1,8 @@
-"""What answers look like: the JSON of chat and of plain completions, whole and in pieces.
+"""Encoding responses: the JSON of chat and plain completions, sent whole or as a stream.
 
-A piece is put together from text that is the same for the whole stream; only what is new is encoded for each token.
-What is kept of rated tokens for an answer that is sent whole is their JSON already: as objects it takes three times as
-much, and there may be a thousand texts.
+The chunks of a stream are assembled from strings that are encoded once per stream; only the new text is encoded for
+each token. For a response that is sent whole, the log-probabilities are stored as encoded JSON: as objects they take
+three times as much memory, and a request may have a thousand sequences.
 """
 
 from __future__ import annotations
@@ -16,195 +16,202 @@ from typing import Any
 
 from neuronpipe.plans.plan.memory_budget import REQUESTS_BYTES
 from neuronpipe.protocol.messages.client import Finished, Likely, Token
-from neuronpipe.services.gateway.http.api_errors import Problem
+from neuronpipe.services.gateway.http.api_errors import ApiError
 
-REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
+FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
-MAX_KEPT_CHARACTERS = REQUESTS_BYTES // 8  # which response_sending.py counts four times, so that half is left to others
+MAX_LOGPROB_CHARACTERS = (
+    REQUESTS_BYTES // 8
+)  # which response_sending.py counts four times, so that half is left to others
 
-Rating = tuple[str, ...]
-"""What is said of one rated token, as JSON: an item for each of a form's lists."""
+EncodedLogprobs = tuple[str, ...]
+"""The JSON of one token's log-probabilities: an item for each of an encoder's lists."""
 
 
-def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, Any]:
-    """Token counts over all texts, a prompt counted once however many texts continue it. `cached_tokens`, those whose
-    keys and values were there already, are of the same prompts."""
-    counted = finished[::texts_per_prompt]
-    prompts = sum(one.prompt_tokens for one in counted)
-    made = sum(one.tokens for one in finished)
+def usage(finished: Sequence[Finished], sequences_per_prompt: int) -> dict[str, Any]:
+    """Return the token counts of a request. A prompt counts once, however many sequences continue it."""
+    first_of_prompts = finished[::sequences_per_prompt]
+    prompt_tokens = sum(sequence.prompt_tokens for sequence in first_of_prompts)
+    completion_tokens = sum(sequence.tokens for sequence in finished)
     return {
-        "prompt_tokens": prompts,
-        "completion_tokens": made,
-        "total_tokens": prompts + made,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in counted)},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(sequence.cached_tokens for sequence in first_of_prompts)},
     }
 
 
-class Form(ABC):
-    """One answer's frame. counts: every chunk of a stream has `usage`, null but for the last. rates: tokens are shown
-    with the logarithms of their probabilities, but for end tokens, which are no part of the text."""
+class ResponseEncoder(ABC):
+    """Encodes one response of an endpoint.
+
+    with_usage: every chunk of a stream has `usage`, which is null except in the last chunk
+    with_logprobs: tokens have log-probabilities, except end tokens, which are not part of the text
+    """
 
     kind: str
     chunk_kind: str
     prefix: str
-    _nothing: str
-    _lists: tuple[str, ...]  # of ratings, by their names
-    _beside = ""  # what else stands there
-    done = DONE  # after the last chunk of a stream
+    _empty_content: str
+    _logprob_keys: tuple[str, ...]  # the names of the lists in `logprobs`
+    _logprob_suffix = ""  # JSON after these lists
+    done = DONE  # sent after the last chunk of a stream
 
-    def __init__(self, model: str, fingerprint: str, *, counts: bool, rates: bool, end_tokens: Collection[int]) -> None:
+    def __init__(
+        self, model: str, fingerprint: str, *, with_usage: bool, with_logprobs: bool, end_tokens: Collection[int]
+    ) -> None:
         self._id = f"{self.prefix}-{os.urandom(12).hex()}"
         self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._counts, self._rates, self._end_tokens = counts, rates, end_tokens
-        self._kept: dict[int, list[Rating]] = {}
-        self.kept_characters = 0
-        self._shown: dict[int, int] = {}  # characters of each text so far
+        self._with_usage, self._with_logprobs, self._end_tokens = with_usage, with_logprobs, end_tokens
+        self._logprobs: dict[int, list[EncodedLogprobs]] = {}
+        self.logprob_characters = 0
+        self._characters: dict[int, int] = {}  # length of each sequence's text so far
         opening = json.dumps({"id": self._id, "object": self.chunk_kind, **self._head})[:-1]
         self._opening = f'data: {opening}, "choices": [{{"index": '
-        self._closing = ('], "usage": null}' if counts else "]}") + "\n\n"
+        self._closing = ('], "usage": null}' if with_usage else "]}") + "\n\n"
 
     def end_also_with(self, tokens: Sequence[int]) -> None:
-        """These tokens end a text, too."""
+        """Add end tokens; they have no log-probabilities."""
         self._end_tokens = (*self._end_tokens, *tokens)
 
-    # ---- in pieces -------------------------------------------------------------------------------------------
+    # ---- streams ---------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
-        """Before the first piece of a text."""
+        """Return the chunk before a sequence's first token."""
         return b""
 
     def piece(self, number: int, token: Token) -> bytes:
-        """What a token adds; nothing while a character is incomplete."""
-        if not self._rates:
-            return self._event(number, self._addition(token.text), "null", "null") if token.text else b""
+        """Return the chunk of a token; empty while a character is incomplete."""
+        if not self._with_logprobs:
+            return self._event(number, self._text_content(token.text), "null", "null") if token.text else b""
         rated = token.token not in self._end_tokens
         if not rated and not token.text:
             return b""
-        ratings = [self._rating(token, self._place(number, token))] if rated else []
-        return self._event(number, self._addition(token.text), self._rated(ratings), "null")
+        logprobs = [self._encode_logprobs(token, self._text_offset(number, token))] if rated else []
+        return self._event(number, self._text_content(token.text), self._logprob_lists(logprobs), "null")
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """The end of a text."""
-        return self._event(number, self._nothing, "null", f'"{self._reason(finished)}"')
+        """Return the chunk that ends a sequence."""
+        return self._event(number, self._empty_content, "null", f'"{self._reason(finished)}"')
 
-    def counted(self, total: dict[str, int]) -> bytes:
-        """The last chunk of a stream, when token counts were asked for."""
+    def usage_chunk(self, total: dict[str, int]) -> bytes:
+        """Return the chunk with the token counts; empty if they were not requested."""
         content = {"id": self._id, "object": self.chunk_kind, **self._head, "choices": [], "usage": total}
-        return f"data: {json.dumps(content)}\n\n".encode() if self._counts else b""
+        return f"data: {json.dumps(content)}\n\n".encode() if self._with_usage else b""
 
-    def failed(self, problem: Problem) -> bytes:
-        """The last chunk of a stream that ends with an error."""
+    def error_chunk(self, problem: ApiError) -> bytes:
+        """Return the last chunk of a stream that ends with an error."""
         return b"data: " + problem.body() + b"\n\n"
 
-    def _event(self, number: int, content: str, ratings: str, reason: str) -> bytes:
-        choice = f'{number}, {content}, "logprobs": {ratings}, "finish_reason": {reason}}}'
+    def _event(self, number: int, content: str, logprobs: str, reason: str) -> bytes:
+        choice = f'{number}, {content}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
         return f"{self._opening}{choice}{self._closing}".encode()
 
-    # ---- in one piece ----------------------------------------------------------------------------------------
-    def keep(self, number: int, token: Token) -> None:
-        """A token of an answer that is sent whole. Raises Problem when the answer becomes too large."""
-        if not self._rates or token.token in self._end_tokens:
+    # ---- whole responses -------------------------------------------------------------------------------------
+    def keep_logprobs(self, number: int, token: Token) -> None:
+        """Store the log-probabilities of a token. Raises ApiError if the response becomes too large."""
+        if not self._with_logprobs or token.token in self._end_tokens:
             return
-        rating = self._rating(token, self._place(number, token))
-        self._kept.setdefault(number, []).append(rating)
-        self._count_kept(rating)
+        token_logprobs = self._encode_logprobs(token, self._text_offset(number, token))
+        self._logprobs.setdefault(number, []).append(token_logprobs)
+        self._count_logprobs(token_logprobs)
 
-    def _count_kept(self, rating: Rating) -> None:
-        """It is kept for the answer. Raises Problem when that becomes too large."""
-        self.kept_characters += sum(map(len, rating))
-        if self.kept_characters > MAX_KEPT_CHARACTERS:
-            said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
-            raise Problem(400, "answer_too_large", said, param="logprobs")
+    def _count_logprobs(self, token_logprobs: EncodedLogprobs) -> None:
+        """Count stored log-probabilities. Raises ApiError if the response becomes too large."""
+        self.logprob_characters += sum(map(len, token_logprobs))
+        if self.logprob_characters > MAX_LOGPROB_CHARACTERS:
+            message = "logprobs: the response is too large to be sent whole; use a stream, fewer completions or tokens"
+            raise ApiError(400, "answer_too_large", message, param="logprobs")
 
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, int]) -> bytes:
-        """The answer: texts by their numbers, in the order in which they are sent."""
+        """Return the body of a whole response. sent: number and result of each sequence, in the order of sending."""
         choices = []
-        for index, (number, one) in enumerate(sent):
-            ratings = self._rated(self._kept.pop(number, [])) if self._rates else "null"
-            choice = {"index": index, **self._content(one), "finish_reason": self._reason(one)}
-            choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
+        for index, (number, finished) in enumerate(sent):
+            logprobs = self._logprob_lists(self._logprobs.pop(number, [])) if self._with_logprobs else "null"
+            choice = {"index": index, **self._content(finished), "finish_reason": self._reason(finished)}
+            choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}}}')
         head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
 
     def _reason(self, finished: Finished) -> str:
-        """Why the text ended."""
-        return REASONS[finished.reason]
+        """Return `finish_reason` of a sequence."""
+        return FINISH_REASONS[finished.reason]
 
-    def _rated(self, ratings: Sequence[Rating]) -> str:
-        columns = zip(*ratings, strict=True) if ratings else ((),) * len(self._lists)
-        lists = (f'"{name}": [{", ".join(items)}]' for name, items in zip(self._lists, columns, strict=True))
-        return f"{{{', '.join(lists)}{self._beside}}}"
+    def _logprob_lists(self, logprobs: Sequence[EncodedLogprobs]) -> str:
+        columns = zip(*logprobs, strict=True) if logprobs else ((),) * len(self._logprob_keys)
+        lists = (f'"{name}": [{", ".join(items)}]' for name, items in zip(self._logprob_keys, columns, strict=True))
+        return f"{{{', '.join(lists)}{self._logprob_suffix}}}"
 
-    def _place(self, number: int, token: Token) -> int:
-        """Where the token's text begins, in characters of the answer."""
-        shown = self._shown.get(number, 0)
-        self._shown[number] = shown + len(token.text)
-        return shown
+    def _text_offset(self, number: int, token: Token) -> int:
+        """Return where the token's text begins in its sequence, in characters, and advance behind it."""
+        characters = self._characters.get(number, 0)
+        self._characters[number] = characters + len(token.text)
+        return characters
 
-    # ---- what differs ----------------------------------------------------------------------------------------
+    # ---- implemented by each endpoint ------------------------------------------------------------------------
     @abstractmethod
-    def _addition(self, text: str) -> str: ...
+    def _text_content(self, text: str) -> str: ...
 
     @abstractmethod
     def _content(self, finished: Finished) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _rating(self, token: Token, offset: int) -> Rating:
-        """offset: where the token's text begins, in characters of the answer."""
+    def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
+        """Return the JSON of a token's log-probabilities. offset: where its text begins, in characters."""
 
 
-class ChatForm(Form):
-    """`/v1/chat/completions`."""
+class ChatEncoder(ResponseEncoder):
+    """The encoder of responses of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    _nothing = '"delta": {}'
-    _lists, _beside = ("content",), ', "refusal": null'
+    _empty_content = '"delta": {}'
+    _logprob_keys, _logprob_suffix = ("content",), ', "refusal": null'
 
     def first(self, number: int) -> bytes:
-        """Who speaks."""
+        """Return the chunk that names the role."""
         return self._event(number, '"delta": {"role": "assistant", "content": ""}', "null", "null")
 
-    def _addition(self, text: str) -> str:
+    def _text_content(self, text: str) -> str:
         return f'"delta": {{"content": {json.dumps(text)}}}'
 
     def _content(self, finished: Finished) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": finished.text, "refusal": None}}
 
-    def _rating(self, token: Token, offset: int) -> Rating:
-        top = [_entry(one.piece, one.logprob) for one in _with_itself(token)] if token.top else []
-        return (json.dumps({**_entry(token.piece, token.logprob), "top_logprobs": top}),)
+    def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
+        likely_tokens = _top_with_sampled(token) if token.top else ()
+        top = [_logprob_entry(likely.piece, likely.logprob) for likely in likely_tokens]
+        return (json.dumps({**_logprob_entry(token.piece, token.logprob), "top_logprobs": top}),)
 
 
-def _with_itself(token: Token) -> Sequence[Likely]:
-    """The likeliest tokens, and after them the one that was sampled where it is none of these."""
-    if token.logprob is None or any(one.token == token.token for one in token.top):
+def _top_with_sampled(token: Token) -> Sequence[Likely]:
+    """Return the most likely tokens, followed by the sampled one if it is not among them."""
+    if token.logprob is None or any(likely.token == token.token for likely in token.top):
         return token.top
     return (*token.top, Likely(token=token.token, piece=token.piece, logprob=token.logprob))
 
 
-def _entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
+def _logprob_entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
 
-class TextForm(Form):
-    """`/v1/completions`."""
+class CompletionEncoder(ResponseEncoder):
+    """The encoder of responses of `/v1/completions`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
-    _nothing = '"text": ""'
-    _lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    _empty_content = '"text": ""'
+    _logprob_keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-    def _addition(self, text: str) -> str:
+    def _text_content(self, text: str) -> str:
         return f'"text": {json.dumps(text)}'
 
     def _content(self, finished: Finished) -> dict[str, Any]:
         return {"text": finished.text}
 
-    def _rating(self, token: Token, offset: int) -> Rating:
-        top = {_name(one.piece): one.logprob for one in _with_itself(token)}
-        return tuple(map(json.dumps, (_name(token.piece), token.logprob, top, offset)))
+    def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
+        top = {_token_text(likely.piece): likely.logprob for likely in _top_with_sampled(token)}
+        return tuple(map(json.dumps, (_token_text(token.piece), token.logprob, top, offset)))
 
 
-def _name(piece: bytes) -> str:
-    """A token as text; one that is no whole characters by its bytes, so that no two have one name."""
+def _token_text(piece: bytes) -> str:
+    """Return a token as text; its bytes if it is not valid UTF-8, so that different tokens have different keys."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

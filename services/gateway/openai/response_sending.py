@@ -1,11 +1,11 @@
-"""Sending an answer, whole or as a stream, for as long as the client is connected.
+"""Sending a response, whole or as a stream, for as long as the client is connected.
 
-When the client closes the connection its texts are cancelled at once: the next step is made without them. A stream
-waits for its reader, and what arrives meanwhile is sent as one piece.
+When the client closes the connection, its sequences are cancelled at once and are not part of the next step. A stream
+waits for its client to read; tokens that arrive meanwhile are sent together.
 
-A stream's headers are sent when its texts are accepted, before anything is computed; until then a refusal has a status
-of its own. Where nothing comes for a while, a comment shows that the connection lives. A stream whose run is yet to be
-started has its headers and a comment at once: what goes wrong from then on is its last event.
+The headers of a stream are sent when its sequences are accepted, before anything is computed; a request that is refused
+before that gets an error status. While there is nothing to send, comments keep the connection alive. A stream whose run
+must be started first gets its headers and a comment at once; an error after that is its last event.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from contextlib import asynccontextmanager
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.client.run_client import MAX_SENT, Ask, Coordinator, Hold, Mailbox
-from neuronpipe.services.gateway.http.api_errors import Problem, too_long
+from neuronpipe.services.gateway.client.mailbox import Mailbox
+from neuronpipe.services.gateway.client.run_client import MAX_SENT, AcquireRun, CoordinatorClient, RunRequest
+from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
 from neuronpipe.services.gateway.http.http_server import ABORT_KEY
 from neuronpipe.services.gateway.http.memory_account import charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics
-from neuronpipe.services.gateway.openai.response_encoding import Form, usage
+from neuronpipe.services.gateway.openai.response_encoding import ResponseEncoder, usage
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
-KEPT_FACTOR = 4  # of the characters of an answer that is sent whole: kept, joined, encoded, and sent
-RUN_S = 0.25  # a run that is there is held within this time, and one that cannot begin may be refused
-COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
+COPIES = 4  # copies of a whole response in memory: stored, joined, encoded and sent
+RUN_READY_S = 0.25  # a live run is acquired, and one that cannot start is refused, within this time
+COMMENT = b": waiting\n\n"  # a comment of server-sent events, which clients ignore
 
 
-class Mean:
-    """Of the logarithms of a text's probabilities, token by token; those without one do not count."""
+class MeanLogprob:
+    """The mean log-probability of a sequence's tokens; tokens without one do not count."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
 
     def add(self, logprob: float | None) -> None:
-        """One more token."""
         if logprob is not None:
             self._sum, self._count = self._sum + logprob, self._count + 1
 
     @property
     def value(self) -> float:
-        """Zero of a text without rated tokens."""
+        """Return the mean; 0 if no token has a log-probability."""
         return self._sum / max(1, self._count)
 
 
-async def while_there(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work; leave it when the client goes away. Raises what the work raises."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run a coroutine; cancel it when the client disconnects. Raises what the coroutine raises."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -62,84 +62,93 @@ async def while_there(receive: Receive, work: Coroutine[None, None, None]) -> No
         working.result()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Stream:
-    """The response of a stream, whose headers go with what is passed on first."""
+class EventStream:
+    """The response of a stream. Its headers are sent with the first events."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.begun, self.mailbox = send, False, Mailbox()
+        self._send, self.headers_sent, self.mailbox = send, False, Mailbox()
 
-    async def pass_on(self, events: bytes) -> None:
-        """Send events; without any, the headers alone."""
-        if not self.begun:
+    async def send_events(self, events: bytes) -> None:
+        """Send events; the headers alone if there are none."""
+        if not self.headers_sent:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self.begun = True
+            self.headers_sent = True
         if events:
-            self.mailbox.blocked = True  # until the connection takes it
+            self.mailbox.blocked = True  # until the connection has room
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self.mailbox.blocked = False
 
     async def end(self) -> None:
-        """Nothing more comes."""
+        """Send the end of the response."""
         await self._send({"type": "http.response.body", "body": b""})
 
 
-class Answer:
-    """The response to one request for texts: an ASGI application. A refusal is raised before anything is sent."""
+class GenerationResponse:
+    """The response to a request that generates sequences: an ASGI application.
+
+    Raises ApiError if the request is refused before anything was sent.
+
+    requests: all sequences, `sequences_per_prompt` for each prompt
+    sent_per_prompt: so many of them are sent, those with the highest mean log-probability
+    client: the client that they count for in the fair queue
+    """
 
     def __init__(
         self,
-        hold: Hold,
+        acquire: AcquireRun,
         metrics: Metrics,
-        form: Form,
-        asks: Sequence[Generate],
+        encoder: ResponseEncoder,
+        requests: Sequence[Generate],
         *,
         context_tokens: int,
-        texts_per_prompt: int,
+        sequences_per_prompt: int,
         sent_per_prompt: int,
         stream: bool,
         client: str = "",
     ) -> None:
-        self._hold, self._metrics, self._form = hold, metrics, form
-        self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
+        self._acquire, self._metrics, self._encoder = acquire, metrics, encoder
+        self._requests, self._sequences_per_prompt, self._stream = requests, sequences_per_prompt, stream
         self._context_tokens = context_tokens
         self._sent_per_prompt, self._client = sent_per_prompt, client
-        self._ratings = [Mean() for _ in asks]
+        self._mean_logprobs = [MeanLogprob() for _ in requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer while the client is there."""
+        """Send the response while the client is connected."""
         self._charge, self._abort = charge_of(scope), scope.get(ABORT_KEY, lambda: None)
-        await while_there(receive, self._in_pieces(Stream(send)) if self._stream else self._in_one(send))
+        await run_while_connected(
+            receive, self._send_stream(EventStream(send)) if self._stream else self._send_at_once(send)
+        )
 
-    async def _in_one(self, send: Send) -> None:
-        async with self._hold() as coordinator:
-            await self._send_whole(await self._whole(coordinator), send)
+    async def _send_at_once(self, send: Send) -> None:
+        async with self._acquire() as coordinator:
+            await self._send_whole(await self._complete_body(coordinator), send)
 
-    async def _in_pieces(self, stream: Stream) -> None:
+    async def _send_stream(self, stream: EventStream) -> None:
         try:
-            async with self._held(stream) as coordinator:
-                last = await self._piece_by_piece(coordinator, stream)
-        except Problem as problem:
-            if not stream.begun:
+            async with self._acquired(stream) as coordinator:
+                last = await self._stream_body(coordinator, stream)
+        except ApiError as problem:
+            if not stream.headers_sent:
                 raise
-            last = self._form.failed(problem)
-        await stream.pass_on(last)
+            last = self._encoder.error_chunk(problem)
+        await stream.send_events(last)
         await stream.end()
 
     @asynccontextmanager
-    async def _held(self, stream: Stream) -> AsyncIterator[Coordinator]:
-        """The run; comments while it is started."""
+    async def _acquired(self, stream: EventStream) -> AsyncIterator[CoordinatorClient]:
+        """Acquire the run; send comments while it is being started."""
         async with contextlib.AsyncExitStack() as stack:
-            entering = asyncio.ensure_future(stack.enter_async_context(self._hold()))
-            patience_s = RUN_S
+            entering = asyncio.ensure_future(stack.enter_async_context(self._acquire()))
+            patience_s = RUN_READY_S
             try:
                 while not (await asyncio.wait((entering,), timeout=patience_s))[0]:
-                    await stream.pass_on(COMMENT)
+                    await stream.send_events(COMMENT)
                     patience_s = COMMENT_S
             finally:
                 entering.cancel()
@@ -147,86 +156,96 @@ class Answer:
             yield entering.result()
 
     @asynccontextmanager
-    async def _asked(
-        self, coordinator: Coordinator, asks: Sequence[Ask], stream: Stream | None = None
+    async def _submitted(
+        self, coordinator: CoordinatorClient, requests: Sequence[RunRequest], stream: EventStream | None = None
     ) -> AsyncIterator[Mailbox]:
-        """Where the answers arrive. A stream whose reader takes nothing is ended when too much waits."""
-        mailbox, names = await coordinator.generate(asks, self._client)
+        """Send requests to the run and yield the mailbox of their replies; cancel them at the end of the context.
+
+        The connection of a client that does not read is aborted when too much waits for it.
+        """
+        mailbox, names = await coordinator.generate(requests, self._client)
         mailbox.charge, mailbox.overflow = self._charge, self._abort
         if stream is not None:
             stream.mailbox = mailbox
         try:
             yield mailbox
         finally:
-            coordinator.give_up(names)
+            coordinator.cancel(names)
 
-    async def _whole(self, coordinator: Coordinator) -> bytes:
-        """Ask, and make the answer of what comes."""
-        async with self._asked(coordinator, self._asks) as mailbox:
-            finished = await self._all(mailbox, None)
-        sent = [(number, finished[number]) for number in self._best()]
-        return self._form.whole(sent, usage(finished, self._texts_per_prompt))
+    async def _complete_body(self, coordinator: CoordinatorClient) -> bytes:
+        """Generate all sequences and return the body of the response."""
+        async with self._submitted(coordinator, self._requests) as mailbox:
+            finished = await self._collect(mailbox, None)
+        sent = [(number, finished[number]) for number in self._sent_numbers()]
+        return self._encoder.whole(sent, usage(finished, self._sequences_per_prompt))
 
-    async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
-        """Ask, and pass on what comes; returns the last events."""
-        async with self._asked(coordinator, self._asks, stream) as mailbox:
-            finished = await self._all(mailbox, stream)
-        return self._form.counted(usage(finished, self._texts_per_prompt)) + self._form.done
+    async def _stream_body(self, coordinator: CoordinatorClient, stream: EventStream) -> bytes:
+        """Generate all sequences and send their tokens as they arrive; return the last events."""
+        async with self._submitted(coordinator, self._requests, stream) as mailbox:
+            finished = await self._collect(mailbox, stream)
+        return self._encoder.usage_chunk(usage(finished, self._sequences_per_prompt)) + self._encoder.done
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _best(self) -> list[int]:
-        """Which texts are sent: of each prompt those whose tokens are likeliest on the average, the likeliest first,
-        where more were made than are sent."""
-        made, sent = self._texts_per_prompt, self._sent_per_prompt
-        prompts = [range(first, first + made) for first in range(0, len(self._asks), made)]
-        if made == sent:
-            return [number for texts in prompts for number in texts]
+    def _sent_numbers(self) -> list[int]:
+        """Return the numbers of the sequences that are sent.
+
+        If more were generated than are sent, those of each prompt with the highest mean log-probability, best first.
+        """
+        generated, sent = self._sequences_per_prompt, self._sent_per_prompt
+        prompts = [range(first, first + generated) for first in range(0, len(self._requests), generated)]
+        if generated == sent:
+            return [number for numbers in prompts for number in numbers]
         return [
             number
-            for texts in prompts
-            for number in sorted(texts, key=lambda text: self._ratings[text].value, reverse=True)[:sent]
+            for numbers in prompts
+            for number in sorted(numbers, key=lambda number: self._mean_logprobs[number].value, reverse=True)[:sent]
         ]
 
-    async def _all(self, mailbox: Mailbox, stream: Stream | None) -> list[Finished]:
-        """Wait for all texts, and pass on their pieces as they come, once those that are sent first are accepted: none
-        of these can be refused any more. After a long wait the headers are sent without them."""
+    async def _collect(self, mailbox: Mailbox, stream: EventStream | None) -> list[Finished]:
+        """Wait for all sequences and return their results; send their tokens to the stream as they arrive.
+
+        Nothing is sent before the first MAX_SENT sequences are accepted, because a refusal before that has an error
+        status. After COMMENT_S without a message the headers are sent nevertheless.
+        """
         finished: dict[int, Finished] = {}
-        form, begun = self._form, set[int]()
-        unaccepted, events = min(len(self._asks), MAX_SENT), b""
-        while len(finished) < len(self._asks):
-            taken = await mailbox.take(None if stream is None else COMMENT_S)
-            for number, message in taken:
+        encoder, begun = self._encoder, set[int]()
+        unaccepted, events = min(len(self._requests), MAX_SENT), b""
+        while len(finished) < len(self._requests):
+            messages = await mailbox.take(None if stream is None else COMMENT_S)
+            for number, message in messages:
                 if isinstance(message, Accepted):
                     if message.prompt_tokens >= self._context_tokens:
-                        raise too_long(self._context_tokens, message.prompt_tokens)
+                        raise prompt_too_long(self._context_tokens, message.prompt_tokens)
                     unaccepted -= 1
                     continue
                 if isinstance(message, Finished):
                     finished[number] = message
                     self._metrics.finished(message)
                     if stream is None:
-                        self._charge.grow(KEPT_FACTOR * len(message.text))
+                        self._charge.grow(COPIES * len(message.text))
                 elif not isinstance(message, Token):
                     continue
                 elif stream is None:
-                    before = form.kept_characters
-                    form.keep(number, message)
-                    self._charge.grow(KEPT_FACTOR * (form.kept_characters - before))
-                    self._ratings[number].add(message.logprob)
+                    before = encoder.logprob_characters
+                    encoder.keep_logprobs(number, message)
+                    self._charge.grow(COPIES * (encoder.logprob_characters - before))
+                    self._mean_logprobs[number].add(message.logprob)
                 if stream is not None:
                     if number not in begun:
                         begun.add(number)
-                        events += form.first(number)
-                    events += form.piece(number, message) if isinstance(message, Token) else form.last(number, message)
+                        events += encoder.first(number)
+                    events += (
+                        encoder.piece(number, message) if isinstance(message, Token) else encoder.last(number, message)
+                    )
             if stream is None:
                 continue
-            if not taken:
+            if not messages:
                 events, unaccepted = events + COMMENT, 0
             if unaccepted <= 0:
-                await stream.pass_on(events)
+                await stream.send_events(events)
                 events = b""
-        return [finished[number] for number in range(len(self._asks))]
+        return [finished[number] for number in range(len(self._requests))]

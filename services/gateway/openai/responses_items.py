@@ -1,6 +1,6 @@
-"""The conversation as requests of the Responses API have it: items, which become the messages of a chat.
+"""The conversation of a Responses API request: items, and their translation to chat messages.
 
-A call is an item of its own there. In a chat it belongs to the assistant's message before it, with the calls beside it.
+A function call is an item of its own. In a chat message it belongs to the assistant's message before it.
 """
 
 from __future__ import annotations
@@ -9,45 +9,52 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.http.api_errors import Problem
-from neuronpipe.services.gateway.http.schema_base import PARTS, TEXT, UNREAD, Body, kind_or, not_served, one_of
+from neuronpipe.services.gateway.http.api_errors import ApiError
+from neuronpipe.services.gateway.http.schema_base import (
+    PARTS,
+    TEXT,
+    UNREAD,
+    RequestModel,
+    text_or,
+    union_of,
+    unsupported,
+)
 from neuronpipe.services.gateway.openai.tools import FunctionName
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-NOT_STORED = "responses are not stored here; send the whole conversation in input"
-NO_REFERENCES = f"{NOT_STORED}, each item itself; many clients do with `store: false`"
+NOT_STORED = "responses are not stored on this server; send the whole conversation in input"
+NO_REFERENCES = f"{NOT_STORED}, with items instead of references; many clients do so with `store: false`"
 
 
-class Lenient(Body):
-    """What clients send back as they got it: what is not read is passed over."""
+class Lenient(RequestModel):
+    """The base of items that clients send back as they received them: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class ContentPart(Lenient):
-    """A piece of a message's text."""
+    """A part of a message's text."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text"] = Field(description="The type of the part; all are text.")
+    text: str = Field(description="The text of the part.")
 
 
 class RefusalPart(Lenient):
-    """Why an earlier answer was refused; it is passed on as that answer's text."""
+    """A refusal of an earlier answer, which becomes the text of that answer."""
 
-    type: Literal["refusal"]
-    refusal: str
+    type: Literal["refusal"] = Field(description="This part is a `refusal`.")
+    refusal: str = Field(description="The text of the refusal.")
 
     @property
     def text(self) -> str:
-        """As any part has it."""
         return self.refusal
 
 
 Part = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
 Content = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(PARTS)],
-    one_of("expected a text, or a list of parts", kind_or(PARTS)),
+    union_of("expected a string or a list of parts", text_or(PARTS)),
 ]
 
 
@@ -58,39 +65,39 @@ def _text(content: str | list[ContentPart | RefusalPart]) -> str:
 class MessageItem(Lenient):
     """A message of the conversation."""
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = Field(description="the text, whole or in parts")
+    type: Literal["message"] = Field("message", description="The type of the item; the default is `message`.")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author of the message.")
+    content: Content = Field(description="The text, as a string or in parts.")
 
 
 class CallItem(Lenient):
-    """A function that an earlier answer called."""
+    """A function call of an earlier answer."""
 
-    type: Literal["function_call"]
-    call_id: str
-    name: FunctionName
-    arguments: str = Field(description="a JSON object, as text")
+    type: Literal["function_call"] = Field(description="This item is a `function_call`.")
+    call_id: str = Field(description="The id of the call, which its result repeats.")
+    name: FunctionName = Field(description="The name of the function.")
+    arguments: str = Field(description="The arguments: a JSON object, as a string.")
 
 
 class ResultItem(Lenient):
-    """What a function returned."""
+    """The result of a function call."""
 
-    type: Literal["function_call_output"]
-    call_id: str = Field(description="of a `function_call` before it")
-    output: Content = Field(description="the text, whole or in parts")
+    type: Literal["function_call_output"] = Field(description="This item is a `function_call_output`.")
+    call_id: str = Field(description="The id of an earlier `function_call`.")
+    output: Content = Field(description="The result as text, a string or in parts.")
 
 
 class ReasoningItem(Lenient):
-    """What another model thought. It is passed over: no model here was trained to read it."""
+    """Reasoning of another model. It is ignored, because no model here was trained to read it."""
 
-    type: Literal["reasoning"]
+    type: Literal["reasoning"] = Field(description="This item is `reasoning`.")
 
 
 READ_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class UnreadItem(Lenient):
-    """An item of any other type; refused by its name."""
+    """An item of any other type, which is refused by its type."""
 
     type: str
 
@@ -99,9 +106,9 @@ class UnreadItem(Lenient):
     def _refuse(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind == "item_reference":
-            raise not_served(NO_REFERENCES)
-        named = f"items of type {quoted(kind)}" if isinstance(kind, str) else "such items"
-        raise not_served(f"{named} are not read here; {', '.join(READ_ITEMS)} are")
+            raise unsupported(NO_REFERENCES)
+        items = f"items of type {quoted(kind)}" if isinstance(kind, str) else "such items"
+        raise unsupported(f"{items} are not supported; supported are {', '.join(READ_ITEMS)}")
 
 
 def _kind_of_item(value: Any) -> str:
@@ -120,7 +127,7 @@ Item = Annotated[
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as a chat request's messages. Raises Problem where a result is of no call before it."""
+    """Translate items to the messages of a chat request. Raises ApiError if a result belongs to no call before it."""
     messages: list[dict[str, Any]] = []
     called = set[str]()
     for number, item in enumerate(items):
@@ -136,7 +143,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, ResultItem):
             if item.call_id not in called:
                 param = f"input.{number}.call_id"
-                said = f"no function_call before it has the call_id {quoted(item.call_id)}; {NOT_STORED}"
-                raise Problem(400, "invalid_value", f"{param}: {said}", param=param)
+                message = f"no earlier function_call has the call_id {quoted(item.call_id)}; {NOT_STORED}"
+                raise ApiError(400, "invalid_value", f"{param}: {message}", param=param)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     return messages

@@ -1,8 +1,8 @@
-"""Functions that an answer may call: what requests say of them, and what is offered to the model.
+"""Tools (functions that a completion may call): the request models, and the offer that is made to the model.
 
-`Offer.of` reads `tools`, `tool_choice` and `parallel_tool_calls`. `Chat.prompt` writes the offer into the prompt in the
-format of the model's template and says which that is; `Offer.calls` makes of both what `Generate` needs; and
-`answer_calls.Reader` finds the calls in the answer.
+`Offer.of` evaluates `tools`, `tool_choice` and `parallel_tool_calls`. `PromptWriter.write_prompt` writes the offer into
+the prompt and returns the call format of the model's template. `Offer.calls` combines both into the grammar that
+`Generate` carries, and `answer_calls.CallParser` finds the calls in the completion.
 """
 
 from __future__ import annotations
@@ -15,106 +15,115 @@ from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.protocol.messages.request import Function as CallableFunction
-from neuronpipe.services.gateway.http.schema_base import ALLOWED, MODE, NAMED, Body, beside_others, one_of
+from neuronpipe.services.gateway.http.schema_base import ALLOWED, FUNCTION, MODE, RequestModel, conflict, union_of
 from neuronpipe.services.gateway.templates.call_format import CallFormat
 from pydantic import ConfigDict, Field, StringConstraints, Tag
 
 MAX_TOOLS = 128
-MAX_CALLS = 32  # in one answer
+MAX_CALLS = 32  # per completion
+NAME = "The name of the function."
+TYPE = "The only supported type is `function`."
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
-class Function(Body):
-    """A function of the client's."""
+class Function(RequestModel):
+    """A function of the client that the model may call."""
 
     model_config = ConfigDict(extra="ignore")
 
-    name: FunctionName
-    description: str | None = Field(None, description="what it does, for the model")
+    name: FunctionName = Field(description=NAME)
+    description: str | None = Field(None, description="This text tells the model what the function does.")
     parameters: dict[str, Any] = Field(
-        default={"type": "object", "properties": {}}, description="JSON schema of its arguments, which follow it always"
+        default={"type": "object", "properties": {}},
+        description="The JSON schema of the arguments; generated arguments always follow it.",
     )
-    strict: bool | None = Field(None, description="refuse a schema that says what cannot be kept; else that is ignored")
+    strict: bool | None = Field(
+        None,
+        description="If true, a schema with parts that a grammar cannot express is refused; otherwise they are "
+        "ignored.",
+    )
 
 
-class Tool(Body):
-    """A function that the answer may call."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["function"]
-    function: Function
-
-
-class CalledFunction(Body):
-    """A function, and with what it was called."""
+class Tool(RequestModel):
+    """A tool that the completion may call."""
 
     model_config = ConfigDict(extra="ignore")
 
-    name: FunctionName
-    arguments: str = Field(description="a JSON object, as text")
+    type: Literal["function"] = Field(description=TYPE)
+    function: Function = Field(description="This object describes the function.")
 
 
-class ToolCall(Body):
-    """A call in an earlier answer."""
+class CalledFunction(RequestModel):
+    """The name and arguments of a call."""
 
     model_config = ConfigDict(extra="ignore")
 
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    name: FunctionName = Field(description=NAME)
+    arguments: str = Field(description="The arguments: a JSON object, as a string.")
 
 
-class FunctionReference(Body):
-    """A function of `tools`."""
+class ToolCall(RequestModel):
+    """A call in an earlier message of the assistant."""
 
-    name: FunctionName
+    model_config = ConfigDict(extra="ignore")
 
-
-class NamedFunction(Body):
-    """This function is called."""
-
-    type: Literal["function"]
-    function: FunctionReference
+    id: str = Field(description="The id of the call, which its result repeats.")
+    type: Literal["function"] = Field("function", description=TYPE)
+    function: CalledFunction = Field(description="The name and arguments of the call.")
 
 
-class AllowedFunctions(Body):
-    """Some of the functions of `tools`, and whether one of them must be called."""
+class FunctionReference(RequestModel):
+    """A reference to a function of `tools`."""
 
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1, max_length=MAX_TOOLS)
-
-
-class AllowedTools(Body):
-    """Only some of `tools` may be called."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedFunctions
+    name: FunctionName = Field(description=NAME)
 
 
-def kind_of_choice(value: Any) -> str | None:
-    """What a `tool_choice` is."""
+class NamedFunction(RequestModel):
+    """A choice of one function, which the completion must call."""
+
+    type: Literal["function"] = Field(description=TYPE)
+    function: FunctionReference = Field(description="The function of `tools` that is called.")
+
+
+class AllowedFunctions(RequestModel):
+    """A subset of `tools`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"] = Field(description="With `required` the completion must call a function.")
+    tools: list[NamedFunction] = Field(
+        min_length=1, max_length=MAX_TOOLS, description="Only these functions of `tools` may be called."
+    )
+
+
+class AllowedTools(RequestModel):
+    """A choice that allows a subset of `tools`."""
+
+    type: Literal["allowed_tools"] = Field(description="This choice is `allowed_tools`.")
+    allowed_tools: AllowedFunctions = Field(description="The allowed functions.")
+
+
+def tool_choice_tag(value: Any) -> str | None:
+    """Return the union tag of a `tool_choice`; None if it is neither a string nor an object."""
     if isinstance(value, dict):
-        return ALLOWED if value.get("type") == "allowed_tools" else NAMED
+        return ALLOWED if value.get("type") == "allowed_tools" else FUNCTION
     return MODE if isinstance(value, str) else None
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(MODE)]
-    | Annotated[NamedFunction, Tag(NAMED)]
+    | Annotated[NamedFunction, Tag(FUNCTION)]
     | Annotated[AllowedTools, Tag(ALLOWED)],
-    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
+    union_of("expected 'none', 'auto', 'required', or an object that names functions", tool_choice_tag),
 ]
 
 
 @frozen
 class Offer:
-    """What an answer may call.
+    """The functions that a completion may call.
 
-    functions: all that the client has: the prompt describes them
-    allowed: those of them that the answer may call
-    required: whether it must call one, and says nothing else
-    several: whether it may make more than one call
+    functions: all functions of the request; the prompt describes them
+    allowed: those of them that the completion may call
+    required: True if the completion consists of calls only, at least one
+    several: True if it may contain more than one call
     """
 
     functions: tuple[Function, ...]
@@ -124,44 +133,52 @@ class Offer:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: Any, *, several: bool = True) -> Self | None:
-        """What a request offers; None when the answer is a text. choice: a `ToolChoice`, or None. Raises
-        PydanticCustomError where the two contradict each other."""
+        """Return the offer of a request; None if the completion is text only.
+
+        choice: a `ToolChoice`, or None. Raises PydanticCustomError if tools and choice contradict each other.
+        """
         functions = {tool.function.name: tool.function for tool in tools}
         if len(functions) < len(tools):
             names = [tool.function.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
-            raise beside_others("tools", f"{quoted(twice)} is there twice")
-        wanted, required = [*functions], choice == "required"
+            raise conflict("tools", f"two functions have the name {quoted(twice)}")
+        chosen_names, required = [*functions], choice == "required"
         if isinstance(choice, NamedFunction):
-            wanted, required, several = [choice.function.name], True, False
+            chosen_names, required, several = [choice.function.name], True, False
         elif isinstance(choice, AllowedTools):
-            wanted = [one.function.name for one in choice.allowed_tools.tools]
+            chosen_names = [tool.function.name for tool in choice.allowed_tools.tools]
             required = choice.allowed_tools.mode == "required"
         if not functions and choice not in (None, "none", "auto"):
-            raise beside_others("tool_choice", "there are no tools to choose from")
-        for name in wanted:
+            raise conflict("tool_choice", "there are no tools to choose from")
+        for name in chosen_names:
             if name not in functions:
-                raise beside_others("tool_choice", f"{quoted(name)} is none of the tools")
+                raise conflict("tool_choice", f"no function of tools has the name {quoted(name)}")
         if not functions or choice == "none":
             return None
-        allowed = tuple(functions[name] for name in dict.fromkeys(wanted))
+        allowed = tuple(functions[name] for name in dict.fromkeys(chosen_names))
         return cls(tuple(functions.values()), allowed, required, several)
 
     def descriptions(self) -> list[dict[str, Any]]:
-        """The functions as templates know them."""
+        """Return the functions in the form that chat templates take."""
         return [
             {
                 "type": "function",
-                "function": {"name": one.name, "description": one.description or "", "parameters": one.parameters},
+                "function": {
+                    "name": function.name,
+                    "description": function.description or "",
+                    "parameters": function.parameters,
+                },
             }
-            for one in self.functions
+            for function in self.functions
         ]
 
     def calls(self, form: CallFormat) -> Calls:
-        """What `Generate` says of the calls."""
+        """Return the field `calls` of the message `Generate`, for calls in this format."""
         functions = tuple(
-            CallableFunction(name=one.name, arguments=json.dumps(one.parameters), strict=bool(one.strict))
-            for one in self.allowed
+            CallableFunction(
+                name=function.name, arguments=json.dumps(function.parameters), strict=bool(function.strict)
+            )
+            for function in self.allowed
         )
         return Calls(
             functions=functions,

@@ -1,4 +1,4 @@
-// An answer, from the request to the last token: which messages are sent, what comes, and what can be said of it.
+// An answer, from the request to the last token: which messages are sent, what arrives, and the note below it.
 
 import { speed } from "/page/live.js";
 import { ask, events, failure } from "/page/server.js";
@@ -8,10 +8,10 @@ const DEMO = "neuronpipe-demo";
 const BASE_TOKENS = 200; // of an answer, as in the terminal: a base model goes on and on
 const ANSWER_SHARE = 1 / 4; // of the context, which is left for an answer that may be as long as fits
 
-let models = null; // [{ name, chat, context }], when the server has said it
+let models = null; // [{ name, chat, context }], once they were fetched
 let chosenName = kept("model");
 
-// What the server's models are, the first one first. Raises an error when the server does not say.
+// Returns the server's models, the default first. Raises an error if the server does not answer.
 export async function all() {
   if (models) return models;
   const response = await ask("/v1/models");
@@ -21,10 +21,16 @@ export async function all() {
   return models;
 }
 
-// The one that answers: the one that was chosen, or the first.
+// Returns the model that answers: the chosen one, or the first.
 export async function describe() {
   const there = await all();
   return there.find(({ name }) => name === chosenName) ?? there[0];
+}
+
+// Returns why the chat template of a model fails; "" if it works, or the server does not say.
+export async function templateError(name) {
+  const response = await ask(`/props?model=${encodeURIComponent(name)}`);
+  return response.ok ? ((await response.json()).chat_template_error ?? "") : "";
 }
 
 export function choose(name) {
@@ -32,27 +38,27 @@ export function choose(name) {
   keep("model", name);
 }
 
-// How long an answer may be when nobody says: null for as long as fits.
+// Returns the default token limit of an answer; null means as many as fit the context.
 export function defaultTokens(chat) {
   return chat ? null : BASE_TOKENS;
 }
 
-// What a model is, in a sentence or two, for a person who has never seen one.
+// Returns what a model is, in a sentence or two, for a person who has never used one.
 export function introduction(name, chat) {
   if (chat) return `${name} is a chat model: it was trained to answer. What it says can be wrong.`;
   const base = `${name} is a base model: it was not trained for chat, and continues the text that you send.`;
   return name === DEMO ? `${base} This small demo knows only Python code.` : base;
 }
 
-// What else there is, for a person who has only the demo. The name is FIRST_MODEL of plans/pull/package_library.py.
+// Returns advice for a person who has only the demo. The name is FIRST_MODEL of plans/pull/package_library.py.
 export function advice(name) {
   if (name !== DEMO) return "";
   return "A small model that answers: neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct (270 MB), " +
     "then neuronpipe serve SmolLM2-135M-Instruct.";
 }
 
-// Adds to a turn's answer as pieces come, and says in its note how it went. prepared: called when it is
-// known who answers and what is sent.
+// Appends the pieces of an answer to a turn as they arrive, and writes its note. prepared: called once it is known which
+// model answers and which messages are sent.
 export async function answer(conversation, turn, chosen, signal, came, prepared) {
   const { name, chat, context } = await describe();
   Object.assign(turn, { model: name, chat });
@@ -74,7 +80,7 @@ export async function answer(conversation, turn, chosen, signal, came, prepared)
       reason = choice.finish_reason || reason;
     }
   }
-  if (!reason) throw new Error("the answer broke off");
+  if (!reason) throw new Error("the connection ended before the answer did");
   const seconds = (performance.now() - first) / 1000;
   const fast = turn.tokens - before > 1 && seconds > 0 ? `, ${speed((turn.tokens - before - 1) / seconds)} tokens/s` : "";
   const unsent = conversation.leftOut ? `; the oldest ${2 * conversation.leftOut} messages were left out` : "";
@@ -83,7 +89,7 @@ export async function answer(conversation, turn, chosen, signal, came, prepared)
   turn.note = `${turn.tokens} ${turn.tokens === 1 ? "token" : "tokens"}${fast}, ${ending}${unsent}`;
 }
 
-// Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
+// Sends the messages that fit. Only the server can count tokens: if it refuses them as too long, one turn less is sent.
 async function request(conversation, { system, temperature, penalty, tokens }, { name, chat, context }, signal, prepared) {
   const most = tokens ?? defaultTokens(chat);
   conversation.fit(system, context - Math.min(most ?? ANSWER_SHARE * context, context / 2));

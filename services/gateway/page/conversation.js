@@ -1,5 +1,5 @@
-// What is said, and how much of it is sent: as much as fits the model's context beside an answer. The oldest turns are
-// left out first; the system prompt and the last question always stay.
+// A conversation, and which part of it is sent: as much as fits the model's context beside an answer. The oldest turns
+// are left out first; the system prompt and the last question are always sent.
 
 const UNKNOWN = 0.4; // tokens a character, until an answer tells how many its prompt had
 const MAX_SENT_MESSAGES = 4096; // the API takes no more
@@ -36,19 +36,19 @@ export class Conversation {
     return turn;
   }
 
-  // As if it had never been asked.
+  // Removes a turn that was not answered.
   remove(turn, leftOutBefore) {
     this.turns.splice(this.turns.indexOf(turn), 1);
     this.leftOut = leftOutBefore;
   }
 
-  // As it was before this turn. What was left out may fit again.
+  // Removes this turn and all later ones. Turns that were left out may fit again.
   cutBefore(turn) {
     this.turns.splice(this.turns.indexOf(turn));
     this.leftOut = 0;
   }
 
-  // The same once more, without what shows it.
+  // Returns a copy without its views.
   copy() {
     const same = Object.assign(new Conversation(this.id), { title: this.title, leftOut: this.leftOut, changed: this.changed });
     same.turns = this.turns.map((turn) => ({ ...turn, view: null }));
@@ -56,7 +56,7 @@ export class Conversation {
     return same;
   }
 
-  // An answer that is to be continued is the last message.
+  // Returns the messages to send. An answer that is to be continued is the last one.
   sent(system) {
     const messages = system ? [{ role: "system", content: system }] : [];
     for (const { question, answer, ended } of this.turns.slice(this.leftOut)) {
@@ -79,7 +79,7 @@ export class Conversation {
     return true;
   }
 
-  // So many tokens had what was sent.
+  // Stores how many tokens the sent messages had.
   counted(sent, tokens) {
     this.#tokensPerCharacter = tokens / Math.max(1, characters(sent));
   }

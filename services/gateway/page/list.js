@@ -1,4 +1,4 @@
-// The list of conversations: opening one, giving it a title, deleting it.
+// The list of conversations: opening, renaming and deleting them.
 
 const list = document.getElementById("entries");
 const panel = document.getElementById("conversations");
@@ -14,7 +14,7 @@ export function drawList(entries, open) {
   if (focused) (button(id, action) ?? document.getElementById("prompt")).focus();
 }
 
-// Calls back with what is asked for: open(id), rename(id, title), remove(id).
+// Calls open(id), rename(id, title) or remove(id) when a button is used.
 export function listen({ open, rename, remove }) {
   list.addEventListener("click", ({ target }) => {
     const id = target.closest("li")?.dataset.id;
@@ -27,7 +27,7 @@ export function listen({ open, rename, remove }) {
   });
 }
 
-// On a narrow screen the list lies over the rest.
+// On a narrow screen the list covers the chat.
 export function hide() {
   if (panel.matches(":popover-open")) panel.hidePopover();
 }
@@ -46,7 +46,7 @@ function entry({ id, name }, isOpen) {
 function edit(item, renamed) {
   const title = item.querySelector('[data-action="open"]');
   const field = Object.assign(document.createElement("input"), { value: title.textContent, maxLength: 200 });
-  field.setAttribute("aria-label", "Title; empty for the first words");
+  field.setAttribute("aria-label", "Title; leave empty to use the first words");
   let done = false;
   const end = (changed) => {
     if (done) return;

@@ -1,4 +1,4 @@
-// The run, drawn from the snapshots of /live, which come while the page is visible.
+// Draws the run from the snapshots of /live, which are fetched while the page is visible.
 
 import { ask, events, failure } from "/page/server.js";
 
@@ -61,12 +61,12 @@ async function watch() {
         warmUp(event);
         seen(delay(event));
       }
-      say("the server has ended", "bad");
+      say("the server has stopped", "bad");
     } catch (error) {
       if (error.code === "asleep") say("no run now: your message starts it", "asleep");
       else if (!signal.aborted) say(error.message, "bad");
     }
-    element("warm-up").hidden = true; // nobody knows any more
+    element("warm-up").hidden = true; // its progress is unknown now
     seen(element("state").className === "asleep" ? "the run is starting" : "");
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
   }
@@ -145,7 +145,7 @@ function figures(run) {
   put("memory", bytes(run.memory_bytes));
   put("limit", `of ${bytes(run.memory_limit_bytes)}, peak ${bytes(run.memory_peak_bytes)}`);
   const waitingShares = [["flash", run.flash_wait], ["each other", run.participant_wait]].filter(([, share]) => share !== null);
-  put("waits", waitingShares.length ? `Of late the workers waited ${waitingShares.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
+  put("waits", waitingShares.length ? `Recently the workers waited ${waitingShares.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
 }
 
 function trend() {
@@ -229,7 +229,7 @@ function layers(run) {
   const { context, width, height } = fresh("layers");
   const count = run.resident.length;
   const top = Math.max(...run.fired, 1e-9);
-  put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, in one layer ${Math.round(100 * top)} %` : "");
+  put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, at most ${Math.round(100 * top)} % in a layer` : "");
   const step = width / Math.max(1, count);
   for (let n = 0; n < count; n++) {
     context.fillStyle = colour("--neutral");
@@ -238,7 +238,7 @@ function layers(run) {
     context.fillStyle = colour("--neurons");
     context.fillRect(n * step + step * 0.2, height - tall, step * 0.6 - 1, tall);
   }
-  legend("layers-legend", [["in memory", "--neutral"], ["fire, at another scale", "--neurons"]]);
+  legend("layers-legend", [["in memory", "--neutral"], ["firing, on another scale", "--neurons"]]);
 }
 
 function regions(run) {

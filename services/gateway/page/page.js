@@ -1,7 +1,6 @@
-// The chat: asking, streaming, stopping, asking otherwise; and which conversation it is. What the run does meanwhile is
-// drawn by live.js.
+// The chat: sending, streaming, stopping and replacing messages, and which conversation is open. live.js draws the run.
 
-import { advice, all, answer, choose, defaultTokens, describe, introduction } from "/page/answer.js";
+import { advice, all, answer, choose, defaultTokens, describe, introduction, templateError } from "/page/answer.js";
 import { copy } from "/page/clipboard.js";
 import { drawList, hide, listen } from "/page/list.js";
 import { look, lookAt } from "/page/live.js";
@@ -17,17 +16,17 @@ const shelf = new Shelf();
 let conversation = shelf.open(kept("open")) ?? shelf.make();
 let undoable = null; // { said, back }, until the next message is sent
 let asking = null; // { turn, stop }, while an answer is under way
-let delayed = ""; // why it may be slow to begin
+let delayed = ""; // why an answer may be slow to begin
 
 const announce = (text) => (element("announcement").textContent = text); // for screen readers
 
-// ---- asking --------------------------------------------------------------------------------------------------
+// ---- sending -------------------------------------------------------------------------------------------------
 function send(text, chosen) {
   const [asked, { leftOut }] = [conversation, conversation];
   undoable = null;
   const turn = asked.ask(text);
   add(turn);
-  // A message that was not answered is no part of the conversation, and can be sent again.
+  // A message without an answer is removed from the conversation and put back into the field, to be sent again.
   return run(turn, chosen, () => {
     asked.remove(turn, leftOut);
     if (asked !== conversation) return;
@@ -36,7 +35,7 @@ function send(text, chosen) {
   });
 }
 
-// Asks another message in place of one, or the same once more: what was said from there on makes room.
+// Replaces a message, or sends it once more; it and all later messages are removed first.
 function askAgain(turn, text, chosen) {
   const before = conversation.copy();
   const asked = conversation;
@@ -46,7 +45,7 @@ function askAgain(turn, text, chosen) {
   asked.cutBefore(turn);
   const again = asked.ask(text);
   show(asked);
-  undoable = { said: text === turn.question ? "The answer is replaced." : "What came after is replaced.", back };
+  undoable = { said: text === turn.question ? "The answer was replaced." : "Later messages were replaced.", back };
   return run(again, chosen, () => {
     if (asked !== conversation) return;
     undoable = null;
@@ -62,7 +61,7 @@ function goOn(turn, chosen) {
   return run(turn, chosen, () => (turn.reason = reason));
 }
 
-// Streams the answer of a turn into it. failed: called when there is none.
+// Streams the answer of a turn into it. failed: called if the request fails.
 async function run(turn, chosen, failed) {
   const asked = conversation; // another one may be opened meanwhile
   const stop = new AbortController();
@@ -106,7 +105,7 @@ async function run(turn, chosen, failed) {
   drawEntries();
 }
 
-// Until an answer begins, it says what it waits for.
+// Until an answer begins, its note says what it waits for.
 function note(turn) {
   if (!turn.answer) turn.note = delayed && `waiting: ${delayed}`;
 }
@@ -120,7 +119,7 @@ function working(is) {
   refresh();
 }
 
-// What can be done now.
+// Shows the buttons that can be used now.
 function refresh() {
   offer(conversation, Boolean(asking));
   for (const id of ["new", "new-in-list"]) element(id).disabled = !element("messages").children.length;
@@ -152,7 +151,7 @@ function remove(id) {
   const removed = id === conversation.id ? conversation : shelf.open(id);
   const shown = removed === conversation;
   undoable = {
-    said: "The conversation is deleted.",
+    said: "The conversation was deleted.",
     back: () => {
       shelf.put(removed);
       if (shown) open(removed);
@@ -162,14 +161,14 @@ function remove(id) {
   if (shown) open(shelf.make());
   refresh();
   drawEntries();
-  announce("The conversation is deleted. Undo restores it.");
+  announce("The conversation was deleted. Undo restores it.");
 }
 
 function removeAll() {
   const shown = conversation;
   const restore = shelf.clear();
   undoable = {
-    said: "All conversations are deleted.",
+    said: "All conversations were deleted.",
     back: () => {
       restore();
       open(shown);
@@ -177,7 +176,7 @@ function removeAll() {
   };
   open(shelf.make());
   hide();
-  announce("All conversations are deleted. Undo restores them.");
+  announce("All conversations were deleted. Undo restores them.");
 }
 
 function undo() {
@@ -186,7 +185,7 @@ function undo() {
   back();
   refresh();
   drawEntries();
-  announce("It is as it was before.");
+  announce("Undone.");
   if (!touch.matches) element("prompt").focus();
 }
 
@@ -204,7 +203,7 @@ function save() {
   if (conversation.turns.length || shelf.has(conversation.id)) shelf.put(conversation);
 }
 
-// Another tab has said something, or deleted something.
+// Another tab has changed or deleted a conversation.
 function changedElsewhere(id) {
   if (!asking && (!id || id === conversation.id) && !element("messages").querySelector("form")) {
     const now = shelf.open(conversation.id);
@@ -244,11 +243,16 @@ async function introduce() {
   element("example").hidden = chat;
   element("tokens").placeholder = defaultTokens(chat) ?? "as many as fit";
   element("advice").textContent = advice(name);
-  element("ask").classList.toggle("chat", chat); // others are sent code more often than prose
+  element("ask").classList.toggle("chat", chat); // base models are sent code more often than prose
+  const error = chat ? await templateError(name).catch(() => "") : "";
+  if ((await describe()).name !== name) return; // another model was chosen meanwhile
+  const field = element("template-error");
+  field.hidden = !error;
+  field.textContent = error && `The chat template of ${name} fails, so it cannot answer: ${error}`;
 }
 
 async function copyFrom(button, text) {
-  const said = (await copy(text)) ? "Copied" : "Not allowed";
+  const said = (await copy(text)) ? "Copied" : "Copying failed";
   const label = button.textContent;
   if (label === said) return;
   button.textContent = said;

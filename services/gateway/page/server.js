@@ -1,4 +1,4 @@
-// Speaking with the server: the key, when it asks for one, and streams of events.
+// Requests to the server: its key, if it requires one, and streams of events.
 
 import { keep, kept } from "/page/storage.js";
 
@@ -50,7 +50,7 @@ export async function* events(response) {
   }
 }
 
-// What a response that is none says, as an error with a code.
+// Returns the error of a failed response, with its code.
 export async function failure(response) {
   try {
     const { message, code } = (await response.json()).error;
@@ -60,7 +60,7 @@ export async function failure(response) {
   }
 }
 
-// Browsers say it in their own words, and each in others.
+// Replaces the error of a failed fetch, whose text differs between browsers.
 function gone(error) {
   throw error.name === "AbortError" ? error : new Error("the server does not answer");
 }

@@ -1,5 +1,5 @@
-// The settings: what they are, what is wrong with one, and keeping them over a reload. An empty field means its default,
-// which is what it had when the page was written.
+// The settings: their values, the error message for an invalid one, and storing them over a reload. An empty field means
+// its default, the value in index.html.
 
 import { keep, keptObject } from "/page/storage.js";
 
@@ -7,8 +7,8 @@ const NUMBERS = ["temperature", "penalty", "tokens"];
 const ALL = ["system", ...NUMBERS];
 const element = (id) => document.getElementById(id);
 
-// { system, temperature, penalty, tokens }; null when one is wrong, which the person is shown. tokens: null unless a
-// number was typed.
+// Returns { system, temperature, penalty, tokens }; shows an error and returns null if one is invalid. tokens: null if the
+// field is empty.
 export function settings() {
   const wrong = NUMBERS.map(element).find(isWrong);
   if (wrong) {
@@ -22,7 +22,7 @@ export function settings() {
   return { system: element("system").value.trim(), ...Object.fromEntries(numbers) };
 }
 
-// Puts back what was kept, and keeps what changes.
+// Restores stored settings, and stores changes.
 export function keepSettings() {
   const before = keptObject("settings");
   for (const id of ALL) {

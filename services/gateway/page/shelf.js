@@ -1,5 +1,5 @@
-// All conversations that are kept, each under a name of its own: two tabs that say something at the same time do not
-// overwrite each other. They stay in the browser, or go with the tab; the person says which.
+// All stored conversations, each under a name of its own, so that two tabs in use at the same time do not overwrite each
+// other. They are stored in the browser, or in the tab if the person chooses so.
 
 import { Conversation } from "/page/conversation.js";
 import { BROWSER, MAX_KEPT_CHARACTERS, TAB, keep, kept, keptNames, keptObject, onChange } from "/page/storage.js";
@@ -38,13 +38,13 @@ export class Shelf {
     return this.#texts.has(id);
   }
 
-  // An empty one, which is kept when something is said.
+  // Returns an empty conversation, which is stored with its first message.
   make() {
     const bytes = crypto.getRandomValues(new Uint8Array(8)); // there is no randomUUID without TLS
     return new Conversation([...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join(""));
   }
 
-  // null when it is not there.
+  // Returns a conversation; null if it is not stored.
   open(id) {
     return this.#texts.has(id) ? parse(id, this.#texts.get(id).text) : null;
   }

@@ -1,14 +1,14 @@
-// The conversation that is open, drawn: a message, its answer, what can be done with each.
+// Draws the open conversation: messages, answers, and the buttons of each.
 
 import { introduction } from "/page/answer.js";
 import { Prose } from "/page/prose.js";
 
-const NEAR_END = 80; // pixels: who has scrolled further up is reading, and stays there
+const NEAR_END = 80; // pixels; a person who has scrolled further up is reading and stays there
 const list = document.getElementById("messages");
 const turns = new WeakMap(); // of the items that show them
 const divider = Object.assign(document.createElement("li"), {
   className: "divider",
-  textContent: "What is above does not fit the model's context any more, and is not sent.",
+  textContent: "The messages above no longer fit the model's context and are not sent.",
 });
 
 // Draws a conversation from its beginning.
@@ -24,13 +24,13 @@ export function add(turn) {
   list.append(turn.view.question, turn.view.answer);
 }
 
-// Shows from where on messages are sent.
+// Draws the line below which messages are sent.
 export function divide({ leftOut, turns: all }) {
   if (leftOut) all[leftOut].view?.question.before(divider);
   else divider.remove();
 }
 
-// What can be done with each turn now.
+// Shows the buttons of each turn that can be used now.
 export function offer({ turns: all }, busy) {
   let model = "";
   for (const turn of all) {
@@ -59,12 +59,12 @@ class TurnView {
     this.draw();
   }
 
-  // Soon; what comes until then is drawn at once.
+  // Draws the turn in the next frame, with all that arrives until then.
   update() {
     this.#drawing ||= requestAnimationFrame(() => this.draw());
   }
 
-  // The turn as it is by now.
+  // Draws the turn as it is now.
   draw() {
     cancelAnimationFrame(this.#drawing);
     this.#drawing = 0;
@@ -85,7 +85,7 @@ class TurnView {
     if (followed) scroll();
   }
 
-  // Says what the model is, when it is its first answer.
+  // Describes the model above its first answer.
   introduce(first) {
     const { model, chat } = this.#turn;
     const about = this.answer.querySelector(".about");

@@ -1,14 +1,15 @@
-"""Packages whose runs come and go: a run is started when a request names its package, and ended when nobody has used it
-for a while, or when its memory is needed for another. `run_pool.py` decides; the command that serves, at the other
-end of a
-link, starts and ends runs as it is told.
+"""Packages whose runs come and go.
 
-| message, a line of JSON | from | meaning |
+A run is started when a request names its package. It is ended when it was unused for a while or its memory is needed
+for another run. `run_pool.py` decides that; the serving command, at the other end of a link, starts and ends runs as it
+is told.
+
+| message, a line of JSON | sender | meaning |
 |---|---|---|
-| `{"serving": true}` | the gateway | it takes requests |
-| `{"start": NAME}`, `{"end": NAME}` | the gateway | start this package's run, or end it |
-| `{"started": NAME, "directory": PATH}` | the command | it has begun; its coordinator says when it is ready |
-| `{"ended": NAME, "why": TEXT, "again_in_s": SECONDS}` | the command | it is over, or could not begin |
+| `{"serving": true}` | the gateway | the gateway accepts requests |
+| `{"start": NAME}`, `{"end": NAME}` | the gateway | start or end the run of this package |
+| `{"started": NAME, "directory": PATH}` | the command | the run was started; its coordinator reports when it is ready |
+| `{"ended": NAME, "why": TEXT, "again_in_s": SECONDS}` | the command | the run has ended or could not be started |
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ from typing import Any
 
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.gateway.client.run_client import Coordinator
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.runs.run_pool import Pool
-from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Model, Models, Run
+from neuronpipe.services.gateway.client.run_client import CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.runs.run_pool import RunPool
+from neuronpipe.services.gateway.runs.served_models import HEALTH_S, Run, ServedModel, ServedModels
 
-WORDS = {"asleep": "no run", "starting": "starting", "live": "ready", "leaving": "ending", "ending": "ending"}
+STATE_NAMES = {"asleep": "no run", "starting": "starting", "live": "ready", "leaving": "ending", "ending": "ending"}
 LOOK_S = 0.05
 ORDERED = "it was ended"
 
 
-class HostedModels(Models):
-    """The packages of a command that serves several. templates_bytes: as in `Models`; end_server: called when that
-    command is gone."""
+class HostedModels(ServedModels):
+    """The packages of a command that serves several.
+
+    templates_bytes: as in `ServedModels`
+    end_server: called when the command at the other end of the link has ended
+    """
 
     def __init__(
-        self, models: Sequence[Model], pool: Pool, templates_bytes: int, end_server: Callable[[], None]
+        self, models: Sequence[ServedModel], pool: RunPool, templates_bytes: int, end_server: Callable[[], None]
     ) -> None:
         super().__init__(models, templates_bytes)
         self._pool, self._end_server = pool, end_server
@@ -52,49 +56,49 @@ class HostedModels(Models):
         self._writer: asyncio.StreamWriter | None = None
 
     async def attach(self, link: socket.socket) -> None:
-        """Begin to speak with the command."""
+        """Open the link to the command."""
         reader, self._writer = await asyncio.open_connection(sock=link)
-        self._begin(self._listen(reader))
-        self._say({"serving": True})
+        self._start_task(self._listen(reader))
+        self._send({"serving": True})
 
     # ---- requests --------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _hold(self, model: Model) -> AsyncIterator[Coordinator]:
+    async def _acquire(self, model: ServedModel) -> AsyncIterator[CoordinatorClient]:
         name = model.name
-        await self._live_run(name)
+        await self._wait_for_run(name)
         try:
             assert model.run is not None
             yield model.run.coordinator
         finally:
             self._pool.release(name, self._loop.time())
-            self._carry_out()
+            self._send_orders()
 
-    async def _live_run(self, name: str) -> None:
-        """Wait until its run is live, and hold it. Raises Problem where it cannot be started."""
+    async def _wait_for_run(self, name: str) -> None:
+        """Wait until a package has a live run, and acquire it. Raises ApiError if it cannot be started."""
         if self._ended is not None:
             raise unavailable(*self._ended)
         if self._pool.state(name) == "live":
-            self._pool.hold(name)
+            self._pool.acquire(name)
             return
         live = self._loop.create_future()
         self._waiting[name].append(live)
-        self._pool.want(name)
-        self._carry_out()
+        self._pool.request(name)
+        self._send_orders()
         try:
             await live
         except asyncio.CancelledError:
             if live.done() and not live.cancelled() and live.exception() is None:
-                self._pool.release(name, self._loop.time())  # it was given to a client that has just left
+                self._pool.release(name, self._loop.time())  # `_wake` acquired it for a client that has just left
             raise
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting[name].remove(live)
             if not self._waiting[name]:
-                self._pool.drop(name)
-            self._carry_out()
+                self._pool.withdraw(name)
+            self._send_orders()
 
-    def _wake(self, name: str, problem: Problem | None = None) -> None:
-        """Tell all who wait for a run that they have it, or why not."""
+    def _wake(self, name: str, problem: ApiError | None = None) -> None:
+        """Acquire the run for all requests that wait for it, or fail them with an error."""
         waiting, self._waiting[name] = self._waiting[name], []
         for live in waiting:
             if live.done():
@@ -102,21 +106,20 @@ class HostedModels(Models):
             if problem is not None:
                 live.set_exception(problem)
             else:
-                self._pool.hold(name)  # now: another package must not take its room before it was used
+                self._pool.acquire(name)  # here, so that no other package takes its room before it was used
                 live.set_result(None)
 
     async def health(self) -> dict[str, Any]:
-        """That requests are served, and which packages have a run."""
+        """Return the body of `/health`: the state of each package."""
         if self._ended is not None:
             raise unavailable(*self._ended)
-        return {"status": "ok", "models": {name: WORDS[self._pool.state(name)] for name in self._by_name}}
+        return {"status": "ok", "models": {name: STATE_NAMES[self._pool.state(name)] for name in self._by_name}}
 
     def facts(self) -> list[dict[str, Any]]:
-        """What /v1/models says: whether each has a run, too."""
-        return [one | {"state": WORDS[self._pool.state(one["id"])]} for one in super().facts()]
+        """Return the models for `/v1/models`, with the state of each."""
+        return [facts | {"state": STATE_NAMES[self._pool.state(facts["id"])]} for facts in super().facts()]
 
     def end(self, code: str, reason: str) -> None:
-        """The server is ending."""
         self._ended = code, reason
         super().end(code, reason)
         for name in self._waiting:
@@ -138,59 +141,59 @@ class HostedModels(Models):
     # ---- the command -----------------------------------------------------------------------------------------
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
-            said = json.loads(line)
-            if "started" in said:
-                self._run_began(self._by_name[said["started"]], Path(said["directory"]))
-            elif "ended" in said:
-                await self._run_ended(self._by_name[said["ended"]], said["why"], said["again_in_s"])
-            self._carry_out()
+            message = json.loads(line)
+            if "started" in message:
+                self._run_began(self._by_name[message["started"]], Path(message["directory"]))
+            elif "ended" in message:
+                await self._run_ended(self._by_name[message["ended"]], message["why"], message["again_in_s"])
+            self._send_orders()
         self._end_server()
 
-    def _run_began(self, model: Model, directory: Path) -> None:
-        """A gateway that was started again hears of runs that it did not ask for."""
+    def _run_began(self, model: ServedModel, directory: Path) -> None:
+        """Connect to a run. A gateway that was restarted is told of runs that it did not order."""
         self._pool.starting(model.name)
         model.run = Run.of(RunDirectory(directory).endpoint(CONTROL), directory)
-        self._begin(self._await_ready(model, model.run))
+        self._start_task(self._await_ready(model, model.run))
 
-    async def _await_ready(self, model: Model, run: Run) -> None:
+    async def _await_ready(self, model: ServedModel, run: Run) -> None:
         ready = False
         while not ready and model.run is run:
-            with contextlib.suppress(Problem):  # it does not answer yet
+            with contextlib.suppress(ApiError):  # it does not answer yet
                 ready = (await run.coordinator.fresh_status(HEALTH_S)).ready
             await asyncio.sleep(0 if ready else LOOK_S)
         if model.run is run:
             self._pool.started(model.name, self._loop.time())
             self._wake(model.name)
-            self._carry_out()
+            self._send_orders()
 
-    async def _run_ended(self, model: Model, why: str, again_in_s: float) -> None:
+    async def _run_ended(self, model: ServedModel, why: str, again_in_s: float) -> None:
         ordered = self._pool.state(model.name) == "ending"
         run, model.run = model.run, None
         self._pool.ended(model.name)
         if not ordered:
-            said = f"the run of {model.name} has ended: {why}"
-            problem = Problem(503, "restarting", said, kind="server_error", retry_after_s=again_in_s)
+            message = f"the run of {model.name} has ended: {why}"
+            problem = ApiError(503, "restarting", message, kind="server_error", retry_after_s=again_in_s)
             self._wake(model.name, problem)
         if run is not None:
             run.end("ended", ORDERED if ordered else why)
             await run.coordinator.close()
 
-    def _carry_out(self) -> None:
-        """Give the orders that are due, and look again when the next ones will be."""
+    def _send_orders(self) -> None:
+        """Send the orders that are due, and schedule the next ones."""
         now = self._loop.time()
         for order in self._pool.orders(now):
-            self._say({order.act: order.name})
+            self._send({order.act: order.name})
         if self._due is not None:
             self._due.cancel()
         self._due = None
         if math.isfinite(due_at := self._pool.due_at()):
-            self._due = self._loop.call_at(due_at, self._carry_out)
+            self._due = self._loop.call_at(due_at, self._send_orders)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None
         self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def _begin(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
 """`/live`: the run as a monitor sees it, a snapshot four times a second, while clients view it.
 
-One observer serves all viewers, in a thread of its own; the event loop, which carries the texts, only passes on its
-snapshots. Without viewers there is no observer.
+One observer serves all clients, in a thread of its own; the event loop, which also sends completions, only passes on
+its snapshots. Without clients there is no observer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.openai.response_sending import while_there
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.openai.response_sending import run_while_connected
 from neuronpipe.services.monitor.observer import Observer
 from starlette.types import Receive, Scope, Send
 
@@ -24,29 +24,29 @@ EVERY_S = 0.25
 MAX_VIEWERS = 32
 
 
-class Live:
-    """The observer, while there are viewers."""
+class LiveFeed:
+    """Snapshots of one run for all viewers, taken while there are viewers."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._viewers: set[View] = set()
+        self._viewers: set[LiveResponse] = set()
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
-        self._over = unavailable("ended", "the last viewer has left")
+        self._over = unavailable("ended", "the last viewer has disconnected")
         self._ending: str | None = None
 
-    def view(self) -> View:
-        """A response for one more viewer. Raises Problem when there are too many, or the server is ending."""
+    def view(self) -> LiveResponse:
+        """Return a response for one more viewer. Raises ApiError if there are too many, or the server ends."""
         self._require_no_end()
         if len(self._viewers) >= MAX_VIEWERS:
-            raise Problem(
+            raise ApiError(
                 429,
                 "rate_limit_exceeded",
-                f"{MAX_VIEWERS} clients view this run already",
+                f"{MAX_VIEWERS} clients view this run already; try again later",
                 kind="rate_limit_error",
                 retry_after_s=5,
             )
-        return View(self)
+        return LiveResponse(self)
 
     def end(self, reason: str) -> None:
         """End the responses of all viewers with this reason."""
@@ -57,24 +57,24 @@ class Live:
         if self._ending is not None:
             raise unavailable("draining", self._ending)
 
-    def _fail_next(self, problem: Problem) -> None:
-        """Raise this where the next snapshot is awaited."""
+    def _fail_next(self, problem: ApiError) -> None:
+        """Raise an error where the next snapshot is awaited."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(problem)
-            self._next.exception()  # it counts as seen, though its viewer may have left
+            self._next.exception()  # mark it as retrieved, though its viewer may have left
 
-    async def enter(self, view: View) -> None:
+    async def enter(self, view: LiveResponse) -> None:
         """Count a viewer; the first one starts the observer."""
         self._viewers.add(view)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
 
-    def leave(self, view: View) -> None:
-        """The viewer has left."""
+    def leave(self, view: LiveResponse) -> None:
+        """Remove a viewer; the observer ends without viewers."""
         self._viewers.discard(view)
 
     async def next(self) -> bytes:
-        """The next snapshot, as an event. Raises Problem when the run has ended, or the server does."""
+        """Return the next snapshot as an event. Raises ApiError when the run or the server has ended."""
         self._require_no_end()
         if self._watching is None:
             raise self._over
@@ -97,10 +97,10 @@ class Live:
                 await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
         except UserError as error:
             self._over = unavailable("ended", str(error))
-        except Exception as error:  # a mistake of ours: not that the run has ended, nor that nobody looks
+        except Exception as error:  # a bug; without this, viewers would be told that the run has ended
             traceback.print_exc()
-            said = f"the run cannot be looked at: {type(error).__name__}; the server's log says more"
-            self._over = Problem(500, "internal", said, kind="server_error")
+            message = f"the run cannot be observed: {type(error).__name__}; the server's log has the details"
+            self._over = ApiError(500, "internal", message, kind="server_error")
         finally:
             self._watching = None
             self._fail_next(self._over)
@@ -109,17 +109,17 @@ class Live:
             thread.shutdown(wait=False)
 
 
-class View:
-    """One viewer's response: an ASGI application."""
+class LiveResponse:
+    """The response to one viewer: an ASGI application."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: LiveFeed) -> None:
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send snapshots until the client goes away."""
         await self._live.enter(self)
         try:
-            await while_there(receive, self._show(send))
+            await run_while_connected(receive, self._show(send))
         finally:
             self._live.leave(self)
 
@@ -131,7 +131,7 @@ class View:
             while True:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 event = await self._live.next()
-        except Problem as problem:
+        except ApiError as problem:
             event = b"data: " + problem.body() + b"\n\n"
             await send({"type": "http.response.body", "body": event})
 

@@ -1,15 +1,16 @@
-"""Which packages have a run, of those that are served within one memory limit. Pure: no clock, no sockets.
+"""The decision which of several packages have a run, within one memory limit. Pure: no clock, no sockets.
 
-| state | a request for it |
+| state | a request for the package |
 |---|---|
-| `asleep` | waits; its run is started when there is room |
-| `starting` | waits until it is ready |
-| `live` | uses it |
-| `leaving` | waits: those that use it are the last, then its room is another's |
-| `ending` | waits until its memory is free, and then until it is started again |
+| `asleep` | waits; the run is started when there is room |
+| `starting` | waits until the run is ready |
+| `live` | uses the run |
+| `leaving` | waits; the run ends after its last request, to make room for another |
+| `ending` | waits until the memory of the run is free, and then until a new run is started |
 
-Packages are started in the order in which they were first asked for. Room is made by the run that was used least
-recently, at first among those that nobody uses: no text is broken off, and nobody waits for ever.
+Packages are started in the order in which they were first requested. The least recently used run makes room, one
+without requests before one with requests. A run is never ended while a request uses it, so no sequence is aborted, and
+no package waits for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HOLDS_MEMORY: tuple[State, ...] = ("starting", "live", "leaving", "ending")
 
 
 class Order(NamedTuple):
-    """Start the run of a package, or end it."""
+    """An order to start or end the run of a package."""
 
     act: Literal["start", "end"]
     name: str
@@ -34,97 +35,100 @@ class Order(NamedTuple):
 class _Member:
     takes_bytes: int
     state: State = "asleep"
-    holders: int = 0
+    users: int = 0
     used_at: float = -math.inf
 
 
-class Pool:
-    """The packages, by name, with what each run takes. keep_alive_s: how long a run stays that nobody uses."""
+class RunPool:
+    """The packages by name.
+
+    takes_bytes: memory of each package's run
+    keep_alive_s: how long an unused run stays
+    """
 
     def __init__(self, takes_bytes: Mapping[str, int], limit_bytes: int, keep_alive_s: float) -> None:
         self._members = {name: _Member(size) for name, size in takes_bytes.items()}
         self._limit_bytes, self._keep_alive_s = limit_bytes, keep_alive_s
-        self._wanted: list[str] = []
+        self._requested: list[str] = []
 
     def state(self, name: str) -> State:
-        """Whether it has a run."""
         return self._members[name].state
 
-    # ---- what requests do --------------------------------------------------------------------------------------
-    def want(self, name: str) -> None:
-        """A request waits for this run."""
-        if name not in self._wanted and self.state(name) in ("asleep", "leaving", "ending"):
-            self._wanted.append(name)
+    # ---- requests ----------------------------------------------------------------------------------------------
+    def request(self, name: str) -> None:
+        """Note that a request waits for this package's run."""
+        if name not in self._requested and self.state(name) in ("asleep", "leaving", "ending"):
+            self._requested.append(name)
 
-    def drop(self, name: str) -> None:
-        """No request waits for it any more."""
-        if name in self._wanted:
-            self._wanted.remove(name)
+    def withdraw(self, name: str) -> None:
+        """Note that no request waits for this package's run any more."""
+        if name in self._requested:
+            self._requested.remove(name)
 
-    def hold(self, name: str) -> None:
-        """A request uses this run, which is live, until `release`."""
-        self._members[name].holders += 1
+    def acquire(self, name: str) -> None:
+        """Note that a request uses this run, which must be live, until `release`."""
+        self._members[name].users += 1
 
     def release(self, name: str, now: float) -> None:
-        """It has done so."""
+        """Note that a request does not use this run any more."""
         member = self._members[name]
-        member.holders, member.used_at = member.holders - 1, now
+        member.users, member.used_at = member.users - 1, now
 
-    # ---- what runs do ------------------------------------------------------------------------------------------
+    # ---- runs --------------------------------------------------------------------------------------------------
     def starting(self, name: str) -> None:
-        """Its run is being started."""
+        """Note that this run is being started."""
         self._members[name].state = "starting"
-        self.drop(name)
+        self.withdraw(name)
 
     def started(self, name: str, now: float) -> None:
-        """Its run takes requests."""
+        """Note that this run accepts requests."""
         member = self._members[name]
         member.state, member.used_at = "live", now
 
     def ended(self, name: str) -> None:
-        """It has no run any more."""
+        """Note that this run has ended."""
         self._members[name].state = "asleep"
 
-    # ---- what is to be done ------------------------------------------------------------------------------------
+    # ---- orders ------------------------------------------------------------------------------------------------
     def orders(self, now: float) -> list[Order]:
-        """What is to be done now. Each order is given once."""
+        """Return the orders that are due. Each order is returned once."""
         for member in self._members.values():
-            if member.state == "live" and not member.holders and now >= member.used_at + self._keep_alive_s:
+            if member.state == "live" and not member.users and now >= member.used_at + self._keep_alive_s:
                 member.state = "leaving"
-        if self._wanted:
-            self._make_room(self._wanted[0])
+        if self._requested:
+            self._make_room(self._requested[0])
         orders = []
         for name, member in self._members.items():
-            if member.state == "leaving" and not member.holders:
+            if member.state == "leaving" and not member.users:
                 member.state = "ending"
                 orders.append(Order("end", name))
-        while self._wanted and self._can_start(self._wanted[0]):
-            orders.append(Order("start", self._wanted[0]))
-            self.starting(self._wanted[0])
+        while self._requested and self._can_start(self._requested[0]):
+            orders.append(Order("start", self._requested[0]))
+            self.starting(self._requested[0])
         return orders
 
     def due_at(self) -> float:
-        """When a run will have been without a request for too long; infinite while there is none."""
-        idle = [one.used_at for one in self._members.values() if one.state == "live" and not one.holders]
+        """Return when the next run will have been unused for keep_alive_s; infinite if there is none."""
+        idle = [member.used_at for member in self._members.values() if member.state == "live" and not member.users]
         return min(idle, default=math.inf) + self._keep_alive_s
 
     def _make_room(self, name: str) -> None:
-        """Let runs leave until this one fits, or none is left that could."""
+        """Mark live runs as leaving until this package's run fits, or no live run is left."""
         if self.state(name) != "asleep":
-            return  # its own is ending
+            return  # its last run is still ending
         missing_bytes = self._members[name].takes_bytes - self._limit_bytes + self._held_bytes(("starting", "live"))
-        live = [one for one in self._members.values() if one.state == "live"]
-        for member in sorted(live, key=lambda one: (one.holders > 0, one.used_at)):
+        live = [member for member in self._members.values() if member.state == "live"]
+        for member in sorted(live, key=lambda member: (member.users > 0, member.used_at)):
             if missing_bytes <= 0:
                 return
             member.state = "leaving"
             missing_bytes -= member.takes_bytes
 
     def _can_start(self, name: str) -> bool:
-        """A run that is larger than the limit is started alone: its plan is what it takes."""
+        """Return True if a run fits beside the others. A run that is larger than the limit may run alone."""
         held_bytes = self._held_bytes(HOLDS_MEMORY)
         fits = not held_bytes or held_bytes + self._members[name].takes_bytes <= self._limit_bytes
         return self.state(name) == "asleep" and fits
 
     def _held_bytes(self, states: Iterable[State]) -> int:
-        return sum(one.takes_bytes for one in self._members.values() if one.state in states)
+        return sum(member.takes_bytes for member in self._members.values() if member.state in states)

@@ -12,47 +12,52 @@ from typing import Any, NamedTuple
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import quoted
-from neuronpipe.services.gateway.client.run_client import Coordinator, Hold
-from neuronpipe.services.gateway.http.api_errors import Problem, unavailable
-from neuronpipe.services.gateway.openai.chat_prompt import Chat
+from neuronpipe.services.gateway.client.run_client import AcquireRun, CoordinatorClient
+from neuronpipe.services.gateway.http.api_errors import ApiError, unavailable
+from neuronpipe.services.gateway.openai.chat_prompt import PromptWriter
 from neuronpipe.services.gateway.openai.infill import Infill
-from neuronpipe.services.gateway.runs.live_view import Live
+from neuronpipe.services.gateway.runs.live_view import LiveFeed
 from neuronpipe.services.gateway.templates.template_pool import TemplatePool
 
 HEALTH_S = 2.0
 
 
 class Run(NamedTuple):
-    """A live run as the gateway sees it."""
+    """A live run: its client and its snapshots."""
 
-    coordinator: Coordinator
-    live: Live
+    coordinator: CoordinatorClient
+    live: LiveFeed
 
     @classmethod
     def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
-        """The run with this directory. ended: why it is over, where nobody else says so."""
-        return cls(Coordinator(endpoint, ended), Live(directory))
+        """Connect to a run. ended: as `run_ended` of `CoordinatorClient`."""
+        return cls(CoordinatorClient(endpoint, ended), LiveFeed(directory))
 
     def end(self, code: str, reason: str) -> None:
-        """It is over, or the server is: say so to all who wait or look."""
+        """Refuse waiting and further requests and end its streams, because the run or the server has ended."""
         self.coordinator.end(code, reason)
         self.live.end(reason)
 
 
-class Model:
-    """One package: what is known of it whether it has a run or not."""
+class ServedModel:
+    """One package, with or without a run.
+
+    chat: writes prompts with its chat template
+    infill: writes infill prompts; set by `ServedModels`
+    run: its live run, if any
+    """
 
     def __init__(self, package: Package, plan: Plan) -> None:
         self.package, self.context_tokens, self.sequences = package, plan.compute.context_tokens, plan.compute.sequences
         self.name = package.manifest.name
         self.fingerprint = f"np_{package.manifest.id[:12]}"
-        self.chat = Chat(package)
-        self.infill: Infill  # of the gateway's, once it serves this
+        self.chat = PromptWriter(package)
+        self.infill: Infill
         self.run: Run | None = None
         self._created = int(time.time())
 
     def facts(self) -> dict[str, Any]:
-        """What /v1/models says of it."""
+        """Return the model object of `/v1/models`."""
         return {
             "id": self.name,
             "object": "model",
@@ -63,72 +68,72 @@ class Model:
         }
 
 
-class Models:
-    """All of them. This class serves one package with a run that is there; `HostedModels` many, with runs that come and
-    go. templates_bytes: by how much chat templates may make a helper process grow."""
+class ServedModels:
+    """The packages of the server. This class serves one package whose run lasts; `HostedModels` serves several.
 
-    def __init__(self, models: Sequence[Model], templates_bytes: int) -> None:
+    templates_bytes: by how much chat templates may make a helper process grow
+    """
+
+    def __init__(self, models: Sequence[ServedModel], templates_bytes: int) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
         self._templates = TemplatePool(templates_bytes)
         for model in models:
-            model.infill = Infill(self.holding(model))
+            model.infill = Infill(self.run_acquirer(model))
             model.chat.templates = self._templates
 
-    def named(self, name: str | None) -> Model:
-        """The package of this name, the first where a request names none. Raises Problem where there is none."""
+    def find(self, name: str | None) -> ServedModel:
+        """Return the package of this name; the first if the request names none. Raises ApiError if there is none."""
         if name is None:
             return self._first
         if name not in self._by_name:
-            there = ", ".join(map(repr, self._by_name))
-            are = "is" if len(self._by_name) == 1 else "are"
-            said = f"the model {quoted(name)} is not served here; {there} {are}"
-            raise Problem(404, "model_not_found", said, param="model")
+            served_names = ", ".join(map(repr, self._by_name))
+            message = f"the model {quoted(name)} is not served here; this server has {served_names}"
+            raise ApiError(404, "model_not_found", message, param="model")
         return self._by_name[name]
 
     def facts(self) -> list[dict[str, Any]]:
-        """What /v1/models says."""
+        """Return the model objects of `/v1/models`."""
         return [model.facts() for model in self._by_name.values()]
 
     @property
     def live(self) -> list[tuple[str, Run]]:
-        """Those that have a run, by name."""
+        """Return name and run of each package that has a live run."""
         return [(model.name, model.run) for model in self._by_name.values() if model.run is not None]
 
-    def run_of(self, model: Model) -> Run:
-        """Its run, to look at. Raises Problem where it has none."""
+    def run_of(self, model: ServedModel) -> Run:
+        """Return the run of a package. Raises ApiError if it has none."""
         if model.run is None:
-            said = f"{model.name} has no run now; the next request for it starts one"
-            raise unavailable("asleep", said)
+            raise unavailable("asleep", f"{model.name} has no run now; the next request for it starts one")
         return model.run
 
-    def holding(self, model: Model) -> Hold:
-        """What a request for this package waits for before it asks."""
-        return partial(self._hold, model)
+    def run_acquirer(self, model: ServedModel) -> AcquireRun:
+        """Return the function with which a request for this package acquires its run."""
+        return partial(self._acquire, model)
 
     @asynccontextmanager
-    async def _hold(self, model: Model) -> AsyncIterator[Coordinator]:
+    async def _acquire(self, model: ServedModel) -> AsyncIterator[CoordinatorClient]:
         yield self.run_of(model).coordinator
 
     async def health(self) -> dict[str, Any]:
-        """That requests are served. Raises Problem while the run starts, or its coordinator is being restarted."""
+        """Return the body of `/health`. Raises ApiError while the run starts or its coordinator is being restarted."""
         status = await self.run_of(self._first).coordinator.fresh_status(HEALTH_S)
         if not status.ready:
             raise unavailable("starting", status.notes() or "not all processes of the run are ready")
         return {"status": "ok"}
 
     async def try_templates(self) -> None:
-        """Find out what the chat templates do, and log those that fail."""
+        """Try the chat templates, and log those that fail."""
         for model in self._by_name.values():
             await model.chat.report()
 
     def end(self, code: str, reason: str) -> None:
-        """The server is ending."""
+        """Refuse waiting and further requests, because the server ends."""
         for _, run in self.live:
             run.end(code, reason)
 
     async def close(self) -> None:
-        """Close the connections to all runs, and end the processes of chat templates."""
+        """Close the connections to all runs, and end the helper processes of chat templates."""
         self._templates.close()
         for _, run in self.live:
             await run.coordinator.close()

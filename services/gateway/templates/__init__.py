@@ -1,1 +1,1 @@
-"""Chat templates, rendered in helper processes, and the call formats that are read off them."""
+"""Chat templates, rendered in helper processes, and the call formats that are detected in them."""

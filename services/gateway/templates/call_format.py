@@ -1,7 +1,7 @@
-"""How a model writes calls of functions: read off its chat template by `format_probe.py`, or stated here.
+"""The format in which a model writes function calls: found in its chat template by `format_probe.py`, or DEFAULT.
 
-Where there is no template, or one that knows no tools, or writes calls in a way that is not known, the format is
-DEFAULT, and a text that says so in the conversation: see `instruction`.
+DEFAULT is used without a template, with one that does not support tools, and with one whose calls have no known form.
+Then `instruction` describes the format in the conversation.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 from neuronpipe.protocol.frozen import frozen
 
-WILD = "\0"  # a letter or digit, whichever
+WILD = "\0"  # stands for any letter or digit
 ID_CHARACTERS = 9
 NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_.:-]*")
 RESULT = "<tool_response>\n{}\n</tool_response>"
 
 Message = dict[str, Any]
-"""A message as templates know it."""
+"""A message in the form that templates take."""
 
 
 @frozen
 class CallFormat:
-    """What stands round the names and arguments of calls, as in the message `Calls`, and how a template takes calls.
+    """The text around the names and arguments of calls, as in the message `Calls`, and how a template takes calls.
 
-    by_template: whether the template writes functions, calls and results; else they are told as texts
-    objects: whether it takes arguments as objects; else as their JSON
-    empty: what it takes as the content of a message that only calls
-    own_ids: whether it writes the ids of calls, and takes only those of nine letters and digits
+    by_template: True if the template writes tools, calls and results; otherwise they are written as text
+    objects: True if the template takes arguments as objects; otherwise as JSON strings
+    empty: the content that the template takes for a message that consists of calls
+    own_ids: True if the template writes the ids of calls, and accepts only ids of nine letters and digits
     """
 
     before: str
@@ -45,12 +45,12 @@ class CallFormat:
     own_ids: bool = False
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as text: names and arguments."""
+        """Return calls as text. calls: names and arguments."""
         texts = [f"{name}{self.between}{arguments}" for name, arguments in calls]
         return f"{self.before}{self.next.join(texts)}{self.after}"
 
     def message(self, content: str, calls: Sequence[tuple[str, str, str]]) -> Message:
-        """A message of the assistant's as the template takes it. calls: ids, names and arguments."""
+        """Return a message of the assistant in the form that the template takes. calls: ids, names and arguments."""
         return {
             "role": "assistant",
             "content": content or self.empty,
@@ -65,7 +65,7 @@ class CallFormat:
         }
 
     def id_of(self, id_: str) -> str:
-        """A call's id as the template takes it: always the same for the same."""
+        """Return a call's id in the form that the template accepts; the same id for the same argument."""
         if not self.own_ids or re.fullmatch(rf"[A-Za-z0-9]{{{ID_CHARACTERS}}}", id_):
             return id_
         return hashlib.sha256(id_.encode(errors="replace")).hexdigest()[:ID_CHARACTERS]
@@ -80,12 +80,13 @@ DEFAULT = CallFormat(
 )
 
 ONE_CALL = dataclasses.replace(DEFAULT, next="")
-"""For base models: they do not know when they have called enough."""
+"""For base models, which do not know when to stop calling."""
 
 
 def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str:
-    """What a model is told of functions that its template does not tell it. form: DEFAULT or ONE_CALL."""
-    functions = "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in descriptions)
+    """Return a text that describes tools and the call format to a model whose template does not. form: DEFAULT or
+    ONE_CALL."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in descriptions)
     example = form.written([("NAME", "ARGUMENTS")])
     several = "To call several, write several of these one after the other. " if form.next else ""
     return (
@@ -99,7 +100,7 @@ def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as an object; as they are where they are none: an answer may have been cut off."""
+    """Parse arguments as a JSON object; return them unchanged if they are none, as in a completion that was cut off."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

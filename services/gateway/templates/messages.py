@@ -1,4 +1,4 @@
-"""Messages of a conversation: as chat templates take them, and as texts where a template knows no functions."""
+"""Messages of a conversation: in the form that chat templates take, or as plain text if a template has no tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tools = Sequence[dict[str, Any]]
 
 
 class ChatTurn(NamedTuple):
-    """A message of a request. calls: ids, names and arguments of the functions that it calls."""
+    """A message of a request. calls: ids, names and arguments of its function calls."""
 
     role: str
     text: str
@@ -23,8 +23,10 @@ class ChatTurn(NamedTuple):
 
 
 def as_messages(turns: Sequence[ChatTurn], form: CallFormat) -> list[Message]:
-    """Return messages as templates take them: "developer" is the newer name of "system", and results have the name of
-    their function."""
+    """Return messages in the form that templates take.
+
+    "developer", the newer name of "system", becomes "system", and results get the name of their function.
+    """
     names = {id_: name for turn in turns for id_, name, _ in turn.calls}
     return [_as_message(turn, form, names) for turn in turns]
 
@@ -32,8 +34,10 @@ def as_messages(turns: Sequence[ChatTurn], form: CallFormat) -> list[Message]:
 def as_texts(
     turns: Sequence[ChatTurn], tools: Tools | None, form: CallFormat = DEFAULT, by: str = "system"
 ) -> list[Message]:
-    """Return the conversation in texts alone. by: whose message says what can be called: the first of this role, or a
-    new message at the beginning."""
+    """Return the conversation with tools, calls and results written as text.
+
+    by: the role whose first message describes the tools; if there is none, a new message at the beginning does
+    """
     messages: list[Message] = []
     after_result = False
     for turn in turns:
@@ -56,7 +60,7 @@ def as_texts(
 
 
 def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> Message:
-    """names: of the functions that were called, by the ids of their calls."""
+    """Return one message. names: names of called functions, by the ids of their calls."""
     if turn.calls:
         return form.message(turn.text, turn.calls)
     message: Message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.text}
@@ -70,7 +74,7 @@ def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> M
 
 
 def shows_function(text: str, tools: Tools) -> bool:
-    """Whether a prompt has the text that describes these functions."""
+    """Return True if a prompt contains the text that describes these functions."""
     return json.dumps(tools[0]["function"]["name"]) in text
 
 

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja in a sandbox, with the filters, functions and tags that transformers gives them.
+"""Chat templates: Jinja in a sandbox, with the filters, functions and tags that transformers provides.
 
-A template comes with a package, so it is a stranger's program. The sandbox keeps it from Python's objects and from
-changing what it is given. It does not bound time or memory: templates run only in the helper process of
-`template_process.py`, which is killed at its limits.
+A template comes with a package and is untrusted code. The sandbox prevents access to Python's objects and changes to
+its variables. It does not bound time or memory: templates run only in the helper process of `template_process.py`,
+which is killed at its limits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from neuronpipe.services.gateway.templates.template_jobs import MAX_PROMPT_BYTES, Refused, TemplateError, TemplateSource
 
-COMPILED_NAME = "<template>"  # what Jinja calls the file of a template that is none
+COMPILED_NAME = "<template>"  # Jinja's file name for a template that is not a file
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; a prompt has just its content."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. A prompt contains just its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -36,7 +36,7 @@ class _Generation(Extension):
 
 
 class Template:
-    """A compiled chat template. Raises TemplateError where it cannot be compiled."""
+    """A compiled chat template. Raises TemplateError if it cannot be compiled."""
 
     def __init__(self, source: TemplateSource) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -51,23 +51,26 @@ class Template:
             self._template = environment.from_string(source.text)
         except MemoryError:
             raise
-        except Exception as error:  # Jinja's own, and Python's for what it was compiled to
+        except Exception as error:  # Jinja's errors, and Python's errors in the compiled code
             raise TemplateError(_with_line(error)) from None
 
     def with_settings(self, settings: Mapping[str, Any], *, begins_answer: bool = True) -> Template:
-        """Return a copy with variables of the template's own such as `enable_thinking`. begins_answer: whether it may
-        write what comes before an answer."""
-        other = copy.copy(self)
-        other._settings, other._begins_answer = settings, begins_answer
-        return other
+        """Return a copy with variables of the template's own, such as `enable_thinking`.
+
+        begins_answer: False omits what the template writes before an answer
+        """
+        template = copy.copy(self)
+        template._settings, template._begins_answer = settings, begins_answer
+        return template
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None, answer: bool = True
     ) -> str:
-        """Write the conversation as the model was trained to see it, up to where the assistant speaks.
+        """Render a conversation as the model was trained to see it, up to where the assistant's answer begins.
 
-        tools: functions that it may call, as in OpenAI's API; answer: whether the assistant speaks next. Raises
-        Refused, TemplateError, and MemoryError at the process's limit.
+        tools: the functions that may be called, as in OpenAI's API
+        answer: True if the assistant's answer comes next
+        Raises Refused, TemplateError, and MemoryError at the process's limit.
         """
         variables = {"messages": messages, "tools": tools, "documents": None}
         answer = answer and self._begins_answer
@@ -77,7 +80,7 @@ class Template:
             )
         except (Refused, MemoryError):
             raise
-        except Exception as error:  # a template may do anything wrong that a program can
+        except Exception as error:  # a template may raise anything
             raise TemplateError(_with_line(error)) from None
         if len(text) > MAX_PROMPT_BYTES or len(text.encode(errors="surrogatepass")) > MAX_PROMPT_BYTES:
             raise TemplateError(f"it writes more than {MAX_PROMPT_BYTES >> 20} MiB of text")
@@ -91,7 +94,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON with the parameters and defaults of transformers: unlike Jinja's own, `<` stays as it is."""
+    """Encode JSON with the parameters and defaults of transformers: unlike Jinja's filter it does not escape `<`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -104,14 +107,14 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _with_line(error: Exception) -> str:
-    """Say what went wrong, and in which line of the template, in one line of text."""
+    """Describe an error in one line of text, with the line of the template where it occurred."""
     line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else _line_of(error.__traceback__)
-    said = _one_line(str(error)) or type(error).__name__
-    return said if line is None else f"line {line}: {said}"
+    message = _one_line(str(error)) or type(error).__name__
+    return message if line is None else f"line {line}: {message}"
 
 
 def _line_of(traceback: TracebackType | None) -> int | None:
-    """Return the innermost line of the template in a traceback, whose numbers Jinja has made the template's."""
+    """Return the innermost line of the template in a traceback, which Jinja maps to the template's line numbers."""
     line = None
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == COMPILED_NAME:
@@ -121,6 +124,6 @@ def _line_of(traceback: TracebackType | None) -> int | None:
 
 
 def _one_line(text: str) -> str:
-    """Make a text of the template's fit for a terminal, which would obey control characters."""
+    """Make text of the template safe for a terminal, by removing control characters."""
     line = " ".join(text[:4096].split())[:300]
     return "".join(character if character.isprintable() else "?" for character in line)

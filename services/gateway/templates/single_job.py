@@ -1,4 +1,4 @@
-"""One job for a chat template, for commands: by a helper process that lives as long as the job."""
+"""Single jobs for a chat template, for commands: each in a helper process that ends with the job."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
 
 def write_prompt(source: TemplateSource, messages: list[dict[str, str]]) -> str:
-    """Write messages, of roles and contents, as a prompt. Raises Refused, and TemplateError, which names the limit that
-    the template has reached."""
+    """Write messages, objects with role and content, as a prompt.
+
+    Raises Refused, and TemplateError, which names the limit that the template has reached.
+    """
     turns = [ChatTurn(message["role"], message["content"]) for message in messages]
     return WrittenPrompt.decoded(_answer(PromptJob(source=source, turns=turns).encoded())).text
 
 
 def examine_template(template: ChatTemplate) -> TemplateFacts:
-    """Find out for a conversion what a template does."""
+    """Return what a conversion needs to know about a template."""
     from neuronpipe.plans.convert.chat_template import TemplateFacts  # numpy: whoever converts has it
 
     source = TemplateSource(template.text, template.begin, template.end)

@@ -1,6 +1,7 @@
-"""What the helper process for chat templates is asked, and what it answers; its limits, and how its failures read.
+"""The jobs of the helper process for chat templates, their results, limits and errors.
 
-Both ends import this: the gateway, which must not load Jinja, and the helper, which must not load the HTTP server.
+Both ends import this module: the gateway, which must not load Jinja, and the helper, which must not load the HTTP
+    server.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ MAX_PROMPT_BYTES = 8 << 20
 
 
 class TemplateError(Exception):
-    """A template that cannot be compiled or rendered; says why in one line."""
+    """A template that cannot be compiled or rendered; the text says why in one line."""
 
 
 class Refused(Exception):
-    """The template itself says that it cannot write this conversation."""
+    """The template itself refuses this conversation, with `raise_exception`."""
 
 
 class TemplateSource(NamedTuple):
-    """The text of a template, and what it calls `bos_token` and `eos_token`."""
+    """The text of a template, and its variables `bos_token` and `eos_token`."""
 
     text: str
     begin: str
@@ -39,11 +40,11 @@ class TemplateSource(NamedTuple):
 class PromptJob:
     """A conversation to be written as a prompt.
 
-    tools: functions that the answer may call, as in OpenAI's API; None: none
-    marked: whether calls must be told from text that is JSON as well
-    settings: the template's own variables
-    begins_answer: whether the assistant's turn is begun
-    form: how calls are written, once an answer has said so; None: to be found
+    tools: functions that the completion may call, as in OpenAI's API; None if there are none
+    marked: True if calls must be distinguishable from text that is JSON as well
+    settings: variables of the template's own
+    begins_answer: True if the prompt ends with the beginning of the assistant's turn
+    form: the call format, once a result has returned it; None: detect it
     """
 
     source: TemplateSource
@@ -55,15 +56,18 @@ class PromptJob:
     form: CallFormat | None = None
 
     def encoded(self) -> bytes:
-        """Return the job as the helper reads it."""
+        """Return the job as bytes for the helper process."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         form = None if self.form is None else dataclasses.asdict(self.form)
         return _json({"do": "prompt", **fields, "settings": dict(self.settings), "form": form})
 
 
 class WrittenPrompt(NamedTuple):
-    """What became of a `PromptJob`. calls: the form of calls in the answer; form: the template's, to be remembered;
-    None where nothing asked for it."""
+    """The result of a `PromptJob`.
+
+    calls: the call format of the completion
+    form: the call format of the template, to be passed with later jobs; None if the job did not need it
+    """
 
     text: str
     calls: CallFormat
@@ -71,7 +75,7 @@ class WrittenPrompt(NamedTuple):
 
     @classmethod
     def decoded(cls, answer: bytes) -> WrittenPrompt:
-        """Read the helper's answer. Raises Refused, TemplateError."""
+        """Decode the helper's result. Raises Refused, TemplateError."""
         fields = _result(answer)
         form = None if fields["form"] is None else CallFormat(**fields["form"])
         return cls(fields["text"], CallFormat(**fields["calls"]), form)
@@ -79,13 +83,13 @@ class WrittenPrompt(NamedTuple):
 
 @frozen(kw_only=True)
 class TemplateReport:
-    """What a template does, found by trying.
+    """The abilities of a template, found by trying it.
 
-    error: why it writes no conversation at all; None: it does
-    closing: what it writes after an answer that is over
-    writes_calls: whether it writes functions, calls and results; else they are told in the stated format
-    why_not: the reason for the stated format
-    tools_fail: whether that reason is a failure of the template
+    error: the reason why it cannot write any conversation; None if it can
+    closing: what it writes after a completed answer
+    writes_calls: True if it writes tools, calls and results; otherwise the default format is used
+    why_not: the reason for the default format
+    tools_fail: True if that reason is a failure of the template
     """
 
     error: str | None = None
@@ -96,17 +100,17 @@ class TemplateReport:
 
     @classmethod
     def decoded(cls, answer: bytes) -> TemplateReport:
-        """Read the helper's answer. Raises TemplateError."""
+        """Decode the helper's result. Raises TemplateError."""
         return cls(**_result(answer))
 
 
 def report_job(source: TemplateSource) -> bytes:
-    """Return the job that is answered by a TemplateReport, as the helper reads it."""
+    """Return the job whose result is a TemplateReport, as bytes for the helper process."""
     return _json({"do": "report", "source": source})
 
 
 def encode_result(result: WrittenPrompt | TemplateReport) -> bytes:
-    """Return an answer of the helper's."""
+    """Encode a result in the helper process."""
     if isinstance(result, TemplateReport):
         return _json({"result": dataclasses.asdict(result)})
     form = None if result.form is None else dataclasses.asdict(result.form)
@@ -114,7 +118,7 @@ def encode_result(result: WrittenPrompt | TemplateReport) -> bytes:
 
 
 def encode_error(error: Refused | TemplateError) -> bytes:
-    """Return an answer of the helper's that is an error."""
+    """Encode an error in the helper process."""
     return _json({"refused" if isinstance(error, Refused) else "failed": str(error)})
 
 
@@ -129,5 +133,5 @@ def _result(answer: bytes) -> dict[str, Any]:
 
 
 def _json(content: dict[str, Any]) -> bytes:
-    """Texts of clients may hold halves of characters (surrogates), which JSON may name."""
+    """Encode JSON as UTF-8; text of clients may contain lone surrogates, which JSON can express."""
     return json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass")

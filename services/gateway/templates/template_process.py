@@ -1,4 +1,4 @@
-"""The work of the helper process for chat templates: a conversation to a prompt, and a report on a template."""
+"""The work of the helper process for chat templates: writing prompts, and reporting on templates."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ANSWER = "qzx answer"
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the work of a process that has just started; setup is empty."""
+    """Return the work of a new process; setup is empty."""
     return _Work()
 
 
 class _Work:
-    """Answers jobs. idle_s: None, because a chat that comes after a pause must not wait for a process to start."""
+    """The function that answers jobs. idle_s is None: a chat after a pause must not wait for a process to start."""
 
     idle_s = None
 
@@ -70,12 +70,12 @@ def _prompt_job(fields: dict[str, Any]) -> PromptJob:
 
 def write(template: Template, job: PromptJob) -> WrittenPrompt:
     """Write a conversation as a prompt. Raises Refused, TemplateError."""
-    found, calls = job.form, DEFAULT
+    template_format, calls = job.form, DEFAULT
     if job.tools is not None or any(turn.calls or turn.role == "tool" for turn in job.turns):
-        found = found or probe_format(template).form
-        calls = DEFAULT if job.marked and not found.marker else found
-    own = template.with_settings(job.settings, begins_answer=job.begins_answer)
-    return WrittenPrompt(_text(own, calls, job), calls, found)
+        template_format = template_format or probe_format(template).form
+        calls = DEFAULT if job.marked and not template_format.marker else template_format
+    configured = template.with_settings(job.settings, begins_answer=job.begins_answer)
+    return WrittenPrompt(_text(configured, calls, job), calls, template_format)
 
 
 def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
@@ -89,20 +89,20 @@ def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
         if shows_function(text, job.tools):
             return text
     except Refused:
-        pass  # it may know no system messages
+        pass  # it may not support system messages
     return _without_tools(template, as_texts(job.turns, job.tools, by="user"))
 
 
 def _without_tools(template: Template, messages: Sequence[Message], *, answer: bool = True) -> str:
-    """Write messages alone. Raises Refused, TemplateError."""
+    """Render messages without tools. Raises Refused, TemplateError."""
     try:
         return template.render(messages, answer=answer)
     except TemplateError:
-        return template.render(messages, tools=[], answer=answer)  # it may count on a list
+        return template.render(messages, tools=[], answer=answer)  # it may expect a list where there are no tools
 
 
 def report(template: Template) -> TemplateReport:
-    """Try what a template does with a small conversation, and with functions."""
+    """Try a template with a small conversation, and with tools."""
     question = {"role": "user", "content": "Hi"}
     try:
         _without_tools(template, [question])
@@ -120,7 +120,7 @@ def report(template: Template) -> TemplateReport:
 
 
 def _closing(template: Template, question: Message) -> str:
-    """Return what is written after the last answer of a conversation; after an earlier one, where that is nothing."""
+    """Return what is written after the last answer of a conversation; if nothing, after an earlier answer."""
     answer = {"role": "assistant", "content": _ANSWER}
     for messages in ([question, answer], [question, answer, question]):
         try:

@@ -1,4 +1,4 @@
-"""A helper process for code that runs in an asyncio loop."""
+"""A helper process for code in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from neuronpipe.services.untrusted.helper import Helper, Outcome
 from neuronpipe.services.untrusted.process import Prepare
 
 
-class AwaitedHelper:
-    """A `Helper` whose jobs are awaited. To be made, used and closed in one running loop."""
+class AsyncHelper:
+    """A `Helper` whose jobs are awaited. It must be created, used and closed in one running event loop."""
 
     def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
         self._helper = Helper(work, memory_bytes=memory_bytes, setup=setup, setup_bytes=setup_bytes)
@@ -20,16 +20,16 @@ class AwaitedHelper:
 
     @property
     def pid(self) -> int | None:
-        """The process, if there is one."""
+        """Return the process id; None if no process runs."""
         return self._helper.pid
 
     @property
     def jobs(self) -> int:
-        """How many jobs wait for their outcome."""
+        """Return the number of jobs without an outcome."""
         return len(self._results)
 
     async def call(self, payload: bytes, timeout_s: float) -> bytes:
-        """Run a job after those that were given before. Raises UntrustedError."""
+        """Run a job after those submitted before. Raises UntrustedError."""
         result: asyncio.Future[Outcome] = self._loop.create_future()
         job = self._helper.submit(payload, timeout_s)
         self._results[job] = result
@@ -40,7 +40,7 @@ class AwaitedHelper:
             self._results.pop(job, None)
 
     def close(self) -> None:
-        """End the process, for good; who awaits a job is cancelled."""
+        """End the process for good; callers that await a job are cancelled."""
         self._loop.remove_reader(self._helper.descriptor)
         if self._due is not None:
             self._due.cancel()
@@ -56,7 +56,7 @@ class AwaitedHelper:
         self._watch()
 
     def _watch(self) -> None:
-        """Look again when the job under way must be over."""
+        """Schedule a look at the deadline of the present job."""
         if self._due is not None:
             self._due.cancel()
         due_s = self._helper.due_s

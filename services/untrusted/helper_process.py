@@ -1,4 +1,4 @@
-"""Starting a helper process, as a program of its own or as a fork, and waiting for its end."""
+"""Starting a helper process, as a program or as a fork, and waiting for its end."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ LOOK_AGAIN_S = 0.002
 
 
 class HelperProcess:
-    """A child that runs, until it was waited for."""
+    """A child process, until it was waited for."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def kill(self) -> None:
-        """Kill it, if it was not waited for."""
+        """Kill the process if it was not waited for."""
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit code, or minus the number of the signal that ended it; None when it still runs after so long."""
+        """Return the exit code, or the negative number of the signal that ended it; None if it still runs after
+        timeout_s."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._code is None:
             pid, status = os.waitpid(self.pid, 0 if until is None else os.WNOHANG)
@@ -45,9 +46,9 @@ class HelperProcess:
         return self._code
 
 
-def started_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
-    """A program of its own: it inherits no descriptor but its link, no memory, and no variable but those in the list.
-    Raises OSError."""
+def start_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
+    """Start a program. It inherits no memory, no descriptor but its link, and only the listed variables. Raises
+    OSError."""
     command = [sys.executable, "-P", "-m", "neuronpipe.services.untrusted.process"]
     program = subprocess.Popen(
         [*command, str(link.fileno()), str(os.getpid()), target, *map(str, memory)],
@@ -61,9 +62,11 @@ def started_program(target: str, link: socket.socket, errors: int, memory: Memor
     return HelperProcess(program.pid)
 
 
-def forked(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
-    """A fork of this process, whose memory it shares until either writes. Of its threads only this one goes on in the
-    child, so that no lock of another may be needed there. Raises OSError."""
+def fork_process(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
+    """Fork this process. Memory is shared until either side writes. Raises OSError.
+
+    Only the calling thread continues in the child, so the child must not need a lock that another thread may hold.
+    """
     parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the threads, which are C's
