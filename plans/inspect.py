@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from neuronpipe.plans.cost.activation_rates import ranks, unmeasured_predictor
-from neuronpipe.plans.cost.read_sizes import units
+from neuronpipe.plans.cost.read_sizes import read_units
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity_profile import interpolated
@@ -74,7 +74,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "trigger_part": {"bytes": layout.trigger_part_bytes, "pieces": parts["trigger"]},
             "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
-        "reading": units(manifest, curve) if curve is not None else None,
+        "reading": read_units(manifest, curve) if curve is not None else None,
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
@@ -237,7 +237,7 @@ def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
         if better
         else "no planes are faster"
     )
-    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/plan/README.md)"]
+    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/cost/DECISIONS.md)"]
 
 
 def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ProcessSpec
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.job import Job
@@ -20,7 +22,7 @@ def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]
     """The job of `role` in a run with one process each, half of the neurons resident; and the test's own mappings."""
     processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
     device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
-    made = plan(package.manifest, device, Wanted(ffn_resident_share=0.5))
+    made = make_plan(package.manifest, device, PlanOptions(ffn_resident_share=0.5))
     segments = create_segments(package.manifest, made)
     job = Job(
         run="r",

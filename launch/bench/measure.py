@@ -16,7 +16,7 @@ from neuronpipe.launch.bench.repetition import Repetition, run_repetition
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
@@ -74,8 +74,8 @@ class Bench:
     measured: list[Case] = field(default_factory=list)
 
     @cached_property
-    def _heat(self) -> Heat | None:
-        return Heat.of(self.package.manifest, self.package.read_activity)
+    def _frequencies(self) -> AccessFrequencies | None:
+        return AccessFrequencies.of(self.package.manifest, self.package.read_activity)
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
         """Measure one test and return its row. Raises UserError if an answer ends with nothing to measure."""
@@ -175,7 +175,7 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
-        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._heat)
+        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._frequencies)
         return row | {"planned": figures, "error": errors(row, figures)}
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Plan
-from neuronpipe.plans.plan.memory_budget import held_bytes
+from neuronpipe.plans.plan.memory_budget import peak_bytes
 
 MAX_FRACTION = 1.05  # of the measured memory speed: runs and measurements differ by that much
 MIN_ERROR = -0.25
@@ -25,17 +25,17 @@ def planned(
     case: Case,
     batch: int,
     before: Sequence[Case] = (),
-    heat: Heat | None = None,
+    frequencies: AccessFrequencies | None = None,
 ) -> dict[str, float]:
     """Return the planned figures of a test, for its batch and at the positions where it decodes.
 
     before: the tests that the run has had, which count in its peak memory
-    heat: access frequencies of the package
+    frequencies: access frequencies of the package
     Figures that the plan does not have are absent; of a prompt only the time is planned, not its reads.
     """
     expectation = expected(
         manifest,
-        rates(manifest, plan.compute.mode, heat),
+        rates(manifest, plan.compute.mode, frequencies),
         plan.compute,
         plan.memory,
         plan.flash,
@@ -65,7 +65,9 @@ def planned(
 
 
 def _peak_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
-    return held_bytes(manifest, plan, texts=batch, text_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens)
+    return peak_bytes(
+        manifest, plan, sequences=batch, sequence_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens
+    )
 
 
 def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, float | None]:

@@ -25,8 +25,9 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import GATEWAY, Plan
 from neuronpipe.plans.plan.memory_budget import Budgets
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted
-from neuronpipe.plans.planner.planner import plan as make_plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.runtime.implementations import Implementations
@@ -72,14 +73,14 @@ def small_plan(package: Package, plan: Plan) -> Plan:
         processes=specs,
         accelerator=_accelerator(plan),
     )
-    slots_bytes = max(2 * Budgets(manifest).least_slots_bytes(workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
-    target = Wanted(
+    slots_bytes = max(2 * Budgets(manifest).min_slots_bytes(workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
+    options = PlanOptions(
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
         context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),
         mode=plan.compute.mode,
-        held_blocks=(plan.compute.most_held_blocks(),) if plan.compute.held_blocks else None,
+        offloaded_blocks=(plan.compute.max_offloaded_blocks(),) if plan.compute.held_blocks else None,
     )
-    small = make_plan(manifest, facts, target)
+    small = make_plan(manifest, facts, options)
     return replace(small, compute=replace(small.compute, spin_us=0))
 
 

@@ -20,7 +20,7 @@ from neuronpipe.launch.arguments.values import (
 )
 from neuronpipe.plans.plan.document import BACKEND_ROLES, MODES, Mode
 from neuronpipe.plans.planner.mode_choice import Quality, show_quality
-from neuronpipe.plans.planner.planner import BASELINES, TECHNIQUES, Baseline, Technique
+from neuronpipe.plans.planner.plan_options import BASELINES, TECHNIQUES, Baseline, Technique
 from neuronpipe.plans.planner.sequence_count import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen

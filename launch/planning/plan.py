@@ -17,7 +17,8 @@ from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import DEFAULT_BACKEND, GATEWAY, Plan, read_plan
-from neuronpipe.plans.planner.search import Found, Search
+from neuronpipe.plans.planner.candidates import SearchResult
+from neuronpipe.plans.planner.search import Search
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -32,7 +33,7 @@ class PlanResult:
 
     manifest: Manifest
     plan: Plan
-    search: tuple[Search, Found] | None = None
+    search: tuple[Search, SearchResult] | None = None
 
     @property
     def min_limit_bytes(self) -> int:

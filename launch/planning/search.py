@@ -14,7 +14,7 @@ from neuronpipe.launch.formats import show_cores
 from neuronpipe.launch.planning import accelerator as accelerators
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.prompt_backend import ON_CPU, PromptBackend
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.number_format import show_number
@@ -22,10 +22,12 @@ from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Mode, Plan
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.plans.planner.candidates import ANSWER, USUAL, SearchResult, Space
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
 from neuronpipe.plans.planner.mode_choice import allowed_modes
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts
-from neuronpipe.plans.planner.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
-from neuronpipe.plans.planner.sequence_count import plan_for_several
+from neuronpipe.plans.planner.plan_options import PlanOptions as PlannerOptions
+from neuronpipe.plans.planner.search import MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, Search
+from neuronpipe.plans.planner.sequence_count import plan_for_sequences
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -52,13 +54,15 @@ def followed_limit_bytes(device: Device) -> int:
     return int(FOLLOWED_SHARE * device.memory_total_bytes)
 
 
-def search_plan(subject: Subject, options: PlanOptions, *, several: bool, gateway: bool) -> tuple[Search, Found, Plan]:
+def search_plan(
+    subject: Subject, options: PlanOptions, *, several: bool, gateway: bool
+) -> tuple[Search, SearchResult, Plan]:
     """Search for the best plan, and return the search, its result and the plan.
 
     several: make room for further sequences, unless the options name their number or a speed: each takes memory
     Raises UserError if nothing fits the options.
     """
-    requirements = Wanted(
+    requirements = PlannerOptions(
         ffn_resident_share=options.ffn_resident_share,
         context_tokens=options.context_tokens,
         sequences=1 if options.sequences is None else options.sequences,
@@ -69,13 +73,13 @@ def search_plan(subject: Subject, options: PlanOptions, *, several: bool, gatewa
     )
     if not 1 <= requirements.sequences <= MAX_SEQUENCES:
         raise UserError(f"--sequences {requirements.sequences}: between 1 and {MAX_SEQUENCES}")
-    heat = Heat.of(subject.manifest, subject.read_activity)
-    outcome = _PlanSearch(options, subject, gateway, requirements, heat).best()
+    frequencies = AccessFrequencies.of(subject.manifest, subject.read_activity)
+    outcome = _PlanSearch(options, subject, gateway, requirements, frequencies).best()
     chosen, target_speed = outcome.result.chosen, options.target_tokens_per_s
     plan = chosen.plan
     if several and options.sequences is None and target_speed is None:
-        open_choice = dataclasses.replace(chosen.wanted, held_blocks=None, held_matrices=None)
-        plan = plan_for_several(subject.manifest, chosen.device, open_choice, heat)
+        open_choice = dataclasses.replace(chosen.options, offloaded_blocks=None, offloaded_matrices=None)
+        plan = plan_for_sequences(subject.manifest, chosen.device, open_choice, frequencies)
     reasons = [*outcome.result.reasons(), *outcome.reasons]
     if subject.prompts.reason:
         reasons.append(subject.prompts.reason)
@@ -92,7 +96,7 @@ class _Outcome:
     """The result of a search. reasons: why an accelerator is used or not, for the plan."""
 
     search: Search
-    result: Found
+    result: SearchResult
     reasons: tuple[str, ...] = ()
 
     @property
@@ -110,8 +114,8 @@ class _PlanSearch:
     options: PlanOptions
     subject: Subject
     gateway: bool
-    requirements: Wanted
-    heat: Heat | None
+    requirements: PlannerOptions
+    frequencies: AccessFrequencies | None
 
     def best(self) -> _Outcome:
         """Return the best plan, with the accelerator of --backend, or with a measured one if that pays."""
@@ -154,7 +158,7 @@ class _PlanSearch:
             limit_bytes = followed_limit_bytes(self.subject.device)
         space = self._space(accelerator, backend)
         objective = USUAL if target_speed is None else ANSWER
-        search = Search(self.subject.manifest, space, self.requirements, objective, self.heat)
+        search = Search(self.subject.manifest, space, self.requirements, objective, self.frequencies)
         if target_speed is None:
             return _Outcome(search, search.within(limit_bytes))
         if limit_bytes is None:

@@ -26,7 +26,7 @@ from neuronpipe.launch.planning.accelerator import measured_accelerator
 from neuronpipe.launch.progress import refreshing
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.io_wait import Named
+from neuronpipe.plans.cost.io_wait import IssueTime
 from neuronpipe.plans.cost.token_time import decode_reads, expected
 from neuronpipe.plans.device.accelerator import InRun
 from neuronpipe.plans.device.device import Device
@@ -37,8 +37,10 @@ from neuronpipe.plans.measure.probe import decode_cores
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, Expected, Plan
-from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_steps_bytes, held_weights_bytes
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_scratch_bytes, offloaded_weights_bytes
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 
@@ -130,15 +132,15 @@ def _in_run(
 ) -> InRun:
     assert device.profile is not None
     manifest, blocks = package.manifest, package.manifest.layout.blocks
-    limit_bytes = held_weights_bytes(manifest, blocks) + held_steps_bytes(manifest, blocks, 1)
+    limit_bytes = offloaded_weights_bytes(manifest, blocks) + offload_scratch_bytes(manifest, blocks, 1)
     facts = device_facts(
         dataclasses.replace(device, profile=dataclasses.replace(device.profile, accelerator=None)),  # so it gets all
         device.profile.decode_workers,
         backends={ACCELERATOR: backend},
         accelerator=dataclasses.replace(accelerator, limit_bytes=limit_bytes),
     )
-    wanted = Wanted(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = plan(manifest, facts, wanted)
+    wanted = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
+    made = make_plan(manifest, facts, wanted)
     one = _expected(package, made, device)
     known_us = 1e3 * _known_ms(one.sequential_ms_per_token, one.neuron_ms_per_token, one.accelerator_wait_ms_per_token)
     besides_us = [
@@ -151,8 +153,8 @@ def _in_run(
 def _measured(
     package: Package, device: Device, mode: StepMode, workers: int, progress: Callable[[], None]
 ) -> StepPoint:
-    wanted = Wanted(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = plan(package.manifest, device_facts(device, workers), wanted)
+    wanted = PlanOptions(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
+    made = make_plan(package.manifest, device_facts(device, workers), wanted)
     rows = [row for row, _ in _repetitions(package, made, device, progress)]
     return StepPoint(
         mode=mode,
@@ -214,21 +216,21 @@ class _Reading:
         made, manifest = self.made, self.package.manifest
         known = made.compute, made.memory, made.flash, device.flash, device.memory_speed, device.profile
         firing = rates(manifest, made.compute.mode)
-        waiting, named = decode_reads(manifest, firing, *known, tokens=self.tokens // 2)
+        waiting, step_reads = decode_reads(manifest, firing, *known, tokens=self.tokens // 2)
         found = []
         for row in self.rows:
             reads, size = round(row["flash_reads_per_token"]), round(row["flash_bytes_per_token"])
-            counted = dataclasses.replace(named, reads=reads, read_bytes=size)
+            counted = dataclasses.replace(step_reads, reads=reads, read_bytes=size)
             delay_ms = waiting.delay_ms(counted, _token_us(row) * row["exposed_io_share"] / 1e3)
             assert delay_ms is not None
             found.append(max(LEAST_US, 1e3 * delay_ms))
-        together = named.named == Named.TOGETHER
+        together = step_reads.issued == IssueTime.TOGETHER
         return (ReadDelay(together=together, workers=self.workers, us=Figure.of(found)),)
 
 
 def _reading(package: Package, device: Device, mode: StepMode, workers: int, progress: Callable[[], None]) -> _Reading:
-    wanted = Wanted(ffn_resident_share=RESIDENT[mode], context_tokens=CONTEXT_TOKENS, mode=mode)
-    made = plan(package.manifest, device_facts(device, workers), wanted)
+    wanted = PlanOptions(ffn_resident_share=RESIDENT[mode], context_tokens=CONTEXT_TOKENS, mode=mode)
+    made = make_plan(package.manifest, device_facts(device, workers), wanted)
     tokens = READS_TOKENS[mode]
     repetitions = list(_repetitions(package, made, device, progress, tokens))
     return _Reading(package, made, tokens, [row for row, _ in repetitions], [loading_s for _, loading_s in repetitions])

@@ -45,7 +45,7 @@ class MemoryWatch:
         self._withheld = memory.view("board", "withheld")
         self._flash = memory.view("board", "flash")
         self._usage = MemoryUsage([segment.fd for segment in segments.values()], plan.memory.limit_bytes)
-        self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
+        self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.max_borrowed_bytes, follows=plan.memory.follows)
         machine = read_memory(ROOT)
         self._pressure.begin(machine.total_bytes, machine.available_bytes, plan.memory.total_bytes())
         self._withheld[0] = self._pressure.withheld_bytes

@@ -1,1 +1,1 @@
-"""The cost model: the time, the misses and the reads that a plan expects."""
+"""The cost model: time, misses and reads that a plan expects."""

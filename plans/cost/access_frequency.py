@@ -1,4 +1,5 @@
-"""How often a step wants each cluster of a package: from the bins of its activity profile, for one to four texts."""
+"""Access frequencies of a package's clusters, from the bins of its activity profile, for steps of one to four
+sequences."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from neuronpipe.plans.package.activity_profile import BATCHES, Activity, Profile
 from neuronpipe.plans.package.manifest import Manifest
 
 
-class Heat:
-    """Of a package whose first neurons are its hottest. Rankings are made when they are first asked for."""
+class AccessFrequencies:
+    """Access frequencies of a package whose first neurons are its hottest. Rankings are made on first use."""
 
     def __init__(self, manifest: Manifest, activity: Activity) -> None:
         self._manifest, self._activity = manifest, activity
@@ -21,33 +22,42 @@ class Heat:
         self._bin_clusters = [end - start for start, end in itertools.pairwise(ends)]
 
     @classmethod
-    def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> Heat | None:
-        """None for a package whose order does not tell, or which was not measured: then nothing is read."""
+    def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> AccessFrequencies | None:
+        """Return the frequencies, or None for a package whose neurons are not ordered by frequency or that has no
+        profile.
+
+        read: loads the activity profile; called only if it is needed
+        """
         ordered = manifest.layout.neuron_order == "frequency" and bool(manifest.profiles)
         return cls(manifest, read()) if ordered else None
 
     def ranking(
-        self, mode: ProfileMode, texts: int, measured: Callable[[float], float], *, whole_experts: bool = False
+        self, mode: ProfileMode, batch: int, measured: Callable[[float], float], *, whole_experts: bool = False
     ) -> Ranking | None:
-        """Of steps of so many texts, of more as of the most that were measured; None where neither this mode nor exact
-        was measured. whole_experts: a chosen expert is wanted whole. measured: as a Ranking takes it."""
+        """Return the ranking for steps of `batch` sequences, or of the largest measured batch if that is smaller.
+
+        None if neither this mode nor exact mode was measured.
+
+        measured: miss rates, as a Ranking takes them
+        whole_experts: a chosen expert is read whole
+        """
         profile = self._manifest.profile(mode) or self._manifest.profile("exact")
         if profile is None:
             return None
-        key = profile.mode, whole_experts, min(texts, max(BATCHES))
+        key = profile.mode, whole_experts, min(batch, max(BATCHES))
         if key not in self._rankings:
-            one = None if key[2] == 1 else self.ranking(mode, 1, measured, whole_experts=whole_experts)
-            self._rankings[key] = Ranking(list(self._ffns(*key)), one or measured)
+            of_one_sequence = None if key[2] == 1 else self.ranking(mode, 1, measured, whole_experts=whole_experts)
+            self._rankings[key] = Ranking(list(self._ffns(*key)), of_one_sequence or measured)
         return self._rankings[key]
 
-    def _ffns(self, mode: ProfileMode, whole_experts: bool, texts: int) -> Iterator[Bins]:
+    def _ffns(self, mode: ProfileMode, whole_experts: bool, batch: int) -> Iterator[Bins]:
         model, neurons = self._manifest.model, self._manifest.layout.cluster_neurons
         for layer in range(model.layers):
             for expert in range(model.experts):
-                chosen = self._activity.expert(mode, texts, layer, expert)
+                chosen = self._activity.expert(mode, batch, layer, expert)
                 if whole_experts or not chosen:
                     yield [(chosen, self._manifest.layout.clusters)]
                     continue
-                bins = self._activity.bins(mode, texts, layer, expert)
-                wanted = (chosen * (1 - (1 - min(1.0, each / chosen)) ** neurons) for each in bins)
-                yield list(zip(wanted, self._bin_clusters, strict=True))
+                bins = self._activity.bins(mode, batch, layer, expert)
+                frequencies = (chosen * (1 - (1 - min(1.0, each / chosen)) ** neurons) for each in bins)
+                yield list(zip(frequencies, self._bin_clusters, strict=True))

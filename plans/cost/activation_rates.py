@@ -1,8 +1,8 @@
-"""How often neurons fire: what the package states, and a measured curve where it states only means.
+"""Activation rates of neurons: as the package states them, with a measured curve where it states only means.
 
 A package with an activity profile has a curve of its own. Otherwise it is that of a 7B dReLU model over a million
 tokens (Bamboo-7B, mean over 32 layers, read off the figure its authors published). It is no power law: a plateau of
-neurons that nearly always fire, then a slow tail.
+neurons that are nearly always active, then a slow tail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
 from neuronpipe.plans.package.activity_profile import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
@@ -31,12 +31,12 @@ HOTTEST: Points = (
     (0.70, 0.925),
     (1.0, 1.0),
 )
-# Of the wanted units, those absent, by the share of all that is resident: CLOCK with uses, where the package was not
-# measured. Bundles of a dense model and whole experts by simulation (plans/lab/simulate), bundles of experts by a run.
+# Assumed miss rates by resident share, for packages without a profile: CLOCK with uses. Bundles of a dense model and
+# whole experts by simulation (plans/lab/simulate), bundles of experts by a run.
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
-# Of whole experts: by how many times what a token wants is resident, up to twice; beyond, that times a factor by the
-# share of the rest. With less than once nothing is left from the token before; with once what repeats is, two of five.
-# From the routers of six shapes (plans/lab/synth) and CLOCK itself, plans/lab/simulate.
+# Assumed miss rates of whole experts, by resident experts over the experts of a token, up to twice; beyond, that rate
+# times a factor by the share of the remaining experts. Below once, nothing is left from the token before; at once, two
+# of five repeat. From the routers of six shapes (plans/lab/synth) and CLOCK itself, plans/lab/simulate.
 ASSUMED_EXPERT_MISSES: Points = ((1.0, 0.6), (1.2, 0.57), (1.5, 0.53), (2.0, 0.36))
 ASSUMED_EXPERT_MISSES_LEFT: Points = (
     (0.0, 1.0),
@@ -49,45 +49,51 @@ ASSUMED_EXPERT_MISSES_LEFT: Points = (
 )
 ASSUMED_ROUTED_MISSES: Points = ((0.0, 1.0), (0.15, 0.28), (0.3, 0.15), (0.55, 0.035), (1.0, 0.0))
 ASSUMED_FIRED = 0.1  # when the package does not state a measurement
-ASSUMED_PREDICTED = 1.3  # neurons predicted per active one, of a predictor that was never measured
-UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
+ASSUMED_PREDICTED = 1.3  # neurons predicted per active neuron, of a predictor that was never measured
+UP_POSITIVE = 0.8  # of drelu's neurons with an active gate, the share whose up is positive too
 
 
 @frozen(kw_only=True)
-class Rates:
-    """Shares of the neurons of a feed-forward that a token is computed by, means over layers and tokens: those whose
-    rows it reads."""
+class ActivationRates:
+    """Shares of the neurons of a feed-forward that a token reads: means over layers and tokens."""
 
     chosen: float  # share of a layer's experts that compute a token; 1 in a dense model
     trigger_read: float  # the row of Gate, or of Up where there is no gate
-    value_read: float  # rows of the value part, because the trigger fired
-    down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
+    value_read: float  # rows of the value part, because the trigger is active
+    down_read: float  # the row of Down, because the whole neuron is active (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
-    curve: Points = HOTTEST  # share of the neurons -> share of the activations that they make
-    heat: Heat | None = None  # which clusters are wanted how often, where that was measured
+    curve: Points = HOTTEST  # share of the neurons, hottest first -> their share of the activations
+    frequencies: AccessFrequencies | None = None  # None: not measured
 
     def activations_within(self, share: float) -> float:
-        """Share of activations that the first `share` of the neurons make."""
+        """Return the share of activations that the first `share` of the neurons make."""
         share = min(max(share, 0.0), 1.0)
         if not self.by_frequency:
             return share
         return interpolated(self.curve, share)
 
     def clusters_within(self, share: float, read: float, neurons: int) -> float:
-        """Of the clusters of so many neurons that a token wants, reading this share of all neurons, those among the
-        first `share`."""
+        """Return how much of a token's cluster accesses go to the first `share` of clusters.
+
+        read: share of all neurons that the token reads
+        neurons: of a cluster
+        """
         if not self.by_frequency:
             return share
-        parts = [(x0, x1, touched(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
-        within = sum((min(x1, share) - x0) * wanted for x0, x1, wanted in parts if x0 < share)
-        wanted_in_all = sum((x1 - x0) * wanted for x0, x1, wanted in parts)
-        return within / wanted_in_all if wanted_in_all else share
+        stretches = [(x0, x1, touched_share(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
+        within = sum((min(x1, share) - x0) * accessed for x0, x1, accessed in stretches if x0 < share)
+        all_accessed = sum((x1 - x0) * accessed for x0, x1, accessed in stretches)
+        return within / all_accessed if all_accessed else share
 
     def rates_along_curve(self, read: float) -> tuple[tuple[float, float, float], ...]:
-        """Return (first share, last share, rate) of each stretch of the neurons, hottest first, where this share of all
-        neurons is read. No neuron is read more often than always: what that leaves, colder ones make up for."""
+        """Return (first share, last share, rate) of each stretch of the neurons, hottest first.
+
+        No neuron is read more often than always: colder neurons make up for the remainder.
+
+        read: share of all neurons that a token reads
+        """
         slopes = [(x0, x1, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)]
-        always, left = 0.0, 1.0  # share of neurons that are always read; share of activations of the others
+        always, left = 0.0, 1.0  # share of neurons that are always read; remaining share of activations
         for x0, x1, slope in sorted(slopes, key=lambda stretch: -stretch[2]):
             if left <= 0 or (read - always) * slope / left < 1.0:
                 break
@@ -95,22 +101,32 @@ class Rates:
         scale = (read - always) / left if left > 1e-9 else math.inf
         return tuple((x0, x1, min(1.0, scale * slope) if slope else 0.0) for x0, x1, slope in slopes)
 
-    def clusters_wanted(self, read: float, neurons: int) -> float:
-        """Return the share of the clusters of so many neurons that a token wants of a chosen expert. Where the order of
-        neurons tells how hot they are, neighbours are alike, so that fewer clusters hold all that is wanted."""
+    def clusters_accessed(self, read: float, neurons: int) -> float:
+        """Return the share of the clusters of a chosen expert that a token accesses.
+
+        Where neurons are ordered by frequency, neighbours have similar rates, so that fewer clusters have all active
+        neurons.
+
+        read: share of the expert's neurons that the token reads
+        neurons: of a cluster
+        """
         if not self.by_frequency or read >= 1.0:
-            return touched(read, neurons)
-        return sum((x1 - x0) * touched(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
+            return touched_share(read, neurons)
+        return sum((x1 - x0) * touched_share(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
 
     def used_by(self, tokens: int) -> float:
-        """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
+        """Return the share of the neurons that `tokens` independent tokens use together, each neuron at its own
+        rate."""
         return sum(
             (x1 - x0) * (1 - (1 - self.chosen * min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
             for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
         )
 
-    def neurons_firing_in(self, token_share: float) -> float:
-        """Share of the neurons that fire in at least this share of the tokens; 0 when their order does not tell."""
+    def neurons_active_in(self, token_share: float) -> float:
+        """Return the share of the neurons that are active in at least this share of the tokens.
+
+        0 if neurons are not ordered by frequency.
+        """
         if not self.by_frequency:
             return 0.0
         hot = (
@@ -122,28 +138,30 @@ class Rates:
 
 
 def has_hints(manifest: Manifest) -> bool:
-    """Whether anything in a package names what will probably be wanted: a predictor, or routers that choose after
-    attention and can be asked before it."""
+    """Return True if the package can name neurons or experts before they are certain.
+
+    A predictor can, and routers that choose after attention and can be asked before it.
+    """
     late = manifest.model.experts > 1 and manifest.model.router_reads == "feed_forward"
     return late or manifest.predictor is not None
 
 
 def unmeasured_predictor(manifest: Manifest, mode: Mode = "predicted") -> str | None:
-    """That nobody knows how good a predictor is, as it comes from a checkpoint; None where it was measured."""
+    """Return a sentence on the unknown quality of a predictor from a checkpoint, or None if it was measured."""
     predictor = manifest.predictor
     if predictor is None or predictor.by_layer:
         return None
-    said = f"the predictor is the checkpoint's own ({ranks(predictor)}), with the threshold it was trained for"
+    origin = f"the predictor is the checkpoint's own ({ranks(predictor)}), with the threshold it was trained for"
     if mode == "exact":
-        return f"{said}; exact mode needs none, `--mode predicted` uses it"
+        return f"{origin}; exact mode needs none, `--mode predicted` uses it"
     return (
-        f"{said}: how many of the active neurons it finds was never measured; `neuronpipe profile PACKAGE --calibrate` "
-        "measures that, and fits its thresholds"
+        f"{origin}: how many of the active neurons it finds was never measured; `neuronpipe profile PACKAGE "
+        "--calibrate` measures that, and fits its thresholds"
     )
 
 
 def ranks(predictor: Predictor) -> str:
-    """The rank, or the least and the greatest of those of all feed-forwards."""
+    """Return the rank of a predictor as text, or the range if feed-forwards have different ranks."""
     if predictor.ranks is None:
         return f"rank {predictor.rank:,}"
     mean = sum(predictor.ranks) / len(predictor.ranks)
@@ -151,8 +169,10 @@ def ranks(predictor: Predictor) -> str:
 
 
 def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_experts: bool = False) -> float:
-    """Of the bundles (in exact mode: value parts; or whole experts) that a token wants, those that are not resident
-    when so many of all are: by the package's activity profile, else as assumed."""
+    """Return the share of a token's units that are not resident, by the activity profile or as assumed.
+
+    The unit is a bundle, in exact mode a value part, or a whole expert.
+    """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
     profile = manifest.profile(mode) or manifest.profile("exact")
     measured = profile.miss_rate(unit, resident_share) if profile is not None else None
@@ -164,12 +184,15 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
 
 
 def was_measured(manifest: Manifest, mode: Mode) -> bool:
-    """Return whether the package has an activity profile that says what a cache misses in this mode."""
+    """Return True if the package has an activity profile that says what a cache misses in this mode."""
     return manifest.profile(mode) is not None or manifest.profile("exact") is not None
 
 
 def assumed_expert_misses(chosen: float, resident_share: float) -> float:
-    """Return the assumed miss rate of whole experts. chosen: the share of all that a token wants."""
+    """Return the assumed miss rate of whole experts.
+
+    chosen: share of all experts that a token uses
+    """
     if resident_share < chosen:
         return 1.0
     if resident_share >= 1.0:
@@ -183,26 +206,31 @@ def assumed_expert_misses(chosen: float, resident_share: float) -> float:
 
 
 def ranking(
-    manifest: Manifest, mode: Mode, heat: Heat | None, texts: int, *, whole_experts: bool = False
+    manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None, batch: int, *, whole_experts: bool = False
 ) -> Ranking | None:
-    """The clusters by how often a step of so many texts wants them; None where that was not measured."""
-    if heat is None:
+    """Return the clusters ranked by access frequency in steps of `batch` sequences, or None if that was not
+    measured."""
+    if frequencies is None:
         return None
-    return heat.ranking(
+    return frequencies.ranking(
         mode,
-        texts,
+        batch,
         lambda share: miss_rate(manifest, mode, share, whole_experts=whole_experts),
         whole_experts=whole_experts,
     )
 
 
-def touched(share: float, neurons: int) -> float:
-    """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
+def touched_share(share: float, neurons: int) -> float:
+    """Return the share of clusters with at least one active neuron, if neurons were independent.
+
+    share: of active neurons
+    neurons: of a cluster
+    """
     return 1 - (1 - share) ** neurons
 
 
-def rates(manifest: Manifest, mode: Mode, heat: Heat | None = None) -> Rates:
-    """What one token reads in this mode. heat: of this package, where it was measured."""
+def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None = None) -> ActivationRates:
+    """Return what one token reads in this mode."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
     if manifest.model.activation == "silu":
@@ -217,14 +245,14 @@ def rates(manifest: Manifest, mode: Mode, heat: Heat | None = None) -> Rates:
         triggers = _mean(tuple(layer.predicted for layer in by_layer)) or min(1.0, ASSUMED_PREDICTED * fired)
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     profile = manifest.profile(mode) or manifest.profile("exact")
-    return Rates(
+    return ActivationRates(
         chosen=manifest.model.experts_per_token / manifest.model.experts,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,
         by_frequency=manifest.layout.neuron_order == "frequency",
         curve=HOTTEST if profile is None else profile.curve,
-        heat=heat,
+        frequencies=frequencies,
     )
 
 

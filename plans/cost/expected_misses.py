@@ -1,110 +1,133 @@
-"""Which clusters a step wants of those that workers compute, how many of them are not in memory, and by how many reads
-they come.
+"""Expected cluster accesses of a step by the workers, their misses, and the reads that these cause.
 
-What a device holds counts like memory whose clusters stay: nobody looks for them. What one to four texts want together
-is in an activity profile; without one, texts are taken to choose their neurons independently.
+Offloaded clusters count like pinned memory: workers do not look for them. The common accesses of one to four sequences
+are in an activity profile; without one, sequences are assumed to choose their neurons independently.
 """
 
 from __future__ import annotations
 
 import math
 
-from neuronpipe.plans.cost.activation_rates import Rates, miss_rate, ranking, was_measured
+from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, ranking, was_measured
 from neuronpipe.plans.cost.assumed_misses import assumed_miss_rate
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Flash, Mode
 from neuronpipe.protocol.frozen import frozen
 
-# Where a token wants so much of a chosen expert's clusters, the cache sees whole experts come and go.
+# Where a token accesses so much of a chosen expert's clusters, the cache sees whole experts come and go.
 NEARLY_WHOLE = 0.9
 
 
 @frozen
-class Parts:
-    """Cluster parts of one kind in a step: those wanted, and of them those to be read from flash."""
+class PartAccesses:
+    """Accesses of cluster parts of one kind in a step, and the misses among them."""
 
-    wanted: float
-    missed: int
+    accesses: float
+    misses: int
 
 
 @frozen(kw_only=True)
-class Slots:
-    """Memory for parts of one kind. held: slots that hold something, not those kept free; pinned: of them, those whose
-    clusters stay; on_device: clusters that a device holds, the first of every feed-forward, and that are not looked
-    for."""
+class ResidentSlots:
+    """Memory for parts of one kind, in clusters.
 
-    held: int
+    occupied: slots with a cluster, without those kept free
+    pinned: of them, those that stay
+    offloaded: clusters that a device computes, the first of every feed-forward, which are not looked up
+    """
+
+    occupied: int
     pinned: int
-    on_device: int = 0
+    offloaded: int = 0
 
 
-def parts(
-    manifest: Manifest, rates: Rates, mode: Mode, share: float, slots: Slots, tokens: int, *, all_wanted: bool
-) -> Parts:
-    """Of a step of so many tokens, each of which wants this share of the neurons of its chosen experts. all_wanted: all
-    of theirs."""
-    clusters, mixture, held = manifest.clusters, manifest.model.experts > 1, slots.held
-    neurons, left = manifest.layout.cluster_neurons, manifest.clusters - slots.on_device
-    of_expert = rates.clusters_wanted(share, neurons)
-    of_one = of_expert * rates.chosen * clusters
-    together = clusters * union(min(1.0, of_one / clusters), tokens)
-    elsewhere = slots.on_device / clusters
-    if not all_wanted and slots.on_device:
-        elsewhere = rates.clusters_within(elsewhere, share, neurons)
-    wanted = together * (1 - elsewhere)
-    if held >= left:
-        return Parts(wanted, 0)
-    if all_wanted and not mixture:  # every cluster in turn: what does not stay is gone before its next turn
-        return Parts(wanted, int(wanted * (1 - min(slots.pinned, left) / left)))
-    # Of experts that are wanted whole, the same part of each is left.
-    like_memory, scale = (0, clusters / left) if all_wanted else (slots.on_device, 1.0)
-    resident, stays = (int(slots_held * scale) + like_memory for slots_held in (held, slots.pinned))
+def part_accesses(
+    manifest: Manifest,
+    rates: ActivationRates,
+    mode: Mode,
+    share: float,
+    slots: ResidentSlots,
+    tokens: int,
+    *,
+    all_accessed: bool,
+) -> PartAccesses:
+    """Return the accesses of a step of `tokens` tokens.
+
+    share: of the neurons of its chosen experts that each token reads
+    all_accessed: True if it is all of them
+    """
+    clusters, mixture, occupied = manifest.clusters, manifest.model.experts > 1, slots.occupied
+    neurons, on_workers = manifest.layout.cluster_neurons, manifest.clusters - slots.offloaded
+    expert_share = rates.clusters_accessed(share, neurons)
+    token_accesses = expert_share * rates.chosen * clusters
+    together = clusters * union(min(1.0, token_accesses / clusters), tokens)
+    offloaded_share = slots.offloaded / clusters
+    if not all_accessed and slots.offloaded:
+        offloaded_share = rates.clusters_within(offloaded_share, share, neurons)
+    accesses = together * (1 - offloaded_share)
+    if occupied >= on_workers:
+        return PartAccesses(accesses, 0)
+    if all_accessed and not mixture:  # every cluster in turn: an unpinned cluster is evicted before its next access
+        return PartAccesses(accesses, int(accesses * (1 - min(slots.pinned, on_workers) / on_workers)))
+    # Of experts that are read whole, workers compute the same part of each.
+    offloaded_resident, scale = (0, clusters / on_workers) if all_accessed else (slots.offloaded, 1.0)
+    resident, pinned = (int(clusters_of * scale) + offloaded_resident for clusters_of in (occupied, slots.pinned))
     if tokens <= max(BATCHES):
-        ranked = ranking(manifest, mode, rates.heat, tokens, whole_experts=all_wanted)
-        if ranked is not None:  # texts want more of the same than independent ones, and neighbours fire together
-            found = ranked.wanted / scale
-            missed = min(found * (1 - elsewhere) if like_memory else found, found * ranked.miss_rate(resident, stays))
-            return Parts(found * (1 - elsewhere) if like_memory else found, int(missed))
-    # Of experts that are wanted whole, a part that stays is wanted as often as any other.
-    share_staying = stays / clusters
-    within = share_staying if all_wanted else rates.clusters_within(share_staying, share, neurons)
-    unpinned, cached = together * (1 - within), resident - stays
-    modelled = rates.by_frequency and not all_wanted and not was_measured(manifest, mode)
+        ranked = ranking(manifest, mode, rates.frequencies, tokens, whole_experts=all_accessed)
+        if ranked is not None:  # real sequences share more than independent ones, and neighbours are active together
+            ranked_accesses = ranked.accesses / scale
+            misses = min(
+                ranked_accesses * (1 - offloaded_share) if offloaded_resident else ranked_accesses,
+                ranked_accesses * ranked.miss_rate(resident, pinned),
+            )
+            return PartAccesses(
+                ranked_accesses * (1 - offloaded_share) if offloaded_resident else ranked_accesses, int(misses)
+            )
+    # Of experts that are read whole, a pinned part is accessed as often as any other.
+    share_staying = pinned / clusters
+    within = share_staying if all_accessed else rates.clusters_within(share_staying, share, neurons)
+    unpinned, cached = together * (1 - within), resident - pinned
+    modelled = rates.by_frequency and not all_accessed and not was_measured(manifest, mode)
     if unpinned >= cached and not (
         modelled and tokens == 1
-    ):  # the cache holds less than a step wants of it: all is gone before the next step
-        return Parts(wanted, min(int(wanted), int(unpinned / scale)))
-    # Of whole experts, the cache has what is not pinned as if that was the whole model.
-    cached_share = cached / (clusters - stays) if all_wanted else resident / clusters
+    ):  # the cache is smaller than a step's accesses to it: everything is evicted before the next step
+        return PartAccesses(accesses, min(int(accesses), int(unpinned / scale)))
+    # Of whole experts, the cache serves the unpinned part as if that was the whole model.
+    cached_share = cached / (clusters - pinned) if all_accessed else resident / clusters
     if not modelled:
-        rate = miss_rate(manifest, mode, cached_share, whole_experts=all_wanted)
-    elif mixture and of_expert >= NEARLY_WHOLE:
+        rate = miss_rate(manifest, mode, cached_share, whole_experts=all_accessed)
+    elif mixture and expert_share >= NEARLY_WHOLE:
         rate = miss_rate(manifest, mode, cached_share, whole_experts=True)
     else:
         rate = assumed_miss_rate(rates, share, neurons, cached_share, share_staying)
-    missed_one = of_one / scale * min(1 - within, rate * (1 - within) if all_wanted else rate)
-    one_wanted = of_one * (1 - elsewhere)
+    token_misses = token_accesses / scale * min(1 - within, rate * (1 - within) if all_accessed else rate)
+    computed_accesses = token_accesses * (1 - offloaded_share)
     if tokens == 1:
-        return Parts(one_wanted, int(missed_one))
-    # Wanted by one of them; those with a slot and those without are each taken to be alike.
-    hit = held * union(min(1.0, (one_wanted - missed_one) / max(1, held)), tokens)
-    missing = (left - held) * union(min(1.0, missed_one / max(1, left - held)), tokens)
-    return Parts(hit + missing, int(missing))
+        return PartAccesses(computed_accesses, int(token_misses))
+    # Accessed by at least one token; clusters with a slot, and those without, are each assumed to be alike.
+    hits = occupied * union(min(1.0, (computed_accesses - token_misses) / max(1, occupied)), tokens)
+    misses = (on_workers - occupied) * union(min(1.0, token_misses / max(1, on_workers - occupied)), tokens)
+    return PartAccesses(hits + misses, int(misses))
 
 
-def joined_reads(missed: int, of: float, part_bytes: int, stride_bytes: int, flash: Flash) -> tuple[int, int]:
-    """Reads of so many parts that miss, and their bytes, gaps included: neighbours no further apart than the merge gap
-    are read together. They are taken to lie anywhere among `of` clusters, independently of each other."""
-    density = min(1.0, missed / max(1.0, of))
-    reach = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # clusters to a neighbour that is read with it
+def joined_reads(
+    misses: int, among_clusters: float, part_bytes: int, stride_bytes: int, flash: Flash
+) -> tuple[int, int]:
+    """Return the number of reads for these misses, and their bytes with gaps.
+
+    Neighbours no further apart than the merge gap are read together. Misses are assumed to be distributed over
+    `among_clusters` clusters independently.
+    """
+    density = min(1.0, misses / max(1.0, among_clusters))
+    max_distance = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # to a neighbour in the same read
     gap_bytes = sum(
-        density * (1 - density) ** (apart - 1) * (apart * stride_bytes - part_bytes) for apart in range(1, reach + 1)
+        density * (1 - density) ** (distance - 1) * (distance * stride_bytes - part_bytes)
+        for distance in range(1, max_distance + 1)
     )
-    read_bytes = int(missed * (part_bytes + gap_bytes))
-    return max(math.ceil(missed * (1 - density) ** reach), -(-read_bytes // flash.most_read_bytes)), read_bytes
+    read_bytes = int(misses * (part_bytes + gap_bytes))
+    return max(math.ceil(misses * (1 - density) ** max_distance), -(-read_bytes // flash.most_read_bytes)), read_bytes
 
 
 def union(share: float, tokens: int) -> float:
-    """What so many tokens want in all, each this share, independently."""
+    """Return the share that `tokens` independent tokens access together."""
     return 1 - (1 - share) ** tokens

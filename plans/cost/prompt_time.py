@@ -1,29 +1,28 @@
-"""What computing a prompt takes of the workers: weights times many tokens, and what grows with tokens by itself.
+"""Computing time of a prompt: products of weights with many tokens, and the terms that grow with tokens alone.
 
-| term | what it is |
+| term | meaning |
 |---|---|
-| panels | attention's matrices, and all gates of the experts that a chunk wants, times its tokens |
-| values | Up and Down rows of the neurons that fired, for each token by itself, from the processor's cache |
+| panels | attention's matrices, and all gates of the experts that a chunk uses, times its tokens |
+| values | Up and Down rows of the active neurons, for each token by itself, from the processor's cache |
 | attention | each token's heads times the keys and values before it, from the processor's cache |
-| gates | each token's product with each gate: whether it fires, and the lists of those that do |
+| gates | each token's product with each gate: whether it is active, and the lists of active gates |
 | block sums | a token's output of each block: zeroed, added to, read again |
 
-In a 1B (width 2048) the last three are two fifths of the time; the narrower the model, the more.
+In a 1B (width 2048) the last three are two fifths of the time, and more in narrower models.
 """
 
 from __future__ import annotations
 
-from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.expected_misses import union
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.package.manifest import Manifest
 
-SUM_PASSES = 3  # over a block's sums: written as zeros, read and written by Down's rows (often in the cache), read
+SUM_PASSES = 3  # over a block's sums: written as zeros, read and written by Down's rows (mostly in the cache), read
 
 
-def products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int) -> float:
-    """Return how long the workers multiply weights for a chunk of so many tokens. Reading the weights goes on
-    meanwhile."""
+def products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, tokens: int) -> float:
+    """Return how long the workers multiply weights for a chunk. Weights are read at the same time."""
     model = manifest.model
     attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
     each = max(1, round(tokens * rates.chosen))  # tokens of an expert
@@ -36,28 +35,35 @@ def products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int) -> fl
     )
 
 
-def between_products_ms(manifest: Manifest, rates: Rates, cost: Cost, tokens: int, before: int) -> float:
-    """Return what the workers take besides, for the chunk with so many tokens before it: attention, gates, sums."""
+def between_products_ms(manifest: Manifest, rates: ActivationRates, cost: WorkCost, tokens: int, before: int) -> float:
+    """Return the time of the workers for attention, gates and sums of a chunk.
+
+    before: tokens before the chunk
+    """
     model, pairs = manifest.model, _pairs(manifest, rates, tokens)
     sums_bytes = pairs * SUM_PASSES * 4 * manifest.layout.blocks * model.width
     return (
-        cost.attended_ms(2 * model.query_width * _attended(manifest, tokens, before))
+        cost.attention_ms(2 * model.query_width * _attended(manifest, tokens, before))
         + cost.gates_ms(pairs * model.neurons)
-        + (cost.read_from_end_to_end_ms(sums_bytes) or 0.0)
+        + (cost.sequential_read_ms(sums_bytes) or 0.0)
     )
 
 
-def _pairs(manifest: Manifest, rates: Rates, tokens: int) -> float:
-    """Of a token and an expert that computes it, in all layers."""
+def _pairs(manifest: Manifest, rates: ActivationRates, tokens: int) -> float:
+    """Return the number of (token, expert that computes it), in all layers."""
     return tokens * rates.chosen * manifest.model.ffns
 
 
 def _attended(manifest: Manifest, tokens: int, before: int) -> int:
-    """How many positions the tokens of a chunk look at, in all layers together: each has its attention window."""
+    """Return how many positions the tokens of a chunk attend to, in all layers together."""
     total = 0
     for kind in manifest.model.layer_kinds:
-        most = kind.window_tokens or before + tokens
-        growing = max(0, min(tokens, most - before))  # tokens that see all before them
-        seen = growing * before + growing * (growing + 1) // 2 + (tokens - growing) * most
-        total += kind.layers * seen
+        window = kind.window_tokens or before + tokens
+        in_growing_window = max(0, min(tokens, window - before))  # tokens that attend to all before them
+        positions = (
+            in_growing_window * before
+            + in_growing_window * (in_growing_window + 1) // 2
+            + (tokens - in_growing_window) * window
+        )
+        total += kind.layers * positions
     return total

@@ -1,10 +1,10 @@
-"""How flash is read, from the measured curve: how many reads at once, how large, and whether bundles are worth it."""
+"""Sizes of flash reads, from the measured curve: how many reads at once, how large, and whether to read bundles."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from neuronpipe.plans.cost.activation_rates import Rates, miss_rate, rates, touched
+from neuronpipe.plans.cost.activation_rates import ActivationRates, miss_rate, rates, touched_share
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
@@ -12,22 +12,23 @@ from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.memory_budget import MIN_DEPTH, largest_read_bytes
 from neuronpipe.protocol.frozen import frozen
 
-KNEE = 0.9  # of the best speed is enough, for depth and for size
+KNEE = 0.9  # share of the best speed that suffices, for depth and for size
 MAX_READ_BYTES = 1 << 20
-LONG_READ_BYTES = 256 << 10  # where neighbours are wanted together; of an expert a few such reads
-# Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
+LONG_READ_BYTES = 256 << 10  # if neighbours are read together; an expert takes a few such reads
+# In warm-up, long reads are the fastest whatever a brief curve says, and cost the least processor time per byte.
 WARM_UP_READS = 16
-PREFETCH_SHARE = 0.5  # of the depth: what nobody waits for yet leaves room for what is waited for
+PREFETCH_SHARE = 0.5  # of the depth: prefetches leave room for reads that a worker waits for
 UNMEASURED_DEPTH = 32
 
 
 @frozen(kw_only=True)
-class Demand:
-    """What a token wants of the clusters of a chosen feed-forward, and how much of that memory would hold. Shares.
+class ClusterDemand:
+    """The clusters of a chosen feed-forward that a token reads, and the resident shares with the planned memory.
 
-    in_order: every trigger part is wanted, one after the other: neighbours are read together. Else those of neurons
-    that lie anywhere. values_per_trigger: of the trigger parts wanted, those whose value part is wanted too.
-    triggers_stay, values_stay: resident if either part is read by itself; pairs_stay: if both are read together.
+    in_order: all trigger parts are read, one after the other, so that neighbours are read together
+    values_per_trigger: share of the trigger parts whose value part is read too
+    triggers_stay, values_stay: resident shares if either part is read by itself
+    pairs_stay: resident share if both are read together
     """
 
     in_order: bool
@@ -35,23 +36,34 @@ class Demand:
     triggers_stay: float = 0.0
     values_stay: float = 0.0
     pairs_stay: float = 0.0
-    moved: bool = False  # value slots hold the scales of their rows: more of both parts stays, and a value part is read
-    # with its trigger part
+    # Scales are co-located: more of both parts stays, and a value part is read with its trigger part.
+    moved: bool = False
 
     @classmethod
-    def of(cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode = "exact") -> tuple[Demand, ...]:
-        """With so many bytes for slots, gates first or pairs; one for each way to lay slots out that there is."""
+    def of(
+        cls, manifest: Manifest, rates: ActivationRates, slots_bytes: int, mode: Mode = "exact"
+    ) -> tuple[ClusterDemand, ...]:
+        """Return the demand for each layout of slots that the package allows.
+
+        slots_bytes: of memory for slots, filled with triggers first, or with pairs
+        """
         values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
         if rates.trigger_read < 1.0:
             return (cls(in_order=False, values_per_trigger=values_per_trigger),)
-        per_trigger = touched(values_per_trigger, manifest.layout.cluster_neurons)
-        ways = (False, True) if manifest.slots(moved=True).moved_bytes else (False,)
-        return tuple(cls._gates_first(manifest, rates, slots_bytes, mode, per_trigger, moved) for moved in ways)
+        per_trigger = touched_share(values_per_trigger, manifest.layout.cluster_neurons)
+        layouts = (False, True) if manifest.slots(moved=True).moved_bytes else (False,)
+        return tuple(cls._gates_first(manifest, rates, slots_bytes, mode, per_trigger, moved) for moved in layouts)
 
     @classmethod
     def _gates_first(
-        cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode, values_per_trigger: float, moved: bool
-    ) -> Demand:
+        cls,
+        manifest: Manifest,
+        rates: ActivationRates,
+        slots_bytes: int,
+        mode: Mode,
+        values_per_trigger: float,
+        moved: bool,
+    ) -> ClusterDemand:
         places = manifest.slots(moved=moved)
         triggers_bytes = manifest.clusters * places.trigger_bytes
         values_bytes = manifest.clusters * places.value_bytes
@@ -68,10 +80,14 @@ class Demand:
 
 
 @frozen(kw_only=True)
-class Cost:
-    """Microseconds of flash for a cluster of a chosen feed-forward: of both parts in one read, or of the trigger part
-    and a value part one after the other. As planes: if the trigger parts of a feed-forward lay together, and then the
-    value parts, nothing between them would be read, and no read would bring both."""
+class ClusterReadCost:
+    """Microseconds of flash for one cluster of a chosen feed-forward.
+
+    both_us: of both parts in one read
+    trigger_us, value_us: of the two parts one after the other
+    planes_us: if the package had planes, all trigger parts of a feed-forward and then all value parts. Nothing between
+    them would be read, and no read would bring both.
+    """
 
     both_us: float
     trigger_us: float
@@ -80,9 +96,9 @@ class Cost:
     planes_us: float
 
     @classmethod
-    def of(cls, layout: Layout, curve: FlashCurve, demand: Demand, depth: int) -> Cost:
-        """By the curve, with so many reads at once."""
-        both, trigger, value = (
+    def of(cls, layout: Layout, curve: FlashCurve, demand: ClusterDemand, depth: int) -> ClusterReadCost:
+        """Return the costs by the curve, with `depth` reads at once."""
+        both_us, trigger_us, value_us = (
             _read_us(curve, size, depth)
             for size in (
                 layout.cluster_stride_bytes,
@@ -90,124 +106,132 @@ class Cost:
                 layout.value_read_bytes(moved=demand.moved),
             )
         )
-        in_plane = trigger
-        if demand.in_order:  # of long reads each cluster takes its share, and gates bring what lies between them
+        in_plane_us = trigger_us
+        if demand.in_order:  # a cluster's share of long reads; those of gates include the bytes between them
             long_bytes_per_us = curve.bytes_per_s(_knee_size(curve, depth), depth) / 1e6
-            both = layout.cluster_stride_bytes / long_bytes_per_us
-            in_plane = layout.trigger_part_bytes / long_bytes_per_us
-            trigger = min(trigger, both)
-        value *= 1 - demand.values_stay
+            both_us = layout.cluster_stride_bytes / long_bytes_per_us
+            in_plane_us = layout.trigger_part_bytes / long_bytes_per_us
+            trigger_us = min(trigger_us, both_us)
+        value_us *= 1 - demand.values_stay
         return cls(
-            both_us=both * (1 - demand.pairs_stay),
-            trigger_us=trigger * (1 - demand.triggers_stay),
-            value_us=value,
+            both_us=both_us * (1 - demand.pairs_stay),
+            trigger_us=trigger_us * (1 - demand.triggers_stay),
+            value_us=value_us,
             values_per_trigger=demand.values_per_trigger,
-            planes_us=in_plane * (1 - demand.triggers_stay) + demand.values_per_trigger * value,
+            planes_us=in_plane_us * (1 - demand.triggers_stay) + demand.values_per_trigger * value_us,
         )
 
     @property
     def apart_us(self) -> float:
-        """The trigger part first, the value part where it is wanted."""
+        """Time of the trigger part, and of the value part where it is read."""
         return self.trigger_us + self.values_per_trigger * self.value_us
 
     @property
     def whole(self) -> bool:
-        """Whether both parts are read together."""
+        """True if both parts are read together."""
         return self.both_us <= self.apart_us
 
 
 @frozen(kw_only=True)
-class Reading:
-    """The plan's `flash`, less the engine and the reserves."""
+class ReadSizes:
+    """The reads of a plan: its `flash`, less the engine and the reserves."""
 
     depth: int
     bundle: bool
-    moved_scales: bool  # value slots hold the scales of their rows
+    moved_scales: bool  # scales are co-located
     merge_gap_bytes: int
     most_read_bytes: int
     prefetch_depth: int
     warm_up_reads: int
     warm_up_read_bytes: int
-    set_aside_bytes: int  # staging, and what was meant for it but makes no whole buffers: so that more memory for it
-    # never takes neurons' slots by leaps
+    # Staging, and the remainder of its share that makes no whole buffer. All of it is set aside, so that slots grow
+    # steadily with the limit.
+    set_aside_bytes: int
     reasons: tuple[str, ...]
 
     @property
     def staging_bytes(self) -> int:
-        """Where reads land before their bytes are checked and copied."""
+        """Size of the buffers where the bytes of reads are checked before they are copied."""
         return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
-def reading(
+def choose_read_sizes(
     layout: Layout,
     curve: FlashCurve | None,
     *,
-    demands: tuple[Demand, ...],
+    demands: tuple[ClusterDemand, ...],
     bundle: bool | None,
     depth: int | None,
     prefetch: bool,
-    staging_most_bytes: int,
-) -> Reading:
-    """demands: as `Demand.of` makes them; with slots laid out as the one that takes flash the least time.
-    bundle: whether both parts are read together; None: where the curve says that it pays.
-    depth: reads at once at most; None: as many as the curve says that it takes.
-    staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster."""
+    max_staging_bytes: int,
+) -> ReadSizes:
+    """Return the reads of a plan.
+
+    demands: as returned by `ClusterDemand.of`; slots are laid out as in the one that costs the least flash time
+    bundle: read both parts together (None: if that is faster by the curve)
+    depth: maximum of reads at once (None: as many as the curve needs)
+    max_staging_bytes: at least MIN_DEPTH times the longest read of one cluster
+    """
     reasons = []
     knee = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
-    demand = demands[-1] if curve is None else _laid_out(layout, curve, demands, knee, bundle)
+    demand = demands[-1] if curve is None else _best_layout(layout, curve, demands, knee, bundle)
     if curve:
-        cost = Cost.of(layout, curve, demand, knee)
+        cost = ClusterReadCost.of(layout, curve, demand, knee)
         bundle = cost.whole if bundle is None else bundle
-        if bundle == cost.whole and demand.pairs_stay < 1.0:  # else nothing is read after warm-up
+        if bundle == cost.whole and demand.pairs_stay < 1.0:  # otherwise nothing is read after warm-up
             reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
-    if demand.pairs_stay >= 1.0:  # nothing is read: gates without others' scales between them are read faster
+    if demand.pairs_stay >= 1.0:  # nothing is read; gates without other scales between them are computed faster
         demand = demands[-1]
     elif bundle:
         demand = demands[0]
-    least = largest_read_bytes(layout, bundle=bundle or demand.moved)
-    long = curve is not None and bundle and demand.in_order
-    if curve and long:  # neighbours come together: fewer and longer reads
+    cluster_read_bytes = largest_read_bytes(layout, bundle=bundle or demand.moved)
+    is_long = curve is not None and bundle and demand.in_order
+    if curve and is_long:  # neighbours are read together: fewer and longer reads
         knee = _knee_depth(curve, _longest(curve))
-    depth = max(1, min(knee if depth is None else depth, staging_most_bytes // least))
-    wanted = least if curve is None else _longest(curve) if long else _knee_size(curve, depth)
-    most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES))
-    gap = min(_gap_bytes(curve, depth), most - least) if curve else 0
+    depth = max(1, min(knee if depth is None else depth, max_staging_bytes // cluster_read_bytes))
+    target_bytes = cluster_read_bytes if curve is None else _longest(curve) if is_long else _knee_size(curve, depth)
+    max_read_bytes = max(
+        cluster_read_bytes, min(target_bytes, max_staging_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES)
+    )
+    gap_bytes = min(_gap_bytes(curve, depth), max_read_bytes - cluster_read_bytes) if curve else 0
     if curve:
-        kib = (most if long else layout.value_part_bytes) >> 10
+        kib = (max_read_bytes if is_long else layout.value_part_bytes) >> 10
         reasons.append(
             f"{depth} reads at once reach {_share_of_best(curve, kib << 10, depth):.0%} of what the storage gives at "
-            f"{kib} KiB; a gap of {gap >> 10} KiB costs less than another read"
+            f"{kib} KiB; a gap of {gap_bytes >> 10} KiB costs less than another read"
         )
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
-    left = (staging_most_bytes - depth * most) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
-    warm_up_read = min(left, MAX_READ_BYTES) if left > most else 0
-    return Reading(
+    warm_up_bytes = (max_staging_bytes - depth * max_read_bytes) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
+    warm_up_read_bytes = min(warm_up_bytes, MAX_READ_BYTES) if warm_up_bytes > max_read_bytes else 0
+    return ReadSizes(
         depth=depth,
         bundle=bundle,
         moved_scales=demand.moved,
-        merge_gap_bytes=gap,
-        most_read_bytes=most,
+        merge_gap_bytes=gap_bytes,
+        most_read_bytes=max_read_bytes,
         prefetch_depth=max(1, int(PREFETCH_SHARE * depth)) if prefetch else 0,
-        warm_up_reads=WARM_UP_READS if warm_up_read else 0,
-        warm_up_read_bytes=warm_up_read,
-        set_aside_bytes=min(staging_most_bytes, depth * max(least, wanted) + WARM_UP_READS * MAX_READ_BYTES),
+        warm_up_reads=WARM_UP_READS if warm_up_read_bytes else 0,
+        warm_up_read_bytes=warm_up_read_bytes,
+        set_aside_bytes=min(
+            max_staging_bytes, depth * max(cluster_read_bytes, target_bytes) + WARM_UP_READS * MAX_READ_BYTES
+        ),
         reasons=tuple(reasons),
     )
 
 
-def _laid_out(
-    layout: Layout, curve: FlashCurve, demands: tuple[Demand, ...], depth: int, bundle: bool | None
-) -> Demand:
-    """The one whose reads take the least time, the first of equals. Read whole, a cluster is as large in any."""
+def _best_layout(
+    layout: Layout, curve: FlashCurve, demands: tuple[ClusterDemand, ...], depth: int, bundle: bool | None
+) -> ClusterDemand:
+    """Return the demand whose reads take the least time, the first of equals. Bundles have one size in every layout."""
     if bundle:
         return demands[0]
-    return min(demands, key=lambda demand: Cost.of(layout, curve, demand, depth).apart_us)
+    return min(demands, key=lambda demand: ClusterReadCost.of(layout, curve, demand, depth).apart_us)
 
 
-def _reason(cost: Cost, demand: Demand) -> str:
+def _reason(cost: ClusterReadCost, demand: ClusterDemand) -> str:
     unit = f"{'feed-forwards' if demand.in_order else 'bundles'} are read whole"
     return (
         f"{unit if cost.whole else 'the trigger part is read first, the value part if it fired'}: flash takes "
@@ -217,35 +241,35 @@ def _reason(cost: Cost, demand: Demand) -> str:
 
 
 def _read_us(curve: FlashCurve, size_bytes: int, depth: int) -> float:
-    """What one of many reads costs."""
+    """Return the time of one of many reads."""
     return 1e6 * size_bytes / curve.bytes_per_s(size_bytes, depth)
 
 
 def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
-    """The fewest reads at once that come close to the best."""
+    """Return the fewest reads at once that come close to the best speed."""
     speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
     best = max(speeds.values())
     return max(MIN_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
 
 
 def _share_of_best(curve: FlashCurve, size_bytes: int, depth: int) -> float:
-    """Of the speed of this size, what so many reads at once reach."""
-    best = max(curve.bytes_per_s(size_bytes, one) for one in {point.depth for point in curve.points})
+    """Return the share of the best speed of this size that `depth` reads at once reach."""
+    best = max(curve.bytes_per_s(size_bytes, measured) for measured in {point.depth for point in curve.points})
     return min(1.0, curve.bytes_per_s(size_bytes, depth) / best)
 
 
 def depths(curve: FlashCurve) -> tuple[int, ...]:
-    """The numbers of reads at once that were measured and may be planned, fewest first."""
+    """Return the measured numbers of reads at once that may be planned, ascending."""
     return tuple(sorted({max(MIN_DEPTH, point.depth) for point in curve.points}))
 
 
 def _longest(curve: FlashCurve) -> int:
-    """The longest read that was measured, up to LONG_READ_BYTES: each costs processor time, too."""
+    """Return the longest measured read, up to LONG_READ_BYTES in whole pages: each costs processor time, too."""
     return max(min(point.request_bytes, LONG_READ_BYTES) for point in curve.points) // PAGE_BYTES * PAGE_BYTES
 
 
 def _knee_size(curve: FlashCurve, depth: int) -> int:
-    """The smallest measured size that comes close to the best, in whole pages."""
+    """Return the smallest measured size that comes close to the best speed, in whole pages."""
     sizes = sorted({point.request_bytes for point in curve.points})
     best = max(curve.bytes_per_s(size, depth) for size in sizes)
     knee = next(size for size in sizes if curve.bytes_per_s(size, depth) >= KNEE * best)
@@ -253,7 +277,10 @@ def _knee_size(curve: FlashCurve, depth: int) -> int:
 
 
 def _gap_bytes(curve: FlashCurve, depth: int) -> int:
-    """Bytes that take as long as a read costs by itself: time of a read = own + bytes / speed, through two sizes."""
+    """Return the bytes that take as long as the fixed cost of a read.
+
+    The time of a read is fixed + bytes / speed, a line through the times of two sizes.
+    """
     sizes = sorted({point.request_bytes for point in curve.points})
     small, large = sizes[0], min(sizes, key=lambda size: abs(size - (64 << 10)))
     if small == large:
@@ -268,19 +295,21 @@ def _gap_bytes(curve: FlashCurve, depth: int) -> int:
 RESIDENT_SHARES = (0.1, 0.3, 0.5, 0.75)
 
 
-def units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
-    """How the neurons of a package are read from this flash, and what planes would take, as JSON values: a row for each
-    mode and resident share."""
+def read_units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
+    """Return how a package's neurons are read from this flash, and the cost as planes, as JSON values.
+
+    There is a row for each mode and resident share.
+    """
     depth = _knee_depth(curve, manifest.layout.value_part_bytes)
     slots_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
     modes: tuple[Mode, ...] = ("exact", "predicted") if manifest.predictor is not None else ("exact",)
     rows = []
     for mode in modes:
-        wanted = rates(manifest, mode)
-        for share in RESIDENT_SHARES if wanted.trigger_read == 1.0 else (0.0,):
-            demands = Demand.of(manifest, wanted, int(share * slots_bytes), mode)
-            demand = _laid_out(manifest.layout, curve, demands, depth, None)
-            cost = Cost.of(manifest.layout, curve, demand, depth)
+        token_rates = rates(manifest, mode)
+        for share in RESIDENT_SHARES if token_rates.trigger_read == 1.0 else (0.0,):
+            demands = ClusterDemand.of(manifest, token_rates, int(share * slots_bytes), mode)
+            demand = _best_layout(manifest.layout, curve, demands, depth, None)
+            cost = ClusterReadCost.of(manifest.layout, curve, demand, depth)
             whole = "feed-forward" if demand.in_order else "cluster"
             rows.append(
                 {

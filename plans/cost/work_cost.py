@@ -1,7 +1,7 @@
-"""What work costs on a device: milliseconds for bytes, rows and reads.
+"""Costs of work on a device: milliseconds for bytes, rows and reads.
 
-From a device profile, which has the run's own kernels, where there is one; else from how fast memory is read, which
-computing is then taken to keep up with. None where nothing was measured.
+They come from a device profile, which has measured the run's own kernels, or else from memory speed, with which
+computing is then assumed to keep up. None where nothing was measured.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
 
-# Of the loader, where it was not measured: submitting and reaping a read, and checking and copying its bytes.
+# Assumed processor time of the loader: to submit and reap a read, and to check and copy its bytes.
 ASSUMED_READ_US = 6.0
 ASSUMED_READ_US_PER_KIB = 0.25
-# Of a run, where kernels were measured and no run was: a step over its kernels, with one worker and with several (1.10
-# to 1.39 on three machines); a read's processor time over that of many at once by themselves (3 to 4), and its delay.
+# Assumed of a run if only kernels were measured: time of a step over its kernels, with several workers and with one
+# (1.10 to 1.39 on three machines); processor time of a read over that in a large batch (3 to 4), and its delay.
 ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE = 1.3, 1.1
 ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
-# Of a core, weights of a prompt times vectors of its tokens: a server's were measured at 150 to 390 G
-# (tests/bench/README.md, AMX), a phone's mid core would make 48 G (plans/lab/simulate/devices).
+# Weights of a prompt times vectors of its tokens, per core: a server's were measured at 150 to 390 G
+# (tests/bench/README.md, AMX), a phone's mid core would reach 48 G (plans/lab/simulate/devices).
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
-# A panel of few tokens takes as long as so many more: 137, 257 and 321 G with 16, 64 and 512 tokens on an EPYC.
+# Fixed cost of a panel, in tokens: 137, 257 and 321 G with 16, 64 and 512 tokens on an EPYC.
 PANEL_TOKENS_OF_SETUP = 16
-# Of a core, products of a head with keys or values in f16 while a prompt is computed.
+# Products of a head with keys or values in f16 while a prompt is computed, per core.
 ASSUMED_ATTENDED_PER_S = 20e9
-# Of a core, for each gate of each token of a prompt. Two cores of an EPYC with AVX-512, a 1B, 2026-11-25: 11 by perf.
+# Per core, for each gate of each token of a prompt. Two cores of an EPYC with AVX-512, a 1B: 11 by perf.
 GATE_NS = 11.0
-BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and where layers meet
+BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and between layers
 
 
 @frozen
-class Cost:
-    """Of so many decode workers together, for one package's matrices. shares_core: the loader runs on one of their
-    cores, so that its work is theirs."""
+class WorkCost:
+    """The costs of decode workers together, for the matrices of one package.
+
+    shares_core: the loader runs on a worker's core, so that its processor time delays the workers
+    """
 
     manifest: Manifest
     mode: Mode
@@ -50,28 +52,28 @@ class Cost:
 
     # ---- decode ----------------------------------------------------------------------------------------------
     def fixed_ms(self, size_bytes: float) -> float | None:
-        """Fixed matrices times a token's vectors."""
+        """Return the time of fixed matrices times a token's vectors."""
         return self._in_order_ms("matrix", size_bytes)
 
     def triggers_ms(self, size_bytes: float) -> float | None:
-        """The trigger rows of whole blocks."""
+        """Return the time of the trigger rows of whole blocks."""
         return self._in_order_ms("triggers", size_bytes, self._gate_rows)
 
     def values_ms(self, size_bytes: float, share: float, piece_bytes: int) -> float | None:
-        """Up and Down rows of this share of the neurons, wherever they lie."""
+        """Return the time of Up and Down rows of this share of the neurons, at any positions."""
         if (speed := self._values_bytes_per_s(share, predicted=False)) is not None:
             return 1e3 * size_bytes / speed
         return self._pieces_ms(size_bytes, piece_bytes)
 
     def predicted_ms(self, trigger_bytes: float, value_bytes: float, share: float, piece_bytes: int) -> float | None:
-        """Rows of this share of the neurons, which a predictor has named."""
+        """Return the time of the rows of this share of the neurons, chosen by a predictor."""
         triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share, self._gate_rows)
         if triggers_ms is not None and (speed := self._values_bytes_per_s(share, predicted=True)) is not None:
             return triggers_ms + 1e3 * value_bytes / speed
         return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
 
-    def read_from_end_to_end_ms(self, size_bytes: float) -> float | None:
-        """Memory that is read and hardly computed on, as keys and values are."""
+    def sequential_read_ms(self, size_bytes: float) -> float | None:
+        """Return the time to read memory with hardly any computing, as for keys and values."""
         if self.profile is not None and self.profile.dram:
             return 1e3 * size_bytes / self.profile.dram_bytes_per_s(self.workers)
         if self.speed is None:
@@ -79,13 +81,14 @@ class Cost:
         return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.sequential_bytes_per_s)
 
     def step_factor(self) -> float:
-        """How much longer a decode step takes than its kernels by themselves; 1 where no kernel was measured."""
+        """Return the ratio of a decode step to its kernels alone; 1 if no kernel was measured."""
         assumed = ASSUMED_STEP_FACTOR if self.workers > 1 else ASSUMED_STEP_FACTOR_OF_ONE
         measured = self._measured(lambda profile: profile.step_factor(self.mode, self.workers))
         return measured or (assumed if self._no_run_measured else 1.0)
 
-    def meetings_ms(self) -> float:
-        """What lies between steps; and, where no step was measured, a step's barriers. 0 where nothing was measured."""
+    def synchronization_ms(self) -> float:
+        """Return the time between steps or, if no step was measured, of a step's barriers. 0 if nothing was
+        measured."""
         if self.profile is None:
             return 0.0
         between_us = self._measured(lambda profile: profile.between_us(self.mode, self.workers))
@@ -96,14 +99,17 @@ class Cost:
 
     # ---- prefill ---------------------------------------------------------------------------------------------
     def panel_ms(self, tokens: int, weights: float, *, gates: bool = False) -> float:
-        """So many weights, of gates or of fixed matrices, times the vectors of so many tokens."""
+        """Return the time of these weights, of gates or of fixed matrices, times the vectors of `tokens` tokens."""
         rows = self._gate_rows if gates else self._rows
         speed = self._measured(lambda profile: profile.panel_token_weights_per_s(tokens, self.workers, **rows))
         assumed = self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S * tokens / (tokens + PANEL_TOKENS_OF_SETUP)
         return 1e3 * tokens * weights / (speed or assumed)
 
     def reused_values_ms(self, token_weights: float, share: float) -> float:
-        """Value rows of neurons that fired for this share of the tokens, each row for each token by itself."""
+        """Return the time of value rows that are read once for each token, from the processor's cache.
+
+        share: of the neurons that are active for a token
+        """
 
         def seconds_per_weight(profile: DeviceProfile) -> float:
             up = profile.reused_token_weights_per_s("ups", self.workers, share, **self._rows)
@@ -112,25 +118,29 @@ class Cost:
         each_s = self._measured(seconds_per_weight)
         return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
 
-    def attended_ms(self, products: float) -> float:
-        """Heads times keys, and weights times values: f16 rows that the token before has left in the cache."""
+    def attention_ms(self, products: float) -> float:
+        """Return the time of heads times keys, and weights times values: f16 rows that the token before has left in
+        the cache."""
 
-        def seconds_each(profile: DeviceProfile) -> float:
+        def seconds_per_product(profile: DeviceProfile) -> float:
             rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.head_width}
             dot = profile.reused_token_weights_per_s("ups", self.workers, 1.0, **rows)
             return 0.5 / dot + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, 1.0, **rows)
 
-        each_s = self._measured(seconds_each)
+        each_s = self._measured(seconds_per_product)
         return 1e3 * products * (each_s or 1 / (self.workers * ASSUMED_ATTENDED_PER_S))
 
     def gates_ms(self, gates: float) -> float:
-        """Deciding for each of these products with a gate whether it fires, and listing those that do."""
+        """Return the time to decide for each product with a gate whether it is active, and to list the active gates."""
         return gates * GATE_NS / self.workers / 1e6
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer. Such a
-        burst takes what one read takes, and for each further read what it takes among as many as are under way."""
+        """Return the time of the storage.
+
+        Reads come in bursts of `at_once`, with nothing until the next layer. A burst takes the time of one read alone,
+        plus for each further read its time among as many as are in flight.
+        """
         if not reads:
             return 0.0
         if self.curve is None:
@@ -141,23 +151,30 @@ class Cost:
         return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
     def storage_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """Return the time of the storage for these reads, or of the loader on a core of its own where that is longer:
-        one process submits, checks and copies all of them."""
+        """Return the time of the storage for these reads, or of the loader on a core of its own if that is longer.
+
+        One process submits, checks and copies all of them.
+        """
         flash_ms = self.flash_ms(reads, read_bytes, at_once, depth)
         if flash_ms is None or not reads or self.shares_core:
             return flash_ms
         return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
 
-    def reading_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
-        """The processor time of reads, so many asked for together, as it delays workers that compute meanwhile: spread
-        over their cores, or on a core of its own."""
+    def read_overhead_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
+        """Return the processor time of reads that delays the workers: spread over their cores, or 0 with a core of its
+        own.
+
+        at_once: reads issued together
+        """
         if not self.shares_core or not reads:
             return 0.0
         return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
 
-    def busy_with_read_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
-        """How long one read among many keeps the next one waiting: the loader, or the storage. in_groups: the loader
-        has so many to do that it takes and completes them by large groups, as where it was measured by itself."""
+    def read_service_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
+        """Return how long one read among many keeps the next waiting, in the loader or in the storage.
+
+        in_groups: the loader submits and completes large groups, as when it was measured alone
+        """
         if self.curve is None:
             return None
         flash_ms = 1e3 * size_bytes / self.curve.bytes_per_s(int(size_bytes), float(depth))
@@ -174,28 +191,36 @@ class Cost:
         return (measured or (ASSUMED_READ_FACTOR if self._no_run_measured else 1.0)) * alone_us / 1e3
 
     def _assumed_submit_us(self) -> float:
-        """Return the assumed processor time to submit and reap a read: no more than the smallest read took in all when
-        the curve was measured, which one core did."""
+        """Return the assumed processor time to submit and reap a read.
+
+        It is no more than the whole time of the smallest read when one core measured the curve.
+        """
         if self.curve is None:
             return ASSUMED_READ_US
         fastest_us = min(1e6 * point.request_bytes / point.bytes_per_s for point in self.curve.points)
         return min(ASSUMED_READ_US, fastest_us)
 
     def read_delay_ms(self, *, together: bool) -> float:
-        """What a read that a worker waits for takes beyond the flash's own time, named together with others or by
-        itself; 0 where no kernel was measured."""
+        """Return the time that a read in a run takes beyond the flash's own time; 0 if no kernel was measured.
+
+        A worker waits until the loader runs, which may share its core with a computing worker, and until it is woken
+        itself.
+
+        together: issued with other reads of its layer
+        """
         measured_us = self._measured(lambda profile: profile.read_delay_us(self.workers, together=together))
         return (measured_us or (ASSUMED_READ_DELAY_US if self._no_run_measured else 0.0)) / 1e3
 
     @property
     def _no_run_measured(self) -> bool:
-        """Whether kernels were measured by themselves alone, as at a start."""
+        """True if only kernels were measured, as at a start."""
         return self.profile is not None and bool(self.profile.decode) and not self.profile.steps
 
     # ---- speeds ----------------------------------------------------------------------------------------------
     def _in_order_ms(self, kind: DecodeKind, size_bytes: float, rows: dict[str, Any] | None = None) -> float | None:
-        """The slower of kernel and memory: what a kernel was measured on may have stayed in a large cache in part."""
-        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.read_from_end_to_end_ms(size_bytes)
+        """Return the longer of the times of kernel and memory: a kernel's test data may have stayed in a large cache
+        in part."""
+        times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.sequential_read_ms(size_bytes)
         return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
 
     def _kernel_ms(self, kind: DecodeKind, size_bytes: float, share: float, rows: dict[str, Any]) -> float | None:
@@ -208,7 +233,7 @@ class Cost:
         )
 
     def _measured(self, figure: Callable[[DeviceProfile], float]) -> float | None:
-        """A figure of the profile; None where there is none, or this was not measured."""
+        """Return a figure of the profile, or None without a profile or if this was not measured."""
         try:
             return None if self.profile is None else figure(self.profile)
         except KeyError:
@@ -216,15 +241,17 @@ class Cost:
 
     @property
     def _rows(self) -> dict[str, Any]:
-        """Which rows the package's matrices have."""
+        """The kind of rows in the package's matrices."""
         return {"quantization": self.manifest.quantization, "row_weights": self.manifest.model.width}
 
     @property
     def _gate_rows(self) -> dict[str, Any]:
-        """The same of its gates: as the other rows, where kernels of their own quantization were not measured."""
-        own = self.manifest.trigger_quantization
-        measured = self.profile is not None and any(point.quantization == own for point in self.profile.decode)
-        return self._rows | ({"quantization": own} if measured else {})
+        """The kind of rows in the gates; as other rows if kernels of the gates' own quantization were not measured."""
+        gate_quantization = self.manifest.trigger_quantization
+        measured = self.profile is not None and any(
+            point.quantization == gate_quantization for point in self.profile.decode
+        )
+        return self._rows | ({"quantization": gate_quantization} if measured else {})
 
     def _pieces_ms(self, size_bytes: float, piece_bytes: int) -> float | None:
         if self.speed is None:
@@ -232,7 +259,7 @@ class Cost:
         return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.piece_bytes_per_s(piece_bytes))
 
     def _share_of_speed(self, speed: MemorySpeed) -> float:
-        """What so many workers reach of the speed that was measured with `speed.threads`."""
+        """Return the share of the speed measured with `speed.threads` threads that the workers reach."""
         if self.workers >= speed.threads:
             return 1.0
         return min(1.0, self.workers * speed.one_thread_bytes_per_s / speed.sequential_bytes_per_s)

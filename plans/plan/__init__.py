@@ -1,1 +1,1 @@
-"""The plan: its document, and the memory that follows from it."""
+"""The plan document, and the memory of a run that follows from it."""

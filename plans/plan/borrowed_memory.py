@@ -1,11 +1,12 @@
-"""Memory that is set aside and not needed yet, lent to slots until it is: keys and values of texts that are not that
-long, and a prompt's stage while there is no prompt. PowerInfer-2 resizes its cache with the batch; here it follows the
-texts.
+"""KV and prefill memory borrowed for weight slots until sequences need it.
+
+Keys and values of sequences that are shorter than the context, and a prompt's stage while there is no prompt, leave
+reserved memory unused. PowerInfer-2 resizes its cache with the batch; here the cache follows the sequences.
 
     reserved  keys and values of every KV slot, in whole grants of tokens, and the stage of the prompt under way
-    lent      slots of the plan's lent ones that may be used: those that fit into what is lendable and not reserved
+    borrowed  those of the plan's borrowed slots that fit into borrowable memory that is not reserved
 
-The coordinator reserves memory before a step needs it, and the cache takes slots back for that; see services/cache.
+The coordinator reserves memory before a step needs it, and the cache reclaims slots for that; see services/cache.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from collections.abc import Sequence
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Compute, Memory, MemoryBudget
-from neuronpipe.plans.plan.segment_sizes import RunShape, own_layouts
+from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
 from neuronpipe.protocol.frozen import frozen
 
-GRANTS = 16  # a text that fills its context asks so often at most
-SHORT_PROMPT_TOKENS = 64  # prompts beside other texts come in steps of so many; more take the whole stage
-UNLENT_BYTES = 1 << 20
-KV_BYTES = 2  # of a key's or a value's component
+GRANTS = 16  # maximum of reservations for a sequence that fills its context
+SHORT_PROMPT_TOKENS = 64  # step of a prompt while other sequences decode; longer steps take the whole stage
+NEVER_BORROWED_BYTES = 1 << 20
+KV_BYTES = 2  # of one component of a key or value
 
-Slots = tuple[int, int]
-"""Triggers and values."""
+PartCounts = tuple[int, int]
+"""Numbers of trigger slots and of value slots."""
 
 
 @frozen(kw_only=True)
-class Lendable:
-    """How much of a run's memory is reserved for which texts and prompts.
+class BorrowableMemory:
+    """The memory of a run that slots may borrow, and how much of it sequences and prompts reserve.
 
-    chunk_tokens: of a prompt's step, at most
-    kv_bytes, stage_bytes: of all KV slots at full length, and of the stage of the largest prompt's step
+    chunk_tokens: maximum of a prompt's step
+    kv_bytes: of all KV slots at full length
+    stage_bytes: of the stage of the largest prompt step
     """
 
     manifest: Manifest
@@ -44,8 +46,7 @@ class Lendable:
     stage_bytes: int
 
     @classmethod
-    def of(cls, manifest: Manifest, compute: Compute, memory: Memory) -> Lendable:
-        """That of a plan's run."""
+    def of(cls, manifest: Manifest, compute: Compute, memory: Memory) -> BorrowableMemory:
         return cls(
             manifest=manifest,
             shape=RunShape.of(compute),
@@ -56,25 +57,29 @@ class Lendable:
 
     @property
     def total_bytes(self) -> int:
-        """What all slots at full length and the largest prompt need."""
+        """Bytes that all slots at full length and the largest prompt need."""
         return self.kv_bytes + self.stage_bytes
 
     @functools.cached_property
     def grant_tokens(self) -> int:
-        """Keys and values are reserved for so many tokens of a slot at once: whole pages."""
+        """Tokens of a KV slot that are reserved at once: whole pages."""
         page_tokens = max(1, PAGE_BYTES // self._row_bytes)
         return max(1, -(-self.shape.context_tokens // GRANTS // page_tokens)) * page_tokens
 
     def granted_tokens(self, tokens: int) -> int:
-        """The tokens of whole grants that hold so many."""
+        """Return the tokens of the whole grants that store `tokens` tokens."""
         return min(self.shape.context_tokens, -(-tokens // self.grant_tokens) * self.grant_tokens)
 
     def stage_tokens(self, tokens: int) -> int:
-        """The tokens of the stage that is reserved for a prompt's step of so many: a short one, or the whole."""
+        """Return the tokens of the stage reserved for a prompt step: a short stage, or the whole."""
         return SHORT_PROMPT_TOKENS if tokens <= SHORT_PROMPT_TOKENS < self.chunk_tokens else self.chunk_tokens
 
     def reserved_bytes(self, kv_tokens: Sequence[int], stage_tokens: int) -> int:
-        """kv_tokens: of every KV slot; stage_tokens: of the stage, 0 without a prompt."""
+        """Return the bytes reserved for keys and values of these lengths, and for a prompt's stage.
+
+        kv_tokens: one length for every KV slot
+        stage_tokens: as returned by stage_tokens; 0 without a prompt
+        """
         kv_bytes = min(self.kv_bytes, sum(map(self._slot_bytes, kv_tokens)))
         if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:
             return kv_bytes + self._short_stage_bytes
@@ -82,17 +87,21 @@ class Lendable:
 
     @functools.cached_property
     def _short_stage_bytes(self) -> int:
-        (short,) = own_layouts(self.manifest, self.shape, SHORT_PROMPT_TOKENS).values()
-        shared = PAGE_BYTES * len(short.fields)  # arrays of the whole stage lie further apart
-        return min(self.stage_bytes, short.total_bytes + shared)
+        (short,) = prefill_layouts(self.manifest, self.shape, SHORT_PROMPT_TOKENS).values()
+        # Arrays of the whole stage lie further apart, so each may touch one more page.
+        return min(self.stage_bytes, short.total_bytes + PAGE_BYTES * len(short.fields))
 
     @property
     def _row_bytes(self) -> int:
-        """Of one token's keys in one head of one layer."""
+        """Bytes of one token's keys in one head of one layer."""
         return self.manifest.model.head_width * KV_BYTES
 
     def _slot_bytes(self, tokens: int) -> int:
-        """Keys of a head, and values, have pages of their own; they share one where they do not end with a page."""
+        """Return the bytes of one KV slot with `tokens` tokens.
+
+        Keys and values of a head have pages of their own; two neighbours share a page where they do not end with a
+        page.
+        """
         if not tokens:
             return 0
         used_bytes, all_bytes = (
@@ -104,42 +113,58 @@ class Lendable:
         return heads * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
 
 
-def lent_at_most(budget: MemoryBudget) -> int:
-    """Bytes of lent slots. Not all of it: what processes take was measured with some of it unused."""
-    return max(0, budget.kv_bytes + budget.prefill_stage_bytes - UNLENT_BYTES)
+def max_borrowed_bytes(budget: MemoryBudget) -> int:
+    """Return the bytes of borrowed slots.
+
+    A part is never borrowed: what processes take was measured with some of this memory unused.
+    """
+    return max(0, budget.kv_bytes + budget.prefill_stage_bytes - NEVER_BORROWED_BYTES)
 
 
-def lent_slots(memory: Memory, lendable: Lendable, reserved_bytes: int) -> Slots:
-    """Of the plan's lent slots, those that may be used while so much is reserved: of their memory the same share less,
-    and of its slots those first that cost tokens least."""
-    lent = memory.lent_trigger_slots, memory.lent_value_slots
-    places = lendable.manifest.slots(moved=memory.are_scales_moved)
+def usable_borrowed_slots(memory: Memory, borrowable: BorrowableMemory, reserved_bytes: int) -> PartCounts:
+    """Return those of the plan's borrowed slots that may be used while `reserved_bytes` are reserved.
+
+    Borrowed slots lose the same share of their memory as is reserved, and first those slots that cost tokens least.
+    """
+    borrowed = memory.lent_trigger_slots, memory.lent_value_slots
+    places = borrowable.manifest.slots(moved=memory.are_scales_moved)
     slot_bytes = places.trigger_bytes, places.value_bytes
-    lent_bytes = sum(count * each for count, each in zip(lent, slot_bytes, strict=True))
-    gone_pages = -(-lent_bytes * reserved_bytes // (lendable.total_bytes * PAGE_BYTES))
+    borrowed_bytes = sum(count * size for count, size in zip(borrowed, slot_bytes, strict=True))
+    reclaimed_pages = -(-borrowed_bytes * reserved_bytes // (borrowable.total_bytes * PAGE_BYTES))
     alike = memory.trigger_slots == memory.value_slots
-    return without(lent, gone_pages * PAGE_BYTES, slot_bytes, least=(0, 0), alike=alike)
+    return reclaim_slots(borrowed, reclaimed_pages * PAGE_BYTES, slot_bytes, min_slots=(0, 0), in_pairs=alike)
 
 
-def without(slots: Slots, gone_bytes: int, slot_bytes: Slots, *, least: Slots, alike: bool) -> Slots:
-    """The slots that are left when so much is given back, `least` of either part at least. alike: a neuron is wanted
-    whole or not at all, so that as many of both go; else values first, since every token reads all triggers, by turns:
-    each that has no slot pushes others out."""
-    if alike:
-        count = -(-gone_bytes // sum(slot_bytes))
-        return max(least[0], slots[0] - count), max(least[1], slots[1] - count)
-    values = min(slots[1] - least[1], -(-gone_bytes // slot_bytes[1]))
-    left_bytes = max(0, gone_bytes - values * slot_bytes[1])
-    return max(least[0], slots[0] - -(-left_bytes // slot_bytes[0])), slots[1] - values
+def reclaim_slots(
+    slots: PartCounts, reclaimed_bytes: int, slot_bytes: PartCounts, *, min_slots: PartCounts, in_pairs: bool
+) -> PartCounts:
+    """Return the slots that remain after `reclaimed_bytes` are given back.
+
+    If every token reads all triggers in turn, a trigger without a slot evicts another one, so value slots are reclaimed
+    first. Otherwise neurons are used whole or not at all, and equal numbers of both parts are reclaimed.
+
+    min_slots: slots of either part that always remain
+    in_pairs: reclaim equal numbers of both parts
+    """
+    if in_pairs:
+        count = -(-reclaimed_bytes // sum(slot_bytes))
+        return max(min_slots[0], slots[0] - count), max(min_slots[1], slots[1] - count)
+    values = min(slots[1] - min_slots[1], -(-reclaimed_bytes // slot_bytes[1]))
+    remaining_bytes = max(0, reclaimed_bytes - values * slot_bytes[1])
+    return max(min_slots[0], slots[0] - -(-remaining_bytes // slot_bytes[0])), slots[1] - values
 
 
-def with_lent_slots(manifest: Manifest, compute: Compute, memory: Memory, *, tokens: int) -> Memory:
-    """The memory of a plan while it decodes texts of so many tokens: its slots with the lent ones in use. Every KV slot
-    holds as many, since it keeps what it has of a text that has ended."""
-    if not memory.lends:
+def with_borrowed_slots(manifest: Manifest, compute: Compute, memory: Memory, *, tokens: int) -> Memory:
+    """Return the memory of a plan while it decodes sequences of `tokens` tokens, with borrowed slots as ordinary ones.
+
+    Every KV slot counts with this length, since a KV slot keeps the memory of a sequence that has ended.
+    """
+    if not memory.has_borrowed_slots:
         return memory
-    lendable = Lendable.of(manifest, compute, memory)
-    triggers, values = lent_slots(memory, lendable, lendable.reserved_bytes([tokens] * compute.sequences, 0))
+    borrowable = BorrowableMemory.of(manifest, compute, memory)
+    triggers, values = usable_borrowed_slots(
+        memory, borrowable, borrowable.reserved_bytes([tokens] * compute.sequences, 0)
+    )
     return dataclasses.replace(
         memory,
         trigger_slots=memory.trigger_slots + triggers,

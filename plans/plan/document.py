@@ -1,5 +1,9 @@
-"""The plan: the planner's output, which the services follow. JSON with a version; refused for another package or
-device."""
+"""The plan document: the planner's output, which the services follow.
+
+A plan is JSON with a version, for one package and one device. The field names below are those of the file format, so
+some are older than the glossary: `held_*` are the offloaded blocks and matrices, `lent_*` the borrowed slots,
+`moved_scales_*` the co-located scales, and `texts` counts sequences.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,23 @@ Mode = Literal["exact", "predicted", "thresholded"]
 MODES: tuple[Mode, ...] = ("exact", "predicted", "thresholded")
 
 ACCELERATOR = "accelerator"
-"""The role that computes the first blocks of decode steps on a device with memory of its own; few runs have one."""
+"""The optional role that computes the first blocks of decode steps on a device, often with memory of its own."""
 
 BACKEND_ROLES = ("decode", "prefill", ACCELERATOR)
-"""The roles that compute steps, by a backend."""
+"""The roles that compute steps, each with a backend."""
 
 DEFAULT_BACKEND = "cpu"
 
 GATEWAY = "gateway"
-"""The one role that a run does not need: towards the coordinator it is a client."""
+"""The HTTP role. A run works without it: to the coordinator it is a client."""
 
 
 @frozen(kw_only=True)
 class ProcessSpec:
-    """One process of the run: its role and its core (None: not pinned). backend: who computes in a decode or prefill
-    worker, as NAME or NAME:OPTIONS (services/steps/backend.py)."""
+    """One process of a run: its role, its core (None: not pinned) and, for a role that computes, its backend.
+
+    A backend is NAME or NAME:OPTIONS (services/steps/backend.py).
+    """
 
     role: str
     index: int
@@ -48,22 +54,22 @@ class ProcessSpec:
 
 
 def reads_whole(compute: Compute, flash: Flash) -> bool:
-    """Whether a value part comes with its trigger part, so that only triggers are looked up ahead of computing."""
+    """Return True if a value part is read with its trigger part, so that only triggers are looked up in advance."""
     return compute.mode == "predicted" or flash.bundle
 
 
 def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
-    """Who computes in a role of which there is one process; "" where there is none."""
+    """Return the backend of a role that has one process, or "" if the run has no such process."""
     return next((process.backend for process in processes if process.role == role), "")
 
 
 @frozen(kw_only=True)
 class Compute:
-    """Who computes what, where."""
+    """The processes of a run, and the steps that they compute."""
 
     mode: Mode
     processes: tuple[ProcessSpec, ...]
-    sequences: int  # KV slots: most sequences of one step
+    sequences: int  # KV slots: the maximum of one step
     context_tokens: int
     prefill_chunk_tokens: int
     prefill_threads: int  # participants of the prefill process
@@ -71,38 +77,39 @@ class Compute:
     decode_window_blocks: int  # blocks of a feed-forward that a decode worker has open at once; or all of a layer's
     prefill_window_blocks: int
     spin_us: int
-    pipeline: bool  # False: one matrix after the other, each when all it needs is there
-    prefetch: bool  # False: nothing is asked for before its layer needs it
-    hints: bool = False  # in exact mode, what the predictor names, and experts, are asked for before it is certain
-    held_blocks: tuple[int, ...] = ()  # of every feed-forward the first ones, that the accelerator holds and computes:
-    # by how many texts a step has, from one on; with more texts the last. Empty: there is no accelerator
-    held_matrices: tuple[
-        str, ...
-    ] = ()  # whole matrices that it holds and computes besides: MATRICES of offloaded_blocks.py
-    device_shares_memory: bool = False  # what it holds lies in this machine's memory
-    device_name: str = ""  # of the accelerator's, as its driver says it
+    pipeline: bool  # False: one matrix after the other, each when all its inputs are complete
+    prefetch: bool  # False: nothing is read before its layer needs it
+    hints: bool = False  # exact mode: read early what the predictor or the routers will probably choose
+    # Offloaded blocks, the first of every feed-forward: entry n is for steps of n + 1 sequences, the last also for
+    # more. Empty: there is no accelerator.
+    held_blocks: tuple[int, ...] = ()
+    held_matrices: tuple[str, ...] = ()  # whole offloaded matrices, some of MATRICES (offloaded_blocks.py)
+    device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
+    device_name: str = ""  # the accelerator's device, as its driver names it
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
-        """The decode processes in index order."""
+        """Return the decode processes in index order."""
         return tuple(process for process in self.processes if process.role == "decode")
 
     def accelerator_backend(self) -> str:
-        """Who computes the accelerator's blocks; "" where there is none."""
+        """Return the backend of the accelerator, or "" if the run has none."""
         return backend_of(ACCELERATOR, self.processes)
 
-    def most_held_blocks(self) -> int:
-        """What the accelerator has room for; 0 where there is none."""
+    def max_offloaded_blocks(self) -> int:
+        """Return the blocks of each feed-forward that the accelerator stores, or 0 if the run has none."""
         return max(self.held_blocks, default=0)
 
-    def held_blocks_of(self, texts: int) -> int:
-        """What it computes in a step of so many texts."""
-        return self.held_blocks[min(max(1, texts), len(self.held_blocks)) - 1] if self.held_blocks else 0
+    def offloaded_blocks(self, batch: int) -> int:
+        """Return the blocks that the accelerator computes in a step of `batch` sequences."""
+        return self.held_blocks[min(max(1, batch), len(self.held_blocks)) - 1] if self.held_blocks else 0
 
 
 @frozen(kw_only=True)
 class MemoryBudget:
-    """What a run takes besides neurons, in bytes; memory_budget.py computes it. Each layout has a field named after
-    it."""
+    """Bytes that a run takes besides neurons, as memory_budget.py computes them.
+
+    Each layout of segment_sizes.py has a field named after it.
+    """
 
     # segments
     fixed_bytes: int  # with the predictor
@@ -111,17 +118,16 @@ class MemoryBudget:
     exchange_bytes: int
     board_bytes: int
     trace_bytes: int
-    # what a process maps for itself
+    # private to one process
     prefill_stage_bytes: int
-    # what has no layout
+    # without a layout
     interpreters_bytes: int
     private_bytes: int  # engines, sampling
-    bookkeeping_bytes: int  # the loader's and the cache's of clusters
-    staging_bytes: int  # where the loader's reads land
-    device_bytes: int  # the accelerator's, where its device shares this machine's memory
+    bookkeeping_bytes: int  # the loader's and the cache's state of each cluster
+    staging_bytes: int  # buffers of the loader's reads
+    device_bytes: int  # the accelerator's, if its device shares this machine's memory
 
     def total_bytes(self) -> int:
-        """All of it."""
         return sum(_budgeted(self))
 
 
@@ -130,83 +136,85 @@ _budgeted = operator.attrgetter(*(field.name for field in dataclasses.fields(Mem
 
 @frozen(kw_only=True)
 class Memory(MemoryBudget):
-    """All that a run takes, and its limits. Slots hold one cluster part each; slots_bytes is of their segment."""
+    """All memory of a run, and its limits. A slot stores one cluster part; slots_bytes is the size of their segment."""
 
     limit_bytes: int
-    least_bytes: int  # the smallest limit this package accepts with these processes
-    grammars_bytes: int  # by which grammars may make their helper process grow
-    templates_bytes: int  # the same of chat templates; 0 where the run has no gateway, or the package no template
+    least_bytes: int  # the smallest limit that this package accepts with these processes
+    grammars_bytes: int  # by how much grammars may make their helper process grow
+    templates_bytes: int  # the same for chat templates; 0 without a gateway or without a template
     trigger_slots: int
     value_slots: int
     slots_bytes: int
-    lent_trigger_slots: (
-        int  # more of them, in what KV cache and prompts do not need yet (borrowed_memory.py); their bytes are
-    )
-    lent_value_slots: int  # counted as kv_bytes and prefill_stage_bytes
+    # Borrowed slots: additional slots in KV and prefill memory that is not needed yet (borrowed_memory.py). Their bytes
+    # are counted in kv_bytes and prefill_stage_bytes.
+    lent_trigger_slots: int
+    lent_value_slots: int
     follows: bool  # the run takes what is available, up to its limit
-    moving_slots: int  # of either part, those in which nothing is pinned: for clusters that are open or on their way
-    ffn_bytes: int  # of slots, were everything resident
-    accelerator_bytes: int  # what the accelerator holds in its device, whosever memory that is
-    pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes, with all lent slots; the first
-    # entry is for one; see pins_within for fewer slots
-    moved_scales_from: int = 0  # of a trigger part in bundles.bin: from here on,
-    moved_scales_bytes: int = 0  # so many bytes lie at the end of a value slot; 0: all that is used is in trigger slots
+    moving_slots: int  # of either part, unpinned: for clusters that are open or being read
+    ffn_bytes: int  # of slots for all clusters
+    accelerator_bytes: int  # offloaded weights and their scratch, in the device's or in this machine's memory
+    # Pinned clusters with all borrowed slots, by the sequences of a step; the first entry is for one. With fewer slots:
+    # pins_within.
+    pins: tuple[Pins, ...]
+    # Co-located scales: bytes of the trigger part, from this offset in it, that lie at the end of the value slot.
+    moved_scales_from: int = 0
+    moved_scales_bytes: int = 0  # 0: trigger slots store the whole trigger part
 
     @property
-    def lends(self) -> bool:
-        """Whether there are lent slots."""
+    def has_borrowed_slots(self) -> bool:
         return bool(self.lent_trigger_slots or self.lent_value_slots)
 
     @property
-    def lent_bytes(self) -> int:
-        """What the lent slots take at most."""
-        return self.kv_bytes + self.prefill_stage_bytes if self.lends else 0
+    def max_borrowed_bytes(self) -> int:
+        """Bytes that borrowed slots take while no sequence and no prompt needs its memory."""
+        return self.kv_bytes + self.prefill_stage_bytes if self.has_borrowed_slots else 0
 
     @property
     def are_scales_moved(self) -> bool:
-        """Whether value slots hold the scales of their rows, which the trigger part has in bundles.bin."""
+        """True if scales are co-located: value slots store the scales of their rows, which bundles.bin has in the
+        trigger part."""
         return self.moved_scales_bytes > 0
 
-    def pins_for(self, texts: int) -> Pins:
-        """What stays while steps compute so many texts."""
-        return next(entry for entry in reversed(self.pins) if entry.texts <= max(1, texts))
+    def pins_for(self, batch: int) -> Pins:
+        """Return the pins in effect while steps compute `batch` sequences."""
+        return next(entry for entry in reversed(self.pins) if entry.texts <= max(1, batch))
 
     def total_bytes(self) -> int:
-        """What the run takes at most, by the planner's budget."""
+        """Return the bytes that the run takes at most by the planner's budget."""
         return super().total_bytes() + self.grammars_bytes + self.templates_bytes + self.slots_bytes
 
 
 @frozen(kw_only=True)
 class Flash:
-    """How flash is read."""
+    """The reads from flash: how many, how large, and what is read together."""
 
     engine: str  # "io_uring" or "threads"
-    depth: int  # most reads in flight
-    bundle: bool  # both parts of a cluster in one read; False: the gate first, the rest when the gate fired
-    merge_gap_bytes: int  # neighbours no further apart than this are read together: the gap costs less than a read
-    most_read_bytes: int  # of one read; also the size of a staging buffer
-    prefetch_depth: int  # what nobody waits for yet is read while fewer reads than this are in flight
-    warm_up_reads: int  # long reads in flight while memory warms up; 0: it is read as everything else
-    warm_up_read_bytes: int  # of one of them; also the size of each of their staging buffers
-    reserved_triggers: int  # free slots that the cache keeps ready in the loader
+    depth: int  # maximum of reads in flight
+    bundle: bool  # both parts of a cluster in one read; False: the trigger part, then the value part if it fires
+    merge_gap_bytes: int  # clusters no further apart than this are read together: the gap costs less than a read
+    most_read_bytes: int  # the largest read, and the size of a staging buffer
+    prefetch_depth: int  # prefetches are issued while fewer reads than this are in flight
+    warm_up_reads: int  # long reads in flight during warm-up; 0: warm-up reads as everything else
+    warm_up_read_bytes: int  # the largest of these, and the size of each of their staging buffers
+    reserved_triggers: int  # free slots that the cache provides to the loader in advance
     reserved_values: int
 
     @property
     def staging_bytes(self) -> int:
-        """Where reads land before their bytes are checked and copied."""
+        """Size of the staging buffers, where the bytes of reads are checked before they are copied to slots."""
         return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
 @frozen(kw_only=True)
 class Expected:
-    """What the planner expects of one token, from the package's activity and the device's measurements.
+    """The planner's expectation for one decoded token and for a prompt.
 
-    A time is None where the device was not measured. miss_rate: of the cluster parts that a token wants, those not in
-    memory when they are first looked for; where a value part comes with its trigger part, of the trigger parts.
+    A time is None if the device was not measured. miss_rate is the share of the cluster parts looked up by a token that
+    are not in memory; where a value part is read with its trigger part, only trigger parts count.
     """
 
-    sequential_bytes_per_token: int  # of memory, read from end to end
-    neuron_bytes_per_token: int  # of memory, read in pieces of `piece_bytes`
+    sequential_bytes_per_token: int  # from memory, sequentially
+    neuron_bytes_per_token: int  # from memory, in pieces of `piece_bytes`
     piece_bytes: int
     dram_bytes_per_token: int  # both
     flash_reads_per_token: int
@@ -215,18 +223,18 @@ class Expected:
     neuron_ms_per_token: float | None
     overhead_ms_per_token: float  # processor time of reads, barriers, messages
     flash_ms_per_token: float | None
-    exposed_flash_ms_per_token: float | None  # what computing does not hide
-    accelerator_ms_per_token: float | None  # of an accelerator that was measured, beside the workers
-    accelerator_wait_ms_per_token: float | None  # of it, what the workers wait for, or lose to it
+    exposed_flash_ms_per_token: float | None  # not overlapped by computing
+    accelerator_ms_per_token: float | None  # of a measured accelerator, in parallel with the workers
+    accelerator_wait_ms_per_token: float | None  # the part of it that workers wait for, or lose on shared cores
     tokens_per_s: float | None
     miss_rate: float
-    first_token_ms: float | None  # of a prompt of one prefill chunk
+    first_token_ms: float | None  # with a prompt of one prefill chunk
     prefill_tokens_per_s: float | None  # of the same prompt
 
 
 @frozen(kw_only=True)
 class Plan:
-    """One plan. `id` is a hash of everything else."""
+    """One plan, identified by a hash of its content."""
 
     version: int
     package_id: str
@@ -239,17 +247,18 @@ class Plan:
 
     @property
     def id(self) -> str:
-        """Sixteen hexadecimal digits that name this plan."""
+        """Sixteen hexadecimal digits of the hash of all fields."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        """The plan as a person may read and keep it."""
+        """Return the plan as indented JSON with its id."""
         return json.dumps({"id": self.id, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     def check(self, *, package_id: str, device_id: str, where: str) -> None:
-        """Refuse a plan made for something else (UserError, with the command that makes the right one)."""
-        for name, mine, theirs in (("package", self.package_id, package_id), ("device", self.device_id, device_id)):
-            if mine != theirs:
+        """Raise UserError if the plan was made for another package or device, with the command that makes the right
+        one."""
+        for name, plan_id, run_id in (("package", self.package_id, package_id), ("device", self.device_id, device_id)):
+            if plan_id != run_id:
                 raise UserError(
                     f"{where}: field '{name}_id': the plan was made for another {name}; "
                     f"make a new one with `neuronpipe plan PACKAGE -o {shlex.quote(where)}`"
@@ -257,14 +266,17 @@ class Plan:
 
 
 def parse_plan(data: bytes, where: str) -> Plan:
-    """Read a plan; `where` names its file in errors. Raises UserError naming the field."""
+    """Parse a plan; `where` names its file in errors.
+
+    Raises UserError naming the field.
+    """
     try:
         values = json_object(data, where)
         if values.get("version") != VERSION:
-            found = quoted(values.get("version"))
-            raise UserError(f"{where}: field 'version': {found}, this program reads {VERSION}")
+            version = quoted(values.get("version"))
+            raise UserError(f"{where}: field 'version': {version}, this program reads {VERSION}")
         plan_id = values.pop("id", None)
-        values.pop("search", None)  # what `plan --json` prints beside the plan
+        values.pop("search", None)  # an addition of `plan --json`
         plan = from_json(Plan, values, where)
         if plan_id != plan.id:
             raise UserError(f"{where}: field 'id' does not match the content")
@@ -274,5 +286,4 @@ def parse_plan(data: bytes, where: str) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file."""
     return parse_plan(read_file(path, MAX_PLAN_BYTES), str(path))

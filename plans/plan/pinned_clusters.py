@@ -1,8 +1,8 @@
-"""Which clusters stay in memory: how many of the first of each feed-forward, as a plan states it.
+"""Pinned clusters: how many of the first clusters of each feed-forward stay in memory, as a plan states it.
 
 A feed-forward is one (layer, expert), in the order of the package; its first clusters are its hottest. Counts are
-written as runs, since a mixture has thousands of feed-forwards and most are alike: "12" is 12 of each, "12x3 0x5" 12 of
-each of the first three and none of the next five.
+written as runs, since a mixture has thousands of feed-forwards and most have equal counts: "12" is 12 of each, "12x3
+0x5" is 12 of each of the first three and none of the next five.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ RUN = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 @frozen(kw_only=True)
 class Pins:
-    """What stays while steps compute at least so many texts."""
+    """The pinned clusters while steps compute at least `texts` sequences."""
 
     texts: int
     triggers: str
     values: str
 
     def counts(self, ffns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of so many feed-forwards: pinned triggers and pinned values. Raises ValueError."""
+        """Return the pinned triggers and the pinned values of each of `ffns` feed-forwards.
+
+        Raises ValueError.
+        """
         return read_counts(self.triggers, ffns), read_counts(self.values, ffns)
 
 
 def write_counts(counts: Iterable[int]) -> str:
-    """The counts as runs; one number where all are alike."""
-    runs = [(count, len(list(alike))) for count, alike in itertools.groupby(counts)]
+    """Return counts as runs, or as one number if all are equal."""
+    runs = [(count, len(list(equal_counts))) for count, equal_counts in itertools.groupby(counts)]
     if len(runs) == 1:
         return str(runs[0][0])
     return " ".join(f"{count}x{length}" for count, length in runs)
@@ -41,15 +44,18 @@ def write_counts(counts: Iterable[int]) -> str:
 
 @lru_cache(maxsize=16)
 def read_counts(text: str, ffns: int) -> tuple[int, ...]:
-    """One count for each of so many feed-forwards. Raises ValueError, saying what is wrong."""
+    """Return one count for each of `ffns` feed-forwards.
+
+    Raises ValueError with the problem.
+    """
     if re.fullmatch(r"\d{1,7}", text):
         return (int(text),) * ffns
     counts: list[int] = []
     for run in text.split(" "):
-        found = RUN.fullmatch(run)
-        if found is None:
+        match = RUN.fullmatch(run)
+        if match is None:
             raise ValueError(f"{quoted(run)} is neither a number nor a run as 12x3")
-        count, length = int(found[1]), int(found[2])
+        count, length = int(match[1]), int(match[2])
         if len(counts) + length > ffns:
             raise ValueError(f"runs for more than {ffns} feed-forwards")
         counts += [count] * length
@@ -59,8 +65,10 @@ def read_counts(text: str, ffns: int) -> tuple[int, ...]:
 
 
 def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, ...]:
-    """Of each feed-forward of so many clusters, the first ones that are worth loading before anybody asks, the pinned
-    ones among them: of all as many, as long as there are slots."""
+    """Return how many first clusters of each feed-forward to load before anybody needs them.
+
+    These are all pinned clusters, and as many of every feed-forward as slots allow. clusters: of one feed-forward.
+    """
     low, high = 0, clusters
     while low < high:
         level = (low + high + 1) // 2
@@ -72,8 +80,13 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
 
 
 def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:
-    """What can stay while there are so many slots, `moving` of which stay free for others: of each feed-forward the
-    same share less; everything where all clusters have a slot."""
+    """Return the clusters that stay pinned when there are fewer slots than the plan has.
+
+    The counts of all feed-forwards shrink by the same share, so that `moving` slots remain unpinned. If every cluster
+    has a slot, all pins stay.
+
+    clusters: of the whole model
+    """
     room, total = max(0, slots - moving), sum(counts)
     if slots >= clusters or total <= room:
         return counts

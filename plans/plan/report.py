@@ -1,4 +1,4 @@
-"""Plans as people read them: one in words, and where two differ, field by field."""
+"""Plans as text: one plan explained, and the differences of two plans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import ACCELERATOR, DEFAULT_BACKEND, Plan
-from neuronpipe.plans.plan.offloaded_blocks import show_held, show_matrices
+from neuronpipe.plans.plan.offloaded_blocks import show_offloaded_blocks, show_offloaded_matrices
 from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.protocol.errors import named
 
 BAR_CHARACTERS = 40
-MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first tell it apart
+MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first characters suffice
 ID_CHARACTERS = 12
 
 
@@ -22,74 +22,76 @@ def _size(size_bytes: int) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """Several lines: memory as a picture, processes, expectations, reasons."""
-    m, c = plan.memory, plan.compute
+    """Return several lines: memory as a picture, processes, expectations, reasons."""
+    memory, compute = plan.memory, plan.compute
     parts = [
-        ("interpreters", m.interpreters_bytes),
-        ("grammars and templates", m.grammars_bytes + m.templates_bytes),
-        ("fixed tensors", m.fixed_bytes),
-        ("KV cache", m.kv_bytes),
-        ("exchange", m.exchange_bytes),
-        ("prefill", m.prefill_stage_bytes),
-        ("private scratch", m.private_bytes),
-        ("residency", m.residency_bytes),
-        ("bookkeeping", m.bookkeeping_bytes),
-        ("board", m.board_bytes),
-        ("trace", m.trace_bytes),
-        ("staging", m.staging_bytes),
-        *([("accelerator", m.device_bytes)] if m.device_bytes else []),
-        ("neurons", m.slots_bytes),
+        ("interpreters", memory.interpreters_bytes),
+        ("grammars and templates", memory.grammars_bytes + memory.templates_bytes),
+        ("fixed tensors", memory.fixed_bytes),
+        ("KV cache", memory.kv_bytes),
+        ("exchange", memory.exchange_bytes),
+        ("prefill", memory.prefill_stage_bytes),
+        ("private scratch", memory.private_bytes),
+        ("residency", memory.residency_bytes),
+        ("bookkeeping", memory.bookkeeping_bytes),
+        ("board", memory.board_bytes),
+        ("trace", memory.trace_bytes),
+        ("staging", memory.staging_bytes),
+        *([("accelerator", memory.device_bytes)] if memory.device_bytes else []),
+        ("neurons", memory.slots_bytes),
     ]
-    most = max(size for _, size in parts)
+    max_bytes = max(size for _, size in parts)
     lines = [f"plan {plan.id} for package {plan.package_id[:12]} on device {plan.device_id[:12]}", ""]
     lines.append(
-        f"memory  {_size(m.total_bytes())} of a limit of {_size(m.limit_bytes).strip()}, "
-        f"the least for these processes is {_size(m.least_bytes).strip()}"
+        f"memory  {_size(memory.total_bytes())} of a limit of {_size(memory.limit_bytes).strip()}, "
+        f"the least for these processes is {_size(memory.least_bytes).strip()}"
     )
-    lines += [f"  {name:<22}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / most)}" for name, size in parts]
+    lines += [f"  {name:<22}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / max_bytes)}" for name, size in parts]
     lines.append(
-        f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
-        f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
-        + (" with their scales" if m.are_scales_moved else "")
+        f"  neurons resident: {memory.slots_bytes / memory.ffn_bytes:.0%} of {_size(memory.ffn_bytes).strip()}: "
+        f"{memory.trigger_slots} gate slots, {memory.value_slots} up/down slots"
+        + (" with their scales" if memory.are_scales_moved else "")
     )
-    if m.lends:
+    if memory.has_borrowed_slots:
         lines.append(
-            f"  and while KV cache and prefill do not need their memory: up to {m.lent_trigger_slots} gate slots, "
-            f"{m.lent_value_slots} up/down slots more"
+            f"  and while KV cache and prefill do not need their memory: up to {memory.lent_trigger_slots} gate slots, "
+            f"{memory.lent_value_slots} up/down slots more"
         )
-    lines += [f"  {_pinned(entry)}" for entry in m.pins]
-    if m.accelerator_bytes and not m.device_bytes:
-        lines.append(f"  beside it, in the accelerator's own memory: {_size(m.accelerator_bytes).strip()}")
+    lines += [f"  {_pins_line(entry)}" for entry in memory.pins]
+    if memory.accelerator_bytes and not memory.device_bytes:
+        lines.append(f"  beside it, in the accelerator's own memory: {_size(memory.accelerator_bytes).strip()}")
     lines += [
         "",
-        f"compute  mode {c.mode}, "
-        f"{c.sequences} sequence(s) of {c.context_tokens} tokens, prefill {c.prefill_chunk_tokens} tokens at a time",
+        f"compute  mode {compute.mode}, "
+        f"{compute.sequences} sequence(s) of {compute.context_tokens} tokens, "
+        f"prefill {compute.prefill_chunk_tokens} tokens at a time",
     ]
-    for process in c.processes:
+    for process in compute.processes:
         core = "any core" if process.core is None else f"core {process.core}"
         by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
         if process.role == ACCELERATOR:
-            by += f": {named(c.device_name)}, {show_held(c.held_blocks)} blocks of every feed-forward"
-            by += show_matrices(c.held_matrices)
+            blocks = show_offloaded_blocks(compute.held_blocks)
+            by += f": {named(compute.device_name)}, {blocks} blocks of every feed-forward"
+            by += show_offloaded_matrices(compute.held_matrices)
         lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
-    f = plan.flash
+    flash = plan.flash
     lines += [
         "",
-        f"flash  {f.engine}, {f.depth} reads at once, {f.prefetch_depth} of them ahead of need at most; "
-        f"{'bundles whole' if f.bundle else 'gate and up/down apart'}",
-        f"  reads up to {f.most_read_bytes >> 10} KiB, joined over gaps up to {f.merge_gap_bytes >> 10} KiB; "
-        f"{f.reserved_triggers} gate and {f.reserved_values} up/down slots kept free",
-        f"  warm-up by {f.warm_up_reads or 'ordinary'} reads"
-        + (f" of {f.warm_up_read_bytes >> 10} KiB at once" if f.warm_up_reads else ""),
+        f"flash  {flash.engine}, {flash.depth} reads at once, {flash.prefetch_depth} of them ahead of need at most; "
+        f"{'bundles whole' if flash.bundle else 'gate and up/down apart'}",
+        f"  reads up to {flash.most_read_bytes >> 10} KiB, joined over gaps up to {flash.merge_gap_bytes >> 10} KiB; "
+        f"{flash.reserved_triggers} gate and {flash.reserved_values} up/down slots kept free",
+        f"  warm-up by {flash.warm_up_reads or 'ordinary'} reads"
+        + (f" of {flash.warm_up_read_bytes >> 10} KiB at once" if flash.warm_up_reads else ""),
         "",
-        *_expectation(plan),
+        *_expectation_lines(plan),
     ]
     lines += ["", "because", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
 
 
-def _pinned(entry: Pins) -> str:
-    """What stays with so many texts: of each feed-forward, a number or the least and the greatest."""
+def _pins_line(entry: Pins) -> str:
+    """Return the pins of each feed-forward for this many sequences, as a number or a range."""
     from_texts = "" if entry.texts == 1 else f", from {entry.texts} texts on"
     return f"pinned of each feed-forward: {_range(entry.triggers)} gate, {_range(entry.values)} up/down{from_texts}"
 
@@ -99,52 +101,64 @@ def _range(counts: str) -> str:
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
-def _expectation(plan: Plan) -> list[str]:
-    e = plan.expected
-    speed = "not measured" if e.tokens_per_s is None else f"{show_number(e.tokens_per_s)} tokens/s"
+def _expectation_lines(plan: Plan) -> list[str]:
+    expected = plan.expected
+    speed = "not measured" if expected.tokens_per_s is None else f"{show_number(expected.tokens_per_s)} tokens/s"
     terms: tuple[tuple[str, int | None, float | None, str], ...] = (
-        ("memory, end to end", e.sequential_bytes_per_token, e.sequential_ms_per_token, ""),
-        ("memory, in pieces", e.neuron_bytes_per_token, e.neuron_ms_per_token, f"of {e.piece_bytes:,} bytes"),
-        ("reads, barriers", None, e.overhead_ms_per_token, "processor time"),
-        ("flash", e.flash_bytes_per_token, e.flash_ms_per_token, f"{e.flash_reads_per_token:,} reads"),
-        ("  exposed", None, e.exposed_flash_ms_per_token, "that computing does not hide"),
+        ("memory, end to end", expected.sequential_bytes_per_token, expected.sequential_ms_per_token, ""),
+        (
+            "memory, in pieces",
+            expected.neuron_bytes_per_token,
+            expected.neuron_ms_per_token,
+            f"of {expected.piece_bytes:,} bytes",
+        ),
+        ("reads, barriers", None, expected.overhead_ms_per_token, "processor time"),
+        (
+            "flash",
+            expected.flash_bytes_per_token,
+            expected.flash_ms_per_token,
+            f"{expected.flash_reads_per_token:,} reads",
+        ),
+        ("  exposed", None, expected.exposed_flash_ms_per_token, "that computing does not hide"),
     )
-    if e.accelerator_ms_per_token is not None:
+    if expected.accelerator_ms_per_token is not None:
         terms += (
-            ("accelerator", None, e.accelerator_ms_per_token, "beside the workers"),
-            ("  waited for", None, e.accelerator_wait_ms_per_token, "that these do not compute meanwhile"),
+            ("accelerator", None, expected.accelerator_ms_per_token, "beside the workers"),
+            ("  waited for", None, expected.accelerator_wait_ms_per_token, "that these do not compute meanwhile"),
         )
     elif plan.compute.held_blocks:
         terms += (("accelerator", None, None, "not measured; the times above are as if the workers did its part"),)
-    lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up"]
+    lines = [f"expects  {speed} at half of the context; misses {expected.miss_rate:.1%} of what it looks up"]
     for name, size, time_ms, note in terms:
-        shown = " " * 13 if size is None else _size(size)
-        lines.append(f"  {name:<19}{shown}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
-    if e.prefill_tokens_per_s is not None:
-        lines.append(
-            f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {show_number(e.prefill_tokens_per_s)} tokens/s"
-        )
+        size_cell = " " * 13 if size is None else _size(size)
+        lines.append(f"  {name:<19}{size_cell}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
+    if expected.prefill_tokens_per_s is not None:
+        speed = show_number(expected.prefill_tokens_per_s)
+        lines.append(f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {speed} tokens/s")
     return lines
 
 
-def difference(one: Plan, other: Plan) -> str:
-    """A line for each field that differs: name, value in `one`, value in `other`; a number's change in percent."""
-    if one == other:
-        return f"the plans are the same: {one.id}\n"
-    old, new = (dict(_fields(dataclasses.asdict(plan), "")) for plan in (one, other))
+def difference(old_plan: Plan, new_plan: Plan) -> str:
+    """Return a line for each field that differs: name, old value, new value, and a number's change in percent."""
+    if old_plan == new_plan:
+        return f"the plans are the same: {old_plan.id}\n"
+    old, new = (dict(_fields(dataclasses.asdict(plan), "")) for plan in (old_plan, new_plan))
     rows = [
-        (name, _shown(old.get(name)), _shown(new.get(name)), _change(old.get(name), new.get(name)))
+        (name, _cell(old.get(name)), _cell(new.get(name)), _change(old.get(name), new.get(name)))
         for name in dict.fromkeys((*old, *new))
         if old.get(name) != new.get(name) and not name.startswith("reasons.")
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    lines = [f"plan {one.id} -> {other.id}"]
+    lines = [f"plan {old_plan.id} -> {new_plan.id}"]
     lines += [
         f"  {name:<{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}  {change}".rstrip()
         for name, before, after, change in rows
     ]
-    for mark, reasons, others in (("-", one.reasons, other.reasons), ("+", other.reasons, one.reasons)):
-        lines += [f"  {mark} {reason}" for reason in reasons if reason not in others]
+    for mark, reasons, other_reasons in (
+        ("-", old_plan.reasons, new_plan.reasons),
+        ("+", new_plan.reasons, old_plan.reasons),
+    ):
+        lines += [f"  {mark} {reason}" for reason in reasons if reason not in other_reasons]
     return "\n".join(lines) + "\n"
 
 
@@ -159,7 +173,7 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""What a runtime takes that computes the products of prompts, or an accelerator's blocks: services/offload/npu/.
+"""Memory of a runtime that computes the products of prompts, or an accelerator's blocks (services/offload/npu/).
 
-The figures are measured, and rounded up: services/offload/npu/README.md has them beside what this says.
+The figures are measured and rounded up; services/offload/npu/README.md compares them with measurements.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ from neuronpipe.protocol.frozen import frozen
 
 MIB = 1 << 20
 GRAPH_TOKENS = (64, 128, 512)
-"""Tokens of a graph. What is not filled is padded with zeros."""
+"""Tokens of a graph. Unused rows are padded with zeros."""
 
 START_TOKENS = 32
-"""What a graph costs besides its tokens: to hand it over and to read its rows takes as long as so many tokens."""
+"""Fixed cost of a graph, in tokens: submitting it and reading its rows takes as long as computing these tokens."""
 
-HELD_TOKENS = (1, 2, 4)
-"""The same of an accelerator's graphs. More texts go by turns."""
+OFFLOAD_GRAPH_TOKENS = (1, 2, 4)
+"""Tokens of an accelerator's graphs. Steps with more sequences run several graphs in turn."""
 
-MAX_PRODUCT_NEURONS = 2048  # that are handed to another to compute at once
+MAX_PRODUCT_NEURONS = 2048  # of one external matrix product
 FLOAT_BYTES = 4
 
 
 @frozen(kw_only=True)
 class RuntimeCost:
-    """Bytes of one runtime. Some keep a graph's memory as long as the graph; others give it back after each product, so
-    that the largest counts, once."""
+    """Memory of one runtime, in bytes.
+
+    Some runtimes store a graph's weights as long as the graph exists (`keeps`); others free them after each product, so
+    that only the largest counts, once.
+    """
 
     base_bytes: int  # libraries, with numpy
     keeps: bool
-    matrix_weight_bytes: float  # of each weight of an attention matrix
-    neuron_weight_bytes: float  # of each of gate, up and down together
-    value_bytes: int  # of each value of a token: inputs, outputs, and what lies between them
+    matrix_weight_bytes: float  # for each weight of an attention matrix
+    neuron_weight_bytes: float  # for each weight of gate, up and down
+    value_bytes: int  # for each value of a token: inputs, outputs and intermediate values
 
 
 QNN = RuntimeCost(base_bytes=208 * MIB, keeps=True, matrix_weight_bytes=1.5, neuron_weight_bytes=1.5, value_bytes=10)
@@ -44,24 +47,29 @@ RUNTIMES = {
     "onnx:qnn-emulated": QNN,
     "onnx:qnn": QNN,
 }
-"""By backend, whatever the chip. A device's own was never measured: it is taken to be its emulator's."""
+"""Costs by backend, whatever the chip. QNN on a device was never measured: its emulator's figures are used."""
 
 
 def runtime_of(backend: str) -> RuntimeCost | None:
-    """The runtime that computes products for this backend, whatever the chip; None: the engine computes them itself."""
+    """Return the runtime that computes products for this backend, or None if the engine computes them itself."""
     return RUNTIMES.get(":".join(backend.split(":")[:2]))
 
 
-def graph_tokens(most_tokens: int) -> tuple[int, ...]:
-    """The lengths of the graphs for steps of up to so many tokens. Longer ones go by turns."""
-    shorter = [tokens for tokens in GRAPH_TOKENS if tokens < most_tokens]
+def graph_tokens(max_tokens: int) -> tuple[int, ...]:
+    """Return the lengths of the graphs for steps of up to `max_tokens` tokens. Longer steps run several graphs in
+    turn."""
+    shorter = [tokens for tokens in GRAPH_TOKENS if tokens < max_tokens]
     return (*shorter, *GRAPH_TOKENS[len(shorter) : len(shorter) + 1])
 
 
 def graphs_for(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """The lengths, out of ascending ones, of the graphs that compute so many tokens one after the other: all are full
-    but the last. The longest while it is full; then the shortest that holds the rest, or turns of the next shorter one,
-    where these cost less."""
+    """Return the lengths of the graphs that compute these tokens one after the other.
+
+    The longest graph is used while it is full. The remaining tokens take the shortest graph that fits them, or several
+    of the next shorter one if these cost less.
+
+    lengths: available lengths, ascending
+    """
     chosen = []
     while tokens > 0:
         chosen.append(_next_graph(tokens, lengths))
@@ -74,21 +82,23 @@ def _next_graph(tokens: int, lengths: Sequence[int]) -> int:
     whole, shorter = lengths[number], lengths[number - 1]
     if tokens >= whole or number == 0:
         return whole
-    turns, rest = divmod(tokens, shorter)
-    ends = min(length for length in lengths if length >= rest) + START_TOKENS if rest else 0
-    return shorter if turns * (shorter + START_TOKENS) + ends < whole + START_TOKENS else whole
+    full_graphs, last_tokens = divmod(tokens, shorter)
+    last_cost = min(length for length in lengths if length >= last_tokens) + START_TOKENS if last_tokens else 0
+    return shorter if full_graphs * (shorter + START_TOKENS) + last_cost < whole + START_TOKENS else whole
 
 
 def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int) -> int:
-    """What this backend takes in steps of up to so many tokens, besides what the engine takes; nothing, if it is the
-    engine itself. neurons: of one graph."""
+    """Return the bytes that a runtime adds to a prefill process in steps of up to `tokens` tokens; 0 for the engine.
+
+    neurons: of one graph
+    """
     if (cost := runtime_of(backend)) is None:
         return 0
     model = manifest.model
     matrices, ffn = (model.qkv_rows * model.width, model.width * model.query_width), 3 * neurons * model.width
-    rows = 2 * ffn + sum(matrices)  # as bytes, in buffers that stay; neurons of two products by turns
+    rows = 2 * ffn + sum(matrices)  # one byte a weight, in permanent buffers; neurons of two products alternate
     matrix_values, ffn_values = model.width + model.qkv_rows, 2 * model.width + 3 * neurons
-    handed = max(model.width, model.query_width) + max(model.qkv_rows, model.width)  # from and to the engine
+    exchanged_values = max(model.width, model.query_width) + max(model.qkv_rows, model.width)  # from and to the engine
     lengths = graph_tokens(tokens)
     if cost.keeps:
         weights = len(lengths) * (cost.matrix_weight_bytes * sum(matrices) + cost.neuron_weight_bytes * ffn)
@@ -99,18 +109,20 @@ def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int
             (cost.neuron_weight_bytes * ffn, ffn_values),
         )
         graphs = max(weights + max(lengths) * values * cost.value_bytes for weights, values in products)
-    return cost.base_bytes + rows + int(graphs) + tokens * handed * FLOAT_BYTES
+    return cost.base_bytes + rows + int(graphs) + tokens * exchanged_values * FLOAT_BYTES
 
 
-def holder_bytes(manifest: Manifest, backend: str, *, neurons: int) -> int:
-    """What this backend takes as an accelerator's, besides the weights that it holds; nothing, if it is no runtime.
-    neurons: of one graph."""
+def offload_runtime_bytes(manifest: Manifest, backend: str, *, neurons: int) -> int:
+    """Return the bytes that a runtime adds to an accelerator process, besides the offloaded weights; 0 for the engine.
+
+    neurons: of one graph
+    """
     if (cost := runtime_of(backend)) is None:
         return 0
     width = manifest.model.width
     graph = cost.neuron_weight_bytes * 3 * neurons * width
     values = (2 * width + 3 * neurons) * cost.value_bytes
     if cost.keeps:
-        in_floats = FLOAT_BYTES * neurons * width  # of one matrix, where a product is computed again
-        return cost.base_bytes + int(len(HELD_TOKENS) * graph) + sum(HELD_TOKENS) * values + in_floats
-    return cost.base_bytes + int(graph) + max(HELD_TOKENS) * values
+        in_floats = FLOAT_BYTES * neurons * width  # of one matrix, if a product is computed again
+        return cost.base_bytes + int(len(OFFLOAD_GRAPH_TOKENS) * graph) + sum(OFFLOAD_GRAPH_TOKENS) * values + in_floats
+    return cost.base_bytes + int(graph) + max(OFFLOAD_GRAPH_TOKENS) * values

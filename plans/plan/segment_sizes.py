@@ -1,6 +1,6 @@
-"""The memory that a run lays out: every segment, and what a process maps for itself. Computed here and nowhere else.
+"""Memory layouts of a run: every segment, and the private memory of processes. They are computed in no other place.
 
-The planner budgets with these layouts before there is a run, the supervisor makes the segments from them and states
+The planner budgets with these layouts before a run exists, the supervisor creates the segments from them and states
 them in run.json, and every process that attaches maps the layouts stated there.
 """
 
@@ -16,12 +16,12 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layout import Layout
 
 WORD_BYTES = 4
-PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
+PARTIAL_TOKENS = 64  # tokens whose block sums a step stores at once; more are summed in turns
 
 
 @frozen(kw_only=True)
 class RunShape:
-    """What of a plan decides how much memory is taken besides neurons, a prompt's chunk and staging."""
+    """The choices of a plan that size its memory, without neurons, prefill chunk and staging."""
 
     mode: Mode
     processes: int
@@ -33,14 +33,13 @@ class RunShape:
     gateways: int = 0  # of the processes
     hints: bool = False
     prefill_backend: str = DEFAULT_BACKEND
-    held_blocks: int = 0  # by the accelerator, at most; 0: there is none
-    held_matrices: tuple[str, ...] = ()
+    max_offloaded_blocks: int = 0  # of each feed-forward; 0: there is no accelerator
+    offloaded_matrices: tuple[str, ...] = ()
     device_shares_memory: bool = False
     accelerator_backend: str = ""
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
-        """That of a plan."""
         return cls(
             mode=compute.mode,
             processes=len(compute.processes),
@@ -52,43 +51,47 @@ class RunShape:
             gateways=sum(process.role == GATEWAY for process in compute.processes),
             hints=compute.hints,
             prefill_backend=backend_of("prefill", compute.processes),
-            held_blocks=compute.most_held_blocks(),
-            held_matrices=compute.held_matrices,
+            max_offloaded_blocks=compute.max_offloaded_blocks(),
+            offloaded_matrices=compute.held_matrices,
             device_shares_memory=compute.device_shares_memory,
             accelerator_backend=compute.accelerator_backend(),
         )
 
     @property
     def predicts(self) -> bool:
-        """Whether decode steps use a predictor."""
+        """True if decode steps use a predictor."""
         return self.mode == "predicted" or self.hints
 
     def prefill_tokens(self, chunk_tokens: int) -> int:
-        """Most tokens of one step of prefill: it is also asked for the logits of `logit_rows` tokens at once."""
+        """Return the maximum of tokens in one prefill step, which may also compute logits of `logit_rows` tokens at
+        once."""
         return max(chunk_tokens, self.logit_rows)
 
 
 def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
-    """Blocks of neurons that are handed to another to compute at once: so many that all products of a layer are about
-    alike, for their graphs have one size; fewer where a window holds fewer."""
-    return min(_alike(layout, layout.blocks), window_blocks)
+    """Return the blocks of neurons in one external matrix product.
+
+    All products of a layer have nearly the same size, since their graphs have one size. A small block window limits it.
+    """
+    return min(_even_blocks(layout, layout.blocks), window_blocks)
 
 
-def held_product_blocks(layout: ClusterLayout, blocks: int) -> int:
-    """The same of the first `blocks`, which an accelerator holds and has no window for."""
-    return _alike(layout, blocks)
+def offloaded_product_blocks(layout: ClusterLayout, blocks: int) -> int:
+    """Return the blocks in one product of an accelerator that computes the first `blocks`, for which it needs no
+    window."""
+    return _even_blocks(layout, blocks)
 
 
-def _alike(layout: ClusterLayout, blocks: int) -> int:
+def _even_blocks(layout: ClusterLayout, blocks: int) -> int:
     products = -(-blocks // max(1, MAX_PRODUCT_NEURONS // layout.block_neurons))
     return -(-blocks // products)
 
 
 def open_clusters(manifest: Manifest, compute: Compute) -> int:
-    """How many clusters may be open at once, of either part: all that a step holds in place while it computes."""
+    """Return how many clusters of either part may be open at once, that is in use by a step that is being computed."""
     layout, experts = manifest.layout, manifest.model.experts
     return max(
-        # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
+        # A barrier separates layers, so windows of a whole layer are the same window; windows of experts are not.
         experts * layout.clusters
         if window_blocks == experts * layout.blocks
         else min(manifest.clusters, participants * window_blocks * layout.block_clusters)
@@ -100,20 +103,25 @@ def open_clusters(manifest: Manifest, compute: Compute) -> int:
 
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
-    """The layout of every segment of a run, by name. Slots have places for the lent ones, too: pages that nobody uses
-    take no memory."""
-    others, memory = fixed_layouts(manifest, RunShape.of(plan.compute)), plan.memory
+    """Return the layout of every segment of a run, by name.
+
+    Slots include the borrowed ones: pages that nobody touches take no memory.
+    """
+    fixed, memory = fixed_layouts(manifest, RunShape.of(plan.compute)), plan.memory
     triggers, values = memory.trigger_slots + memory.lent_trigger_slots, memory.value_slots + memory.lent_value_slots
-    return others | {"slots": slots_layout(manifest, triggers, values, moved=memory.are_scales_moved)}
+    return fixed | {"slots": slots_layout(manifest, triggers, values, moved=memory.are_scales_moved)}
 
 
 def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
-    """The layout of what a process of this run maps for itself, by name."""
-    return own_layouts(manifest, RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens)
+    """Return the private layouts of this run's processes, by name."""
+    return prefill_layouts(manifest, RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens)
 
 
 def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, moved: bool = False) -> Layout:
-    """The segment of the neurons, with so many slots of either part. moved: as in `Layout.slots`."""
+    """Return the segment of the neurons with these numbers of slots.
+
+    moved: True if scales are co-located, as in `Layout.slots`
+    """
     places = manifest.slots(moved=moved)
     return layouts.slots(
         trigger_slots=trigger_slots,
@@ -124,9 +132,9 @@ def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, mo
 
 
 def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
-    """The segments whose size depends on neither slots nor chunks: all but that of the neurons."""
+    """Return the segments whose size depends on neither slots nor chunks: all but that of the neurons."""
     model = manifest.model
-    made = (
+    segments = (
         layouts.fixed(
             file_bytes=manifest.files[FIXED].bytes,
             predictor_bytes=manifest.files[PREDICTOR].bytes if shape.predicts and manifest.predictor else 0,
@@ -150,14 +158,14 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
         layouts.board(processes=shape.processes, sequences=shape.sequences),
         layouts.trace(rings=shape.processes),
     )
-    return {one.name: one for one in made}
+    return {segment.name: segment for segment in segments}
 
 
-def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
-    """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
+def prefill_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
+    """Return the private layouts of the prefill process: the stage of its steps, which only its threads use."""
     tokens, partial_tokens = shape.prefill_tokens(prefill_chunk_tokens), PARTIAL_TOKENS
     lengths = _stage_lengths(manifest, tokens, predicts=shape.mode == "predicted")
-    if runtime_of(shape.prefill_backend):  # what lies inside a feed-forward is the runtime's
+    if runtime_of(shape.prefill_backend):  # the runtime stores the values inside a feed-forward
         lengths |= {"neurons": 0, "rank": 0}
         partial_tokens = 0
     stage = layouts.prefill_stage(tokens=tokens, partial_tokens=min(tokens, partial_tokens), **lengths)
@@ -165,7 +173,10 @@ def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) 
 
 
 def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[str, int]:
-    """What stages of steps of so many tokens have alike. predicts: by a predictor, which may give hints only."""
+    """Return the lengths that all stages of steps with this number of tokens have in common.
+
+    predicts: True if a predictor is used, for hints or to decide
+    """
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,

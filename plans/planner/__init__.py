@@ -1,1 +1,1 @@
-"""The planner: it searches for the plan with the best expected speed within a memory limit."""
+"""The planner: from a package, a device and a limit to a plan."""

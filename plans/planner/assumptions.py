@@ -1,4 +1,4 @@
-"""What a plan has to assume, because nobody measured it: one line each, with the command that measures it."""
+"""Assumptions of a plan about what was not measured: a reason each, with the command that measures it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def assumptions(
     profile: DeviceProfile | None,
     prompts_by: str = DEFAULT_BACKEND,
 ) -> tuple[str, ...]:
-    """Of the package, then of the device. all_resident: nothing is missed; prompts_by: the backend of prompts."""
+    """Return the assumptions on the package, then those on the device.
+
+    all_resident: nothing misses
+    prompts_by: the backend of prompts
+    """
     if profile is not None and not profile.decode and not profile.panels:
         profile = None  # of memory alone, as a start measures it for a small package
     return (
@@ -49,13 +53,13 @@ def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[
         yield f"assumed, since the package states none: {ASSUMED_FIRED:.0%} of the neurons fire"
     if all_resident:
         return
-    own = manifest.profile(mode)
-    found = own or manifest.profile("exact")
-    if found is None:
+    mode_profile = manifest.profile(mode)
+    profile = mode_profile or manifest.profile("exact")
+    if profile is None:
         yield f"assumed, without an activity profile: it misses as other models did; {_ACTIVITY}"
-    elif not found.misses:
+    elif not profile.misses:
         yield f"assumed, since the activity profile has no misses: it misses as other models did; {_ACTIVITY}"
-    elif own is None:
+    elif mode_profile is None:
         yield (
             f"assumed, without an activity profile of {mode} mode: it misses as in exact mode; "
             f"`neuronpipe profile PACKAGE --activity --mode {mode}` measures it"
@@ -81,7 +85,7 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
             f"us for each KiB of a processor, and is {ASSUMED_READ_DELAY_US:g} us late; `neuronpipe profile device` "
             "measures these"
         )
-    missing = [name for name, found in (("flash", curve), ("memory", speed)) if found is None]
+    missing = [name for name, figure in (("flash", curve), ("memory", speed)) if figure is None]
     if missing:
         yield f"{' and '.join(missing)}: speed not measured, so what depends on it is not expected"
     if curve is not None and not curve.direct:

@@ -1,8 +1,8 @@
-"""Which clusters stay in memory, for every number of texts that a step may compute: the problem in README.md.
+"""Pinned clusters, for every number of sequences in a step: the problem in README.md.
 
-Where the package was measured, a slot goes to whom it saves most misses (plans/cost/cluster_ranking.py), whichever
-layer and expert that
-is. Where it was not, every feed-forward keeps as many, by the assumed curve.
+In a package with an activity profile, a slot goes to the cluster that saves most misses
+(plans/cost/cluster_ranking.py), in any layer and expert. In others, every feed-forward has equal numbers, by the
+assumed curve.
 """
 
 from __future__ import annotations
@@ -11,63 +11,70 @@ import dataclasses
 import functools
 
 from neuronpipe.plans.cost import expected_misses as missing
-from neuronpipe.plans.cost.activation_rates import Rates, ranking
-from neuronpipe.plans.cost.cluster_ranking import Ranking, holding
+from neuronpipe.plans.cost.activation_rates import ActivationRates, ranking
+from neuronpipe.plans.cost.cluster_ranking import Ranking, occupied_slots
 from neuronpipe.plans.package.activity_profile import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.pinned_clusters import Pins, write_counts
 from neuronpipe.protocol.frozen import frozen
 
-# What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
+# Clusters used by half of all tokens stay by themselves under any policy: pinning them only saves bookkeeping.
 PINNED_FROM = 0.5
-# A number of texts has pins of its own where they save at least this part of its misses, and of what it wants.
+# A number of sequences has its own pins if they save at least these shares of its misses, and of its accesses.
 TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 
 @frozen(kw_only=True)
-class Slots:
-    """Of one part: all its slots, those that must be free to move, of these those that are kept free. lent: how many of
-    all may go (plans/plan/borrowed_memory.py)."""
+class PartSlots:
+    """The slots of one part.
+
+    count: of all slots, borrowed ones included
+    moving: unpinned slots at least
+    reserved: of these, free slots in advance
+    borrowed: slots that may be reclaimed (plans/plan/borrowed_memory.py)
+    """
 
     part: str  # "trigger" or "value"
     count: int
     moving: int
     reserved: int
     slot_bytes: int
-    lent: int = 0
+    borrowed: int = 0
 
-    def safe_for(self, wanted: float) -> Slots:
-        """With the lent ones; without, where others would not hold what a step wants: it must stay when they go."""
-        if wanted < self.count - self.lent:
+    def safe_for(self, accesses: float) -> PartSlots:
+        """Return the slots without borrowed ones if the remaining ones would not store what a step accesses.
+
+        Pins must leave the cache enough slots when borrowed ones are reclaimed.
+        """
+        if accesses < self.count - self.borrowed:
             return self
-        return dataclasses.replace(self, count=self.count - self.lent, lent=0)
+        return dataclasses.replace(self, count=self.count - self.borrowed, borrowed=0)
 
     @property
-    def holding(self) -> int:
-        """How many hold something, on average."""
-        return holding(self.count, self.reserved)
+    def occupied_slots(self) -> int:
+        """Slots with a cluster, on average."""
+        return occupied_slots(self.count, self.reserved)
 
     @property
-    def most_pinned(self) -> int:
-        """How many may stay."""
+    def max_pinned(self) -> int:
         return max(0, self.count - self.moving)
 
 
 @frozen(kw_only=True)
-class Allocation:
-    """What stays, by number of texts; the most clusters that ever do, (triggers, values); and why."""
+class PinAllocation:
+    """Pins by number of sequences, the maximum of pinned clusters (triggers, values), and the reasons."""
 
     pins: tuple[Pins, ...]
-    most: tuple[int, int]
+    max_pinned: tuple[int, int]
     reasons: tuple[str, ...]
 
 
 @frozen
-class _Share:
-    """What stays of one part: clusters of each feed-forward. ranking: by which they were chosen."""
+class _PartPins:
+    """The pins of one part: clusters of each feed-forward. ranking: by which they were chosen"""
 
-    slots: Slots
+    slots: PartSlots
     counts: tuple[int, ...]
     ranking: Ranking | None = None
 
@@ -76,105 +83,125 @@ class _Share:
         return sum(self.counts)
 
     def missed_bytes(self, pinned: int) -> float:
-        """What a step reads, were so many pinned."""
+        """Return the bytes of a step's misses if `pinned` clusters were pinned."""
         if self.ranking is None:
             return 0.0
-        return self.slots.slot_bytes * self.ranking.wanted * self.ranking.miss_rate(self.slots.holding, pinned)
+        return self.slots.slot_bytes * self.ranking.accesses * self.ranking.miss_rate(self.slots.occupied_slots, pinned)
 
 
-def allocate(
-    manifest: Manifest, rates: Rates, mode: Mode, *, whole: bool, texts: int, slots: tuple[Slots, Slots]
-) -> Allocation:
-    """Share the slots of both parts out, for steps of one to so many texts. whole: a neuron is wanted whole or not at
-    all."""
-    return _Allocating(manifest, rates, mode, whole, slots).allocate(texts)
+def allocate_pins(
+    manifest: Manifest,
+    rates: ActivationRates,
+    mode: Mode,
+    *,
+    whole: bool,
+    max_batch: int,
+    slots: tuple[PartSlots, PartSlots],
+) -> PinAllocation:
+    """Choose the pins of both parts for steps of one to `max_batch` sequences.
+
+    whole: a neuron is read whole or not at all
+    """
+    return _PinAllocator(manifest, rates, mode, whole, slots).allocate(max_batch)
 
 
-class _Allocating:
-    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, whole: bool, slots: tuple[Slots, Slots]) -> None:
+class _PinAllocator:
+    def __init__(
+        self, manifest: Manifest, rates: ActivationRates, mode: Mode, whole: bool, slots: tuple[PartSlots, PartSlots]
+    ) -> None:
         self._manifest, self._rates, self._mode, self._whole, self._slots = manifest, rates, mode, whole, slots
         self._ffns, self._clusters = manifest.model.ffns, manifest.layout.clusters
         self._mixture = manifest.model.experts > 1
 
-    def allocate(self, texts: int) -> Allocation:
-        table: list[tuple[int, tuple[_Share, _Share]]] = []
+    def allocate(self, max_batch: int) -> PinAllocation:
+        table: list[tuple[int, tuple[_PartPins, _PartPins]]] = []
         reasons: list[str] = []
-        for count in range(1, min(texts, max(BATCHES)) + 1):
-            shares = self._share(self._slots[0], count), self._share(self._slots[1], count)
+        for count in range(1, min(max_batch, max(BATCHES)) + 1):
+            pins = self._part_pins(self._slots[0], count), self._part_pins(self._slots[1], count)
             if not table:
-                reasons.append(self._said(shares))
-            elif self._saves(shares, table[-1][1]):
-                reasons.append(self._said_of_several(count, shares, table[0][1]))
+                reasons.append(self._reason(pins))
+            elif self._saves(pins, table[-1][1]):
+                reasons.append(self._batch_reason(count, pins, table[0][1]))
             else:
                 continue
-            table.append((count, shares))
-        if texts > 1 and len(table) == 1:
-            reasons.append(self._said_of_one_entry(table[0][1]))
-        return Allocation(
+            table.append((count, pins))
+        if max_batch > 1 and len(table) == 1:
+            reasons.append(self._single_entry_reason(table[0][1]))
+        return PinAllocation(
             pins=tuple(
-                Pins(texts=count, triggers=write_counts(one.counts), values=write_counts(other.counts))
-                for count, (one, other) in table
+                Pins(texts=count, triggers=write_counts(triggers.counts), values=write_counts(values.counts))
+                for count, (triggers, values) in table
             ),
-            most=(max(one.total for _, (one, _) in table), max(other.total for _, (_, other) in table)),
+            max_pinned=(
+                max(triggers.total for _, (triggers, _) in table),
+                max(values.total for _, (_, values) in table),
+            ),
             reasons=tuple(reasons),
         )
 
-    def _share(self, slots: Slots, texts: int) -> _Share:
+    def _part_pins(self, slots: PartSlots, batch: int) -> _PartPins:
         everything = slots.count >= self._manifest.clusters
         if self._mode != "predicted" and not self._mixture and (slots.part == "trigger" or self._whole):
-            # Every cluster in turn, for every token: what is not pinned is gone before its next turn.
-            return self._alike(slots, self._clusters if everything else slots.most_pinned // self._ffns)
-        if everything and not slots.lent:  # with lent slots, pins would leave the cache nothing when these go
-            return self._alike(slots, self._clusters)
-        ranked = self._ranking(slots, texts)
+            # Every cluster in turn, for every token: an unpinned cluster is evicted before its next access.
+            return self._equal_pins(slots, self._clusters if everything else slots.max_pinned // self._ffns)
+        # Without slots of its own, the cache would have none when borrowed slots are reclaimed.
+        if everything and not slots.borrowed:
+            return self._equal_pins(slots, self._clusters)
+        ranked = self._ranking(slots, batch)
         if ranked is None:
-            return self._alike(slots, self._unmeasured(slots))
-        safe = slots.safe_for(ranked.wanted)
-        return _Share(slots, ranked.pins(ranked.best_pinned(safe.holding, safe.most_pinned)), ranked)
+            return self._equal_pins(slots, self._unmeasured_pins(slots))
+        safe = slots.safe_for(ranked.accesses)
+        return _PartPins(slots, ranked.pins(ranked.best_pinned(safe.occupied_slots, safe.max_pinned)), ranked)
 
-    def _alike(self, slots: Slots, each: int) -> _Share:
-        return _Share(slots, (each,) * self._ffns)
+    def _equal_pins(self, slots: PartSlots, count: int) -> _PartPins:
+        return _PartPins(slots, (count,) * self._ffns)
 
-    def _ranking(self, slots: Slots, texts: int) -> Ranking | None:
+    def _ranking(self, slots: PartSlots, batch: int) -> Ranking | None:
         by_expert = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
-        return ranking(self._manifest, self._mode, self._rates.heat, texts, whole_experts=by_expert)
+        return ranking(self._manifest, self._mode, self._rates.frequencies, batch, whole_experts=by_expert)
 
-    def _unmeasured(self, slots: Slots) -> int:
-        """Return how many clusters of each feed-forward stay, where no profile says how often each is wanted: all that
-        may, or the few that fire in half of all tokens (of a mixture none), whichever is expected to miss less.
+    def _unmeasured_pins(self, slots: PartSlots) -> int:
+        """Return how many clusters of each feed-forward are pinned without an activity profile.
 
-        What stays is taken from the cache, and a cache that holds less than a token wants of it hits nothing. So much
-        stays only where the cache without it would hold less than that, too. Half of the lent slots count as gone, as
-        they are in the middle of a text."""
-        owned = dataclasses.replace(slots, count=slots.count - slots.lent // 2, lent=0)
-        most = slots.most_pinned // self._ffns
-        hottest = min(int(self._rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
+        These are all that may be, or the few that are active in half of all tokens (of a mixture none), whichever is
+        expected to miss less. Pins take slots from the cache, and a cache with fewer slots than a token's accesses
+        never hits. So everything is pinned only if the cache would be too small without pins, too. Half of the borrowed
+        slots count as reclaimed, as in the middle of a sequence.
+        """
+        average_slots = dataclasses.replace(slots, count=slots.count - slots.borrowed // 2, borrowed=0)
+        max_each = slots.max_pinned // self._ffns
+        hottest = min(int(self._rates.neurons_active_in(PINNED_FROM) * self._clusters), max_each // 2)
         few = 0 if self._mixture else hottest
-        return most if self._missed(owned, most) < self._missed(owned, few) else few
+        return max_each if self._missed(average_slots, max_each) < self._missed(average_slots, few) else few
 
-    def _missed(self, slots: Slots, each: int) -> int:
-        """Return how many clusters a token is expected to miss where so many of each feed-forward stay."""
+    def _missed(self, slots: PartSlots, each: int) -> int:
+        """Return how many clusters a token is expected to miss if `each` clusters of every feed-forward are pinned."""
         share = self._rates.trigger_read if self._whole or slots.part == "trigger" else self._rates.value_read
-        there = missing.Slots(held=slots.holding, pinned=min(each * self._ffns, slots.most_pinned))
-        all_wanted = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
-        return missing.parts(self._manifest, self._rates, self._mode, share, there, 1, all_wanted=all_wanted).missed
+        resident = missing.ResidentSlots(occupied=slots.occupied_slots, pinned=min(each * self._ffns, slots.max_pinned))
+        all_accessed = self._mode != "predicted" and (slots.part == "trigger" or self._whole)
+        return missing.part_accesses(
+            self._manifest, self._rates, self._mode, share, resident, 1, all_accessed=all_accessed
+        ).misses
 
-    # ---- several texts ---------------------------------------------------------------------------------------
-    def _saves(self, own: tuple[_Share, _Share], other: tuple[_Share, _Share]) -> bool:
-        """Whether more texts are worth pins of their own; which are more, so that what stays for fewer stays on."""
-        if any(one.total < two.total for one, two in zip(own, other, strict=True)):
+    # ---- several sequences -----------------------------------------------------------------------------------
+    def _saves(self, pins: tuple[_PartPins, _PartPins], fewer_pins: tuple[_PartPins, _PartPins]) -> bool:
+        """Return True if more sequences need pins of their own. These are more pins, so that pins for fewer
+        sequences stay."""
+        if any(more.total < less.total for more, less in zip(pins, fewer_pins, strict=True)):
             return False
-        with_own = sum(share.missed_bytes(share.total) for share in own)
-        with_other = sum(one.missed_bytes(two.total) for one, two in zip(own, other, strict=True))
-        wanted = sum(share.slots.slot_bytes * share.ranking.wanted for share in own if share.ranking)
-        return with_own < min((1 - TABLE_GAIN) * with_other, with_other - TABLE_GAIN_RATE * wanted)
+        bytes_with_pins = sum(share.missed_bytes(share.total) for share in pins)
+        bytes_with_fewer = sum(more.missed_bytes(less.total) for more, less in zip(pins, fewer_pins, strict=True))
+        accessed_bytes = sum(share.slots.slot_bytes * share.ranking.accesses for share in pins if share.ranking)
+        return bytes_with_pins < min(
+            (1 - TABLE_GAIN) * bytes_with_fewer, bytes_with_fewer - TABLE_GAIN_RATE * accessed_bytes
+        )
 
-    # ---- what is said ----------------------------------------------------------------------------------------
-    def _said(self, shares: tuple[_Share, _Share]) -> str:
+    # ---- reasons ---------------------------------------------------------------------------------------------
+    def _reason(self, shares: tuple[_PartPins, _PartPins]) -> str:
         triggers, values = shares
-        ranked = self._looked_up(shares)
+        ranked = self._missing_part(shares)
         if ranked.ranking is not None:
-            slots = ranked.slots.holding
+            slots = ranked.slots.occupied_slots
             if not ranked.total:
                 return (
                     f"{self._fit(shares)}, and stay while they are used: {ranked.ranking.miss_rate(slots, 0):.1%} of "
@@ -195,13 +222,13 @@ class _Allocating:
         hottest = f"the {values.counts[0]} hottest of the {self._clusters} of each layer stay"
         return f"{self._fit(shares)}; {hottest}, {self._why(values)}"
 
-    def _why(self, values: _Share) -> str:
-        most = values.slots.most_pinned // self._ffns
-        if 0 < most == values.counts[0]:
+    def _why(self, values: _PartPins) -> str:
+        max_each = values.slots.max_pinned // self._ffns
+        if 0 < max_each == values.counts[0]:
             return "the others are read for every token: a token wants more than fits"
         return f"which fire in {PINNED_FROM:.0%} of all tokens, the others stay while they are used"
 
-    def _fit(self, shares: tuple[_Share, _Share]) -> str:
+    def _fit(self, shares: tuple[_PartPins, _PartPins]) -> str:
         triggers, values = (share.slots.count for share in shares)
         if self._mode == "predicted":
             return f"{triggers} of {self._manifest.clusters} bundles fit"
@@ -209,21 +236,25 @@ class _Allocating:
             return f"all triggers are resident; {values} of {self._manifest.clusters} up/down parts fit"
         return f"{triggers} and {values} of {self._manifest.clusters} trigger and value parts fit"
 
-    def _said_of_several(self, texts: int, own: tuple[_Share, _Share], one: tuple[_Share, _Share]) -> str:
-        share, other = self._looked_up(own), self._looked_up(one)
-        assert share.ranking is not None
-        rates = (share.ranking.miss_rate(share.slots.holding, pinned) for pinned in (share.total, other.total))
+    def _batch_reason(
+        self, batch: int, pins: tuple[_PartPins, _PartPins], single_pins: tuple[_PartPins, _PartPins]
+    ) -> str:
+        part, single_part = self._missing_part(pins), self._missing_part(single_pins)
+        assert part.ranking is not None
+        rates = (
+            part.ranking.miss_rate(part.slots.occupied_slots, pinned) for pinned in (part.total, single_part.total)
+        )
         return (
             "with {} texts in a step {} stay: {:.1%} of what it wants is missed, {:.1%} with what stays for one".format(
-                texts, share.total, *rates
+                batch, part.total, *rates
             )
         )
 
-    def _said_of_one_entry(self, shares: tuple[_Share, _Share]) -> str:
-        if self._looked_up(shares).ranking is None:
+    def _single_entry_reason(self, shares: tuple[_PartPins, _PartPins]) -> str:
+        if self._missing_part(shares).ranking is None:
             return "the same stays for several texts: how often neurons are wanted was not measured"
         return f"the same stays for several texts: pins of their own would save less than {TABLE_GAIN:.0%} of misses"
 
-    def _looked_up(self, shares: tuple[_Share, _Share]) -> _Share:
-        """Of the parts, the one that misses."""
+    def _missing_part(self, shares: tuple[_PartPins, _PartPins]) -> _PartPins:
+        """Return the pins of the part that misses most."""
         return max(shares, key=lambda share: share.missed_bytes(share.total) if share.ranking else -1.0)

@@ -1,22 +1,22 @@
-"""Which modes may compute, from how much of the output's quality may be lost."""
+"""The modes that a run may use, given how much quality of the output may be lost."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.errors import UserError
 
 Quality = Literal["exact", "predicted"] | float
-"""A number: the share by which the perplexity of the package's held-out text may grow."""
+"""A number is the share by which the perplexity of the package's held-out text may grow."""
 
 
 def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
-    """The modes, exact first. `predicted` asks for no measurement; a loss does.
+    """Return the allowed modes, exact first. `predicted` needs no measurement; a loss does.
 
-    Raises UserError where a loss was never measured, with the command that measures it.
+    Raises UserError if a loss was never measured, with the command that measures it.
     """
     predictor, silent = manifest.predictor, manifest.silent
     modes: list[Mode] = ["exact"]
@@ -30,26 +30,26 @@ def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
 
 
 def allows_npu(manifest: Manifest, quality: Quality) -> bool:
-    """Whether a neural processor may compute prompts: where what that loses was measured and is within the wish."""
+    """Return True if a neural processor may compute prompts: its loss was measured and is small enough."""
     return not isinstance(quality, str) and manifest.npu is not None and manifest.npu.loss_share <= quality
 
 
-def _within(loss_share: float | None, most: float, manifest: Manifest) -> bool:
+def _within(loss_share: float | None, max_loss: float, manifest: Manifest) -> bool:
     if loss_share is None:
         raise UserError(
-            f"--quality {show_quality(most)}: what the predictor of the package {manifest.name!r} costs was never "
+            f"--quality {show_quality(max_loss)}: what the predictor of the package {manifest.name!r} costs was never "
             "measured, or by an older release; `neuronpipe profile PACKAGE --calibrate` measures it"
         )
-    return loss_share <= most
+    return loss_share <= max_loss
 
 
 def show_quality(quality: Quality) -> str:
-    """As it is typed: `predicted`, `1%`."""
+    """Return the quality as a user types it: `predicted`, `1%`."""
     return quality if isinstance(quality, str) else f"{100 * quality:g}%"
 
 
-def mode_reason(manifest: Manifest, mode: Mode, rates: Rates) -> str:
-    """What decides which neurons are computed in this mode, as a plan's reason."""
+def mode_reason(manifest: Manifest, mode: Mode, rates: ActivationRates) -> str:
+    """Return the reason of a plan that says what decides which neurons are computed."""
     if mode == "thresholded" and manifest.silent is not None:
         return (
             f"every gate is computed; up and down rows of the {rates.value_read:.1%} of the neurons that do "

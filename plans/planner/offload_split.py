@@ -1,13 +1,12 @@
-"""How many blocks of every feed-forward a device computes, by how many texts a step has: so many that the step is
-expected to be shortest.
+"""The split of feed-forward blocks between an accelerator and the workers, for each number of sequences in a step.
 
-Which matrices it holds besides is found by what each saves for its bytes: those that save time are added one by one,
-and so many of them are held, in place of blocks where there is not room for both, as make the fastest plan.
+Device and workers compute in parallel, so the best split is near the point where both take equally long. All numbers of
+blocks are tried, since some are better than their neighbours (sums of eight blocks are returned as one, those of seven
+as three). Offloaded blocks are not read from flash: where flash is the bottleneck, they are worth as much as memory. If
+the device shares this machine's memory, blocks that it does not take become slots.
 
-Device and workers compute beside each other, so that is about where they take alike; all numbers are tried, since some
-are better than their neighbours (sums of eight blocks come back as one, of seven as three). What a device holds is not
-read from flash: where that is what bounds, it is worth as much as memory for as many bytes. Where the device's memory
-is this machine's, what it does not hold are slots.
+Matrices are offloaded by what each saves for its bytes: those that save time are added one by one, in place of blocks
+if there is no room for both, as long as the plan becomes faster.
 """
 
 from __future__ import annotations
@@ -16,93 +15,101 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from neuronpipe.plans.cost.accelerator_cost import DeviceCost
-from neuronpipe.plans.cost.activation_rates import Rates
-from neuronpipe.plans.cost.token_time import Measured, matrices_saved_ms, step_ms
+from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost
+from neuronpipe.plans.cost.activation_rates import ActivationRates
+from neuronpipe.plans.cost.token_time import Measurements, matrices_saved_ms, step_ms
 from neuronpipe.plans.device.accelerator import MAX_TEXTS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Memory, Plan
-from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, held_matrices_bytes
+from neuronpipe.plans.plan.offloaded_blocks import MATRICES, Accelerator, fits_buffer, offloaded_matrices_bytes
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 StepMs = Callable[[int, int], float | None]
-"""The expected time of a step, by blocks that the device computes and by texts; None where it is not known."""
+"""The expected time of a step, by offloaded blocks and sequences; None if it is not known."""
 
 
 Make = Callable[[tuple[int, ...] | None, tuple[str, ...] | None], Plan]
-"""A plan with these blocks and matrices held; None leaves them to the planner. Raises UserError."""
+"""Returns a plan with these offloaded blocks and matrices; None leaves them to the planner. Raises UserError."""
 
 
 @frozen
 class BestSplit:
-    """What a device is best given: `make` is asked for plans with more or less of it."""
+    """The search for the best split. `make` returns plans with other splits."""
 
     manifest: Manifest
-    rates: Rates
+    rates: ActivationRates
     accelerator: Accelerator
-    measured: Measured
+    measured: Measurements
     make: Make
 
-    def of(self, made: Plan) -> Plan:
-        """The fastest. made: with as many blocks as fit, and with matrices only where the device was not measured: it
-        is kept then."""
-        saved_ms = matrices_saved_ms(self.manifest, self.rates, made.compute, made.memory, made.flash, self.measured)
+    def of(self, max_plan: Plan) -> Plan:
+        """Return the fastest plan.
+
+        max_plan: the plan with as many blocks as fit, and with matrices only if the device was not measured; then it is
+        final
+        """
+        saved_ms = matrices_saved_ms(
+            self.manifest, self.rates, max_plan.compute, max_plan.memory, max_plan.flash, self.measured
+        )
         worth = [name for name, ms in saved_ms.items() if ms > 0 and fits_buffer(self.manifest, self.accelerator, name)]
-        worth.sort(key=lambda name: saved_ms[name] / held_matrices_bytes(self.manifest, (name,), 1), reverse=True)
-        choices = [made]
+        worth.sort(key=lambda name: saved_ms[name] / offloaded_matrices_bytes(self.manifest, (name,), 1), reverse=True)
+        choices = [max_plan]
         for count in range(1, len(worth) + 1):
             with contextlib.suppress(UserError):  # no block fits beside them
                 choices.append(self.make(None, tuple(name for name in MATRICES if name in worth[:count])))
-        return max(map(self.with_best_blocks, choices), key=lambda one: one.expected.tokens_per_s or 0.0)
+        return max(map(self.with_best_blocks, choices), key=lambda plan: plan.expected.tokens_per_s or 0.0)
 
-    def with_best_blocks(self, made: Plan) -> Plan:
-        """The same with so many blocks that steps are shortest; as it is where that is not known."""
-        held = best_held(self.manifest, self.rates, made, self.measured)
-        return made if held in (None, made.compute.held_blocks) else self.make(held, made.compute.held_matrices)
+    def with_best_blocks(self, plan: Plan) -> Plan:
+        """Return this plan with the blocks that make steps shortest, or unchanged if that is not known."""
+        blocks = best_offloaded_blocks(self.manifest, self.rates, plan, self.measured)
+        return plan if blocks in (None, plan.compute.held_blocks) else self.make(blocks, plan.compute.held_matrices)
 
 
-def best_held(manifest: Manifest, rates: Rates, made: Plan, measured: Measured) -> tuple[int, ...] | None:
-    """What the device of this plan is best given, up to what it has, as `Compute.held_blocks`; None where it was not
-    measured."""
-    compute, most = made.compute, made.compute.most_held_blocks()
-    if DeviceCost.of(manifest, compute, measured[2]) is None:
+def best_offloaded_blocks(
+    manifest: Manifest, rates: ActivationRates, plan: Plan, measured: Measurements
+) -> tuple[int, ...] | None:
+    """Return the best `Compute.held_blocks` up to the plan's, or None if the device was not measured."""
+    compute, max_blocks = plan.compute, plan.compute.max_offloaded_blocks()
+    if AcceleratorCost.of(manifest, compute, measured[2]) is None:
         return None
 
-    def time_ms(blocks: int, texts: int) -> float | None:
-        memory = made.memory
+    def time_ms(blocks: int, batch: int) -> float | None:
+        memory = plan.memory
         if compute.device_shares_memory:
-            memory = without_some(manifest, memory, most - blocks)
-        other = dataclasses.replace(compute, held_blocks=(blocks,))
-        return step_ms(manifest, rates, other, memory, made.flash, measured, batch=texts)
+            memory = with_fewer_offloaded_blocks(manifest, memory, max_blocks - blocks)
+        tried_compute = dataclasses.replace(compute, held_blocks=(blocks,))
+        return step_ms(manifest, rates, tried_compute, memory, plan.flash, measured, batch=batch)
 
-    return best_by_texts(time_ms, most, compute.sequences)
+    return best_blocks_by_batch(time_ms, max_blocks, compute.sequences)
 
 
-def best_by_texts(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...] | None:
-    """`Compute.held_blocks`: of one text, two, and so on; with more than MAX_TEXTS as with so many. At least one block
-    of one of them; None where no time is known."""
+def best_blocks_by_batch(step_ms: StepMs, max_blocks: int, sequences: int) -> tuple[int, ...] | None:
+    """Return `Compute.held_blocks` with the shortest steps of one sequence, two, and so on up to MAX_TEXTS.
+
+    At least one number is not 0. None if no time is known.
+    """
     if step_ms(0, 1) is None:
         return None
 
-    def best(texts: int, least: int) -> int:
-        return min(range(least, most + 1), key=lambda blocks: step_ms(blocks, texts) or 0.0)
+    def best(batch: int, min_blocks: int) -> int:
+        return min(range(min_blocks, max_blocks + 1), key=lambda blocks: step_ms(blocks, batch) or 0.0)
 
-    found = [best(texts, 0) for texts in range(1, min(sequences, MAX_TEXTS) + 1)]
-    if not any(found):
-        found[0] = best(1, 1)
-    while len(found) > 1 and found[-1] == found[-2]:
-        found.pop()
-    return tuple(found)
+    blocks_by_batch = [best(batch, 0) for batch in range(1, min(sequences, MAX_TEXTS) + 1)]
+    if not any(blocks_by_batch):
+        blocks_by_batch[0] = best(1, 1)
+    while len(blocks_by_batch) > 1 and blocks_by_batch[-1] == blocks_by_batch[-2]:
+        blocks_by_batch.pop()
+    return tuple(blocks_by_batch)
 
 
-def without_some(manifest: Manifest, memory: Memory, left: int) -> Memory:
-    """The memory of a plan where a device that shares it holds so many blocks of every feed-forward less: what these
-    took are slots."""
-    more = manifest.model.ffns * left * manifest.layout.block_clusters
-    everything = manifest.clusters
+def with_fewer_offloaded_blocks(manifest: Manifest, memory: Memory, fewer_blocks: int) -> Memory:
+    """Return a plan's memory if a device that shares it takes fewer blocks of every feed-forward: their bytes become
+    slots."""
+    added_slots = manifest.model.ffns * fewer_blocks * manifest.layout.block_clusters
+    clusters = manifest.clusters
     return dataclasses.replace(
         memory,
-        trigger_slots=min(everything, memory.trigger_slots + more),
-        value_slots=min(everything, memory.value_slots + more),
+        trigger_slots=min(clusters, memory.trigger_slots + added_slots),
+        value_slots=min(clusters, memory.value_slots + added_slots),
     )

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import has_hints, rates, unmeasured_predictor
-from neuronpipe.plans.cost.read_sizes import Demand, Reading, reading
-from neuronpipe.plans.cost.token_time import Measured, expected
-from neuronpipe.plans.device.cores import Core, assign_cores, default_decode_workers
-from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
-from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.cost.read_sizes import ClusterDemand, ReadSizes, choose_read_sizes
+from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import lent_at_most
+from neuronpipe.plans.plan.borrowed_memory import max_borrowed_bytes
 from neuronpipe.plans.plan.document import (
     ACCELERATOR,
     GATEWAY,
@@ -26,163 +21,85 @@ from neuronpipe.plans.plan.document import (
     MemoryBudget,
     Mode,
     Plan,
-    ProcessSpec,
     backend_of,
 )
 from neuronpipe.plans.plan.memory_budget import (
     MIB,
     Budgets,
     accelerator_bytes,
-    least_chunk_tokens,
+    min_chunk_tokens,
     trusted_bytes,
     untrusted_bytes,
 )
-from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_reasons, most_held
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, offload_reasons, offload_shape
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape
 from neuronpipe.plans.planner.assumptions import assumptions
+from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.mode_choice import mode_reason
 from neuronpipe.plans.planner.offload_split import BestSplit
-from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, fill
+from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
+from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, allocate_slots
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.frozen import frozen
 
-MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 # A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
 PREFILL_SHARE = 1 / 8
-STAGING_SHARE = 1 / 32  # of the limit; and
-STAGING_SPARE_SHARE = 1 / 8  # of what is left for neurons at most
-BASELINE_CACHE_TOKENS = 5  # of the baseline: what so many tokens used stays
-
-Technique = Literal["bundle", "cache", "pipeline", "predictor", "prefetch"]
-TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "pipeline", "predictor", "prefetch")
-Baseline = Literal["llm-in-a-flash"]
-BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
+STAGING_SHARE = 1 / 32  # of the limit, and
+STAGING_SPARE_SHARE = 1 / 8  # of the memory that remains for neurons, at most
+BASELINE_CACHE_TOKENS = 5  # the baseline keeps the clusters of this many tokens
 
 
-class LimitTooSmall(UserError):
-    """The memory limit is below the least possible for what is wanted."""
-
-    def __init__(self, message: str, least_bytes: int) -> None:
-        super().__init__(message)
-        self.least_bytes = least_bytes
-
-
-@frozen(kw_only=True)
-class Wanted:
-    """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner. `without` and
-    `baseline` are for experiments: they take techniques away."""
-
-    memory_bytes: int | None = None
-    ffn_resident_share: float | None = None  # 0..1 of all feed-forward bytes
-    follows: bool = False  # what is available, up to memory_bytes
-    context_tokens: int | None = None
-    sequences: int = 1
-    mode: Mode | None = None
-    without: frozenset[Technique] = frozenset()
-    baseline: Baseline | None = None
-    hints: bool = False  # of the package's predictor or routers, in exact mode
-    bundle: bool | None = None  # whether both parts of a cluster are read together
-    prefill_chunk_tokens: int | None = None  # of a prompt at once at most; as many of them as the limit holds, or 8
-    depth: int | None = None  # reads at once at most; as many of them as staging may take
-    held_blocks: tuple[int, ...] | None = None  # of an accelerator, as Compute has them; those expected to be best
-    held_matrices: tuple[str, ...] | None = None  # the same
-
-
-@frozen(kw_only=True)
-class DeviceFacts:
-    """What the planner needs to know of a device; a curve or a speed is None where nothing was measured."""
-
-    id: str
-    memory_bytes: int  # what the run may take when the user names no limit
-    flash_engine: str
-    processes: tuple[ProcessSpec, ...]
-    flash: FlashCurve | None = None
-    memory_speed: MemorySpeed | None = None
-    profile: DeviceProfile | None = None  # of `neuronpipe profile device`, while it holds
-    accelerator: Accelerator | None = None  # that decode steps are to use
-
-    @property
-    def measured(self) -> Measured:
-        """As `plans/cost/token_time.py` takes it."""
-        return self.flash, self.memory_speed, self.profile
-
-
-def device_facts(
-    device: Device,
-    workers: int | None = None,
-    *,
-    gateway: bool = False,
-    backends: Mapping[str, str] | None = None,
-    cores: Sequence[Core] | None = None,
-    accelerator: Accelerator | None = None,
-) -> DeviceFacts:
-    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway or an accelerator when
-    asked for. backends: who computes, by role, where it is not the default. cores: instead of all that the device has.
-    """
-    cores = device.cores if cores is None else cores
-    count = workers or default_decode_workers(cores, device.cpu_quota)
-    places = assign_cores(cores, count)
-    processes = [
-        ProcessSpec(role=role, index=0, core=places[role]) for role in ("coordinator", "loader", "cache", "prefill")
-    ]
-    processes += [ProcessSpec(role="decode", index=n, core=places[f"decode.{n}"]) for n in range(count)]
-    processes += [ProcessSpec(role=GATEWAY, index=0, core=places[GATEWAY])] if gateway else []
-    if accelerator is not None:  # it mostly waits for its device
-        processes.append(ProcessSpec(role=ACCELERATOR, index=0, core=places["coordinator"]))
-    asked = backends or {}
-    processes = [dataclasses.replace(spec, backend=asked.get(spec.role, spec.backend)) for spec in processes]
-    return DeviceFacts(
-        id=device.id,
-        memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
-        flash_engine=device.flash_engine,
-        processes=tuple(processes),
-        flash=device.flash,
-        memory_speed=device.memory_speed,
-        profile=device.profile,
-        accelerator=accelerator,
-    )
-
-
-def plan(
+def make_plan(
     manifest: Manifest,
     device: DeviceFacts,
-    wanted: Wanted,
+    options: PlanOptions,
     budgets: Budgets | None = None,
-    heat: Heat | None = None,
+    frequencies: AccessFrequencies | None = None,
 ) -> Plan:
-    """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had.
-    budgets: of this package, for whoever makes many plans of it; heat: how often its clusters are wanted, where
-    that was measured."""
-    wanted, budgets = _as_baseline(wanted), budgets or Budgets(manifest)
+    """Make a plan.
+
+    budgets: of this package, to be reused for many plans
+    frequencies: the access frequencies of its clusters, if they were measured
+
+    Raises LimitTooSmall with the smallest limit and its items, and UserError for options that cannot be combined.
+    """
+    options, budgets = _as_baseline(options), budgets or Budgets(manifest)
 
     def make(blocks: tuple[int, ...] | None, matrices: tuple[str, ...] | None) -> Plan:
-        other = dataclasses.replace(wanted, held_blocks=blocks, held_matrices=matrices)
-        return _Planning(manifest, device, other, budgets, heat).plan()
+        tried = dataclasses.replace(options, offloaded_blocks=blocks, offloaded_matrices=matrices)
+        return _PlanBuilder(manifest, device, tried, budgets, frequencies).plan()
 
-    made = make(wanted.held_blocks, wanted.held_matrices)
-    if device.accelerator is None or wanted.held_blocks is not None:
-        return made
-    best = BestSplit(manifest, rates(manifest, made.compute.mode, heat), device.accelerator, device.measured, make)
-    return best.of(made) if wanted.held_matrices is None else best.with_best_blocks(made)
-
-
-def _as_baseline(wanted: Wanted) -> Wanted:
-    """A windowed cache, up and down in one read, a predictor; no pipeline, nothing ahead of time."""
-    if wanted.baseline is None:
-        return wanted
-    if wanted.mode not in (None, "predicted") or wanted.without:
-        raise UserError(f"--baseline {wanted.baseline}: sets the mode and the techniques itself; leave the others out")
-    return dataclasses.replace(wanted, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
+    plan = make(options.offloaded_blocks, options.offloaded_matrices)
+    if device.accelerator is None or options.offloaded_blocks is not None:
+        return plan
+    best = BestSplit(
+        manifest, rates(manifest, plan.compute.mode, frequencies), device.accelerator, device.measured, make
+    )
+    return best.of(plan) if options.offloaded_matrices is None else best.with_best_blocks(plan)
 
 
-class _Planning:
+def _as_baseline(options: PlanOptions) -> PlanOptions:
+    """Return the options of a baseline: a windowed cache, up and down in one read, a predictor; no pipeline, no
+    prefetch."""
+    if options.baseline is None:
+        return options
+    if options.mode not in (None, "predicted") or options.without:
+        raise UserError(f"--baseline {options.baseline}: sets the mode and the techniques itself; leave the others out")
+    return dataclasses.replace(options, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
+
+
+class _PlanBuilder:
     def __init__(
-        self, manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets, heat: Heat | None
+        self,
+        manifest: Manifest,
+        device: DeviceFacts,
+        options: PlanOptions,
+        budgets: Budgets,
+        frequencies: AccessFrequencies | None,
     ) -> None:
-        self._manifest, self._device, self._wanted, self._budgets = manifest, device, wanted, budgets
-        context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
+        self._manifest, self._device, self._options, self._budgets = manifest, device, options, budgets
+        context_tokens = manifest.model.context_tokens if options.context_tokens is None else options.context_tokens
         if not 1 <= context_tokens <= manifest.model.context_tokens:
             raise UserError(
                 f"--context {context_tokens}: between 1 and {manifest.model.context_tokens}, the package's context"
@@ -193,30 +110,30 @@ class _Planning:
             processes=len(device.processes),
             workers=workers,
             prefill_threads=workers,
-            sequences=wanted.sequences,
+            sequences=options.sequences,
             context_tokens=context_tokens,
-            logit_rows=max(8, wanted.sequences),
+            logit_rows=max(8, options.sequences),
             gateways=sum(process.role == GATEWAY for process in device.processes),
             hints=self._hints(),
             prefill_backend=backend_of("prefill", device.processes),
             accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
-        self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
+        self._limit_bytes = device.memory_bytes if options.memory_bytes is None else options.memory_bytes
         if device.accelerator is not None:
-            self._shape = self._accelerated(device.accelerator)
-        self._rates = rates(manifest, self._shape.mode, heat)
+            self._shape = self._offload_shape(device.accelerator)
+        self._rates = rates(manifest, self._shape.mode, frequencies)
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
 
-    def _accelerated(self, accelerator: Accelerator) -> RunShape:
-        """The shape with as many blocks as the device has room for."""
-        if "pipeline" in self._wanted.without:
+    def _offload_shape(self, accelerator: Accelerator) -> RunShape:
+        """Return the shape with as many offloaded blocks as the device has room for."""
+        if "pipeline" in self._options.without:
             raise UserError("--without pipeline and an accelerator: it is part of the pipeline; leave one of them out")
         room = accelerator, self._device.profile, self._limit_bytes, self._shape
-        return most_held(self._manifest, *room, self._wanted.held_blocks, self._wanted.held_matrices)
+        return offload_shape(self._manifest, *room, self._options.offloaded_blocks, self._options.offloaded_matrices)
 
     def _mode(self) -> Mode:
-        mode: Mode = self._wanted.mode or "exact"
-        if mode == "predicted" and "predictor" in self._wanted.without:
+        mode: Mode = self._options.mode or "exact"
+        if mode == "predicted" and "predictor" in self._options.without:
             return "exact"
         if mode == "predicted" and self._manifest.predictor is None:
             raise UserError(
@@ -240,53 +157,56 @@ class _Planning:
         )
 
     def _hints(self) -> bool:
-        if self._wanted.hints and (self._mode() == "predicted" or not has_hints(self._manifest)):
+        if self._options.hints and (self._mode() == "predicted" or not has_hints(self._manifest)):
             raise UserError(
                 "--hints: those of a package's predictor, or of its routers, in exact mode; in predicted mode the "
                 "predictor decides, and a package without one gets it from `neuronpipe profile PACKAGE`"
             )
-        return self._wanted.hints
+        return self._options.hints
 
     def plan(self) -> Plan:
-        manifest, shape, wanted = self._manifest, self._shape, self._wanted
-        least = self._budgets.least(shape)
-        least_slots = self._budgets.least_slots_bytes(shape.workers)
-        if self._usable_bytes < least.total_bytes() + least_slots:
-            self._refuse_limit(least, least_slots)
-        chunk, read, others, regions = self._fitted(least, least_slots, wanted.prefill_chunk_tokens)
-        sums_by_turns = not runtime_of(shape.prefill_backend) and chunk > PARTIAL_TOKENS
+        manifest, shape, options = self._manifest, self._shape, self._options
+        min_budget = self._budgets.min_budget(shape)
+        min_slots_bytes = self._budgets.min_slots_bytes(shape.workers)
+        if self._usable_bytes < min_budget.total_bytes() + min_slots_bytes:
+            self._refuse_limit(min_budget, min_slots_bytes)
+        chunk_tokens, read_sizes, budget, regions = self._fitted(
+            min_budget, min_slots_bytes, options.prefill_chunk_tokens
+        )
+        sums_by_turns = not runtime_of(shape.prefill_backend) and chunk_tokens > PARTIAL_TOKENS
         if sums_by_turns and regions.window_blocks < manifest.layout.blocks:
-            # They need a whole layer's neurons in place.
-            chunk, read, others, regions = self._fitted(least, least_slots, PARTIAL_TOKENS)
-        memory = self._memory(others, regions)
+            # Block sums in turns need all neurons of a layer open.
+            chunk_tokens, read_sizes, budget, regions = self._fitted(min_budget, min_slots_bytes, PARTIAL_TOKENS)
+        memory = self._memory(budget, regions)
         compute = Compute(
             mode=shape.mode,
             processes=self._device.processes,
             sequences=shape.sequences,
             context_tokens=shape.context_tokens,
-            prefill_chunk_tokens=chunk,
+            prefill_chunk_tokens=chunk_tokens,
             prefill_threads=shape.prefill_threads,
             logit_rows=shape.logit_rows,
             decode_window_blocks=regions.window_blocks,
             prefill_window_blocks=regions.window_blocks,
             spin_us=50,
-            pipeline="pipeline" not in wanted.without,
-            prefetch="prefetch" not in wanted.without,
+            pipeline="pipeline" not in options.without,
+            prefetch="prefetch" not in options.without,
             hints=shape.hints,
-            held_blocks=wanted.held_blocks or ((shape.held_blocks,) if shape.held_blocks else ()),
-            held_matrices=shape.held_matrices,
+            held_blocks=options.offloaded_blocks
+            or ((shape.max_offloaded_blocks,) if shape.max_offloaded_blocks else ()),
+            held_matrices=shape.offloaded_matrices,
             device_shares_memory=shape.device_shares_memory,
             device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )
         flash = Flash(
             engine=self._device.flash_engine,
-            depth=read.depth,
-            bundle=read.bundle,
-            merge_gap_bytes=read.merge_gap_bytes,
-            most_read_bytes=read.most_read_bytes,
-            prefetch_depth=read.prefetch_depth,
-            warm_up_reads=read.warm_up_reads,
-            warm_up_read_bytes=read.warm_up_read_bytes,
+            depth=read_sizes.depth,
+            bundle=read_sizes.bundle,
+            merge_gap_bytes=read_sizes.merge_gap_bytes,
+            most_read_bytes=read_sizes.most_read_bytes,
+            prefetch_depth=read_sizes.prefetch_depth,
+            warm_up_reads=read_sizes.warm_up_reads,
+            warm_up_read_bytes=read_sizes.warm_up_read_bytes,
             reserved_triggers=regions.reserved_triggers,
             reserved_values=regions.reserved_values,
         )
@@ -300,135 +220,151 @@ class _Planning:
             expected=expected(manifest, self._rates, compute, memory, flash, *self._device.measured),
             reasons=(
                 *self._mode_reasons(),
-                *held_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
+                *offload_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
                 *regions.reasons,
-                *read.reasons,
-                self._chunk_reason(chunk, others),
+                *read_sizes.reasons,
+                self._chunk_reason(chunk_tokens, budget),
                 *self._assumptions(memory),
             ),
         )
 
     def _fitted(
-        self, least: MemoryBudget, least_slots: int, asked_tokens: int | None
-    ) -> tuple[int, Reading, MemoryBudget, Regions]:
-        """The chunk, the reads, what both take with all else, and the neurons in what is left. A chunk that is asked
-        for comes before more staging."""
-        if asked_tokens is not None:
-            chunk = self._chunk(least.staging_bytes, least_slots, asked_tokens)
-            least = self._budgets.of(self._shape, prefill_chunk_tokens=chunk, staging_bytes=least.staging_bytes)
-        read = self._reading(least)
-        chunk = self._chunk(read.set_aside_bytes, least_slots, asked_tokens)
-        others = self._budgets.of(self._shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
-        return chunk, read, others, self._regions(others, least_slots, read)
+        self, min_budget: MemoryBudget, min_slots_bytes: int, max_chunk_tokens: int | None
+    ) -> tuple[int, ReadSizes, MemoryBudget, Regions]:
+        """Return the chunk, the reads, the budget with both, and the slots in the remaining memory.
 
-    def _reading(self, least: MemoryBudget) -> Reading:
-        """The reads, with staging for them beside this least budget: a share of the limit, and no less than it has."""
-        manifest, wanted = self._manifest, self._wanted
-        spare_bytes = self._usable_bytes - least.total_bytes() - self._budgets.least_slots_bytes(self._shape.workers)
+        A requested chunk has priority over more staging.
+        """
+        if max_chunk_tokens is not None:
+            chunk_tokens = self._chunk(min_budget.staging_bytes, min_slots_bytes, max_chunk_tokens)
+            min_budget = self._budgets.of(
+                self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=min_budget.staging_bytes
+            )
+        read_sizes = self._read_sizes(min_budget)
+        chunk_tokens = self._chunk(read_sizes.set_aside_bytes, min_slots_bytes, max_chunk_tokens)
+        budget = self._budgets.of(
+            self._shape, prefill_chunk_tokens=chunk_tokens, staging_bytes=read_sizes.staging_bytes
+        )
+        return chunk_tokens, read_sizes, budget, self._regions(budget, min_slots_bytes, read_sizes)
+
+    def _read_sizes(self, min_budget: MemoryBudget) -> ReadSizes:
+        """Return the reads, with staging besides the smallest budget: a share of the limit, and no less than that
+        budget has."""
+        manifest, options = self._manifest, self._options
+        spare_bytes = self._usable_bytes - min_budget.total_bytes() - self._budgets.min_slots_bytes(self._shape.workers)
         slots_bytes = spare_bytes
-        if wanted.ffn_resident_share is not None:
+        if options.ffn_resident_share is not None:
             ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
-            slots_bytes = min(slots_bytes, int(wanted.ffn_resident_share * ffn_bytes))
-        return reading(
+            slots_bytes = min(slots_bytes, int(options.ffn_resident_share * ffn_bytes))
+        return choose_read_sizes(
             manifest.layout,
             self._device.flash,
-            demands=Demand.of(manifest, self._rates, slots_bytes, self._shape.mode),
-            bundle=False if "bundle" in wanted.without else wanted.bundle,
-            depth=wanted.depth,
-            prefetch="prefetch" not in wanted.without,
-            staging_most_bytes=least.staging_bytes
+            demands=ClusterDemand.of(manifest, self._rates, slots_bytes, self._shape.mode),
+            bundle=False if "bundle" in options.without else options.bundle,
+            depth=options.depth,
+            prefetch="prefetch" not in options.without,
+            max_staging_bytes=min_budget.staging_bytes
             + min(int(STAGING_SPARE_SHARE * spare_bytes), int(STAGING_SHARE * self._usable_bytes)),
         )
 
-    def _chunk(self, staging_bytes: int, least_slots: int, asked: int | None) -> int:
-        """The largest chunk that leaves room for the fewest slots: of those asked for, or whose buffers take a small
-        share of the limit."""
-        context = self._shape.context_tokens
-        least = least_chunk_tokens(self._shape)
-        anyway = self._budgets.least(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
-        sizes = (size for size in CHUNK_TOKENS if (size > least if asked is None else size <= asked))
-        for tokens in (min(size, context) for size in sizes):
-            one = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
-            fits = one.total_bytes() + staging_bytes + least_slots <= self._usable_bytes
-            buffers_bytes = one.private_bytes - anyway + one.prefill_stage_bytes  # a runtime is there with any chunk
-            if fits and (asked is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
-                return tokens
-        return least if asked is None else min(least, asked)
+    def _chunk(self, staging_bytes: int, min_slots_bytes: int, max_tokens: int | None) -> int:
+        """Return the largest chunk that leaves room for the fewest slots.
 
-    def _regions(self, others: MemoryBudget, least_slots: int, read: Reading) -> Regions:
-        manifest, wanted = self._manifest, self._wanted
-        usable = self._usable_bytes - others.total_bytes() - (read.set_aside_bytes - read.staging_bytes)
-        budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
+        It is at most `max_tokens` or, without that, its buffers take a small share of the limit.
+        """
+        context = self._shape.context_tokens
+        min_tokens = min_chunk_tokens(self._shape)
+        fixed_runtime_bytes = (
+            self._budgets.min_budget(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
+        )
+        sizes = (size for size in CHUNK_TOKENS if (size > min_tokens if max_tokens is None else size <= max_tokens))
+        for tokens in (min(size, context) for size in sizes):
+            budget = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
+            fits = budget.total_bytes() + staging_bytes + min_slots_bytes <= self._usable_bytes
+            # A runtime takes its memory with any chunk, so it does not count as a buffer.
+            buffers_bytes = budget.private_bytes - fixed_runtime_bytes + budget.prefill_stage_bytes
+            if fits and (max_tokens is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
+                return tokens
+        return min_tokens if max_tokens is None else min(min_tokens, max_tokens)
+
+    def _regions(self, budget: MemoryBudget, min_slots_bytes: int, read_sizes: ReadSizes) -> Regions:
+        manifest, options = self._manifest, self._options
+        usable = self._usable_bytes - budget.total_bytes() - (read_sizes.set_aside_bytes - read_sizes.staging_bytes)
+        # The segment begins with a page, and is whole pages.
+        slots_budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
         ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
-        if wanted.ffn_resident_share is not None and wanted.ffn_resident_share < 1:
-            budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
-        regions = fill(
+        if options.ffn_resident_share is not None and options.ffn_resident_share < 1:
+            slots_budget = min(slots_budget, int(options.ffn_resident_share * ffn_bytes))
+        regions = allocate_slots(
             manifest,
             self._rates,
             mode=self._shape.mode,
             workers=self._shape.workers,
-            texts=self._shape.sequences,
-            budget=budget,
-            whole=read.bundle,
-            moved=read.moved_scales,
-            cache="cache" not in wanted.without,
-            cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
-            lendable_bytes=0 if wanted.ffn_resident_share else lent_at_most(others),
+            max_batch=self._shape.sequences,
+            budget=slots_budget,
+            whole=read_sizes.bundle,
+            moved=read_sizes.moved_scales,
+            cache="cache" not in options.without,
+            cache_tokens=0 if options.baseline is None else BASELINE_CACHE_TOKENS,
+            borrowable_bytes=0 if options.ffn_resident_share else max_borrowed_bytes(budget),
         )
         if regions is not None:
-            return self._behind_held(regions)
-        assert usable >= least_slots
-        assert wanted.ffn_resident_share is not None
+            return self._without_offloaded_pins(regions)
+        assert usable >= min_slots_bytes
+        assert options.ffn_resident_share is not None
         raise UserError(
-            f"--ffn-resident {wanted.ffn_resident_share:.1%}: the least for this package is "
-            f"{least_slots / ffn_bytes:.1%} ({least_slots:,} bytes): one block of neurons per worker must be open, "
-            "and as much arriving"
+            f"--ffn-resident {options.ffn_resident_share:.1%}: the least for this package is "
+            f"{min_slots_bytes / ffn_bytes:.1%} ({min_slots_bytes:,} bytes): one block of neurons per worker must be "
+            "open, and as much arriving"
         )
 
-    def _behind_held(self, regions: Regions) -> Regions:
-        """Where an accelerator has the hottest, and memory does not hold everything, nothing is pinned: what else is
-        hot stays by being used."""
-        if not self._shape.held_blocks or min(regions.triggers, regions.values) == self._manifest.clusters:
+    def _without_offloaded_pins(self, regions: Regions) -> Regions:
+        """Return the slots without pins if an accelerator computes the hottest clusters and memory does not fit
+        everything.
+
+        The hottest remaining clusters stay in the cache by being used.
+        """
+        if not self._shape.max_offloaded_blocks or min(regions.triggers, regions.values) == self._manifest.clusters:
             return regions
         return dataclasses.replace(regions, pins=(NOTHING_PINNED,))
 
-    def _memory(self, others: MemoryBudget, regions: Regions) -> Memory:
+    def _memory(self, budget: MemoryBudget, regions: Regions) -> Memory:
         return Memory(
-            **{field.name: getattr(others, field.name) for field in dataclasses.fields(MemoryBudget)},
+            **{field.name: getattr(budget, field.name) for field in dataclasses.fields(MemoryBudget)},
             limit_bytes=self._limit_bytes,
-            least_bytes=self._budgets.least_limit_bytes(self._shape),
+            least_bytes=self._budgets.min_limit_bytes(self._shape),
             **untrusted_bytes(self._manifest, self._shape, self._limit_bytes),
             **regions.memory(self._manifest),
-            follows=self._wanted.follows,
+            follows=self._options.follows,
             ffn_bytes=self._budgets.ffn_bytes,
             accelerator_bytes=accelerator_bytes(self._manifest, self._shape),
         )
 
-    def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
-        limit = self._budgets.least_limit_bytes(self._shape)
-        chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
+    def _refuse_limit(self, min_budget: MemoryBudget, min_slots_bytes: int) -> None:
+        limit = self._budgets.min_limit_bytes(self._shape)
+        chosen = ", a share of what is available now" if self._options.memory_bytes is None else ""
         reserved_bytes = sum(untrusted_bytes(self._manifest, self._shape, limit).values())
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
             f"the least for this package is {limit:,} bytes ({-(-limit // MIB)} MiB): "
-            f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
-            f"{reserved_bytes:,} for grammars and templates, {least_slots:,} for the neurons being computed; "
+            f"{min_budget.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
+            f"{reserved_bytes:,} for grammars and templates, {min_slots_bytes:,} for the neurons being computed; "
             "a smaller --context needs less",
             limit,
         )
 
     def _mode_reasons(self) -> list[str]:
-        wanted, reasons = self._wanted, [mode_reason(self._manifest, self._shape.mode, self._rates)]
+        options, reasons = self._options, [mode_reason(self._manifest, self._shape.mode, self._rates)]
         if self._shape.hints:
             reasons.append("hints: what will probably be wanted is asked for before it is certain, by request")
-        if (said := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
-            reasons.append(said)
-        if wanted.baseline is not None:
-            reasons.append(f"baseline {wanted.baseline}, for comparison")
-        if wanted.without:
-            reasons.append(f"without {', '.join(sorted(wanted.without))}, by request")
-        if wanted.ffn_resident_share is not None:
-            reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
+        if (note := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
+            reasons.append(note)
+        if options.baseline is not None:
+            reasons.append(f"baseline {options.baseline}, for comparison")
+        if options.without:
+            reasons.append(f"without {', '.join(sorted(options.without))}, by request")
+        if options.ffn_resident_share is not None:
+            reasons.append(f"feed-forward residency is limited to {options.ffn_resident_share:.0%} by request")
         return reasons
 
     def _assumptions(self, memory: Memory) -> tuple[str, ...]:
@@ -442,9 +378,11 @@ class _Planning:
             prompts_by=self._shape.prefill_backend,
         )
 
-    def _chunk_reason(self, chunk: int, others: MemoryBudget) -> str:
-        buffers = f"{(others.private_bytes + others.prefill_stage_bytes) / MIB:.0f} MiB"
-        said = f"prefill takes {chunk} tokens at a time with {self._shape.prefill_threads} thread(s): its buffers "
-        if self._wanted.prefill_chunk_tokens is not None:
-            return f"{said}take {buffers}"
-        return f"{said}are within {PREFILL_SHARE:.1%} of the limit ({buffers})"
+    def _chunk_reason(self, chunk_tokens: int, budget: MemoryBudget) -> str:
+        buffers = f"{(budget.private_bytes + budget.prefill_stage_bytes) / MIB:.0f} MiB"
+        beginning = (
+            f"prefill takes {chunk_tokens} tokens at a time with {self._shape.prefill_threads} thread(s): its buffers "
+        )
+        if self._options.prefill_chunk_tokens is not None:
+            return f"{beginning}take {buffers}"
+        return f"{beginning}are within {PREFILL_SHARE:.1%} of the limit ({buffers})"

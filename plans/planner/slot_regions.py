@@ -1,60 +1,59 @@
-"""The neurons' memory: how many slots either part gets, how many may be moving. Which clusters stay is
-cluster_allocation.py's.
+"""Slots: how many each part gets, and how many of them are moving. cluster_allocation.py chooses the pinned clusters.
 
-Memory is filled by worth per byte. Without a predictor every trigger part is read for every token, so that a resident
-one saves its bytes with certainty, and a value part only as often as its neurons fire: triggers first. In predicted
-mode a neuron is wanted whole or not at all: both parts get as many slots.
+Memory is filled by worth per byte. Without a predictor every token reads every trigger part, so that a resident one
+always saves its bytes, and a value part only as often as its neurons are active: triggers first. In predicted mode a
+neuron is read whole or not at all: both parts get equal numbers of slots.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from neuronpipe.plans.cost.activation_rates import Rates, touched
+from neuronpipe.plans.cost.activation_rates import ActivationRates, touched_share
 from neuronpipe.plans.package.layout import PAGE_BYTES, SlotPlaces
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.pinned_clusters import Pins
 from neuronpipe.plans.plan.segment_sizes import slots_layout
-from neuronpipe.plans.planner.cluster_allocation import Slots, allocate
+from neuronpipe.plans.planner.cluster_allocation import PartSlots, allocate_pins
 from neuronpipe.protocol.frozen import frozen
 
-STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
+STOCK_FACTOR = 2  # free slots in advance, per expected miss of one token
 MIN_STOCK = 64
-# Of the slots: the cache frees more in a fraction of a layer's time, and a slot kept free holds nothing. With a fifth
-# kept free, exact mode at half resident missed three quarters of what fired.
+# Maximum share of the slots: the cache frees more in a fraction of a layer's time, and a free slot stores nothing. With
+# a fifth kept free, exact mode at half resident missed three quarters of the active neurons.
 MAX_STOCK = 1 / 32
-# A mixture keeps a whole layer in place, so that no expert waits for another, where slots hold so many layers: in the
-# others there is always something to evict.
+# A mixture keeps a whole layer open, so that no expert waits for another, if slots store this many layers: the other
+# layers always have something to evict.
 OPEN_LAYER_FROM = 4
 NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
 
 
 @frozen(kw_only=True)
 class Regions:
-    """Slots of either part, and what becomes of them."""
+    """Slots of either part, and their use."""
 
     triggers: int
     values: int
-    places: SlotPlaces  # what a slot of either part holds
-    pins: tuple[Pins, ...]  # what stays, by how many texts a step computes
-    moving: int  # slots of either part that are for what is open or on its way
+    places: SlotPlaces  # contents of a slot of either part
+    pins: tuple[Pins, ...]  # by the sequences of a step
+    moving: int  # slots of either part for clusters that are open or being read
     window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
     reserved_triggers: int
     reserved_values: int
     reasons: tuple[str, ...]
-    lent_triggers: int = 0  # more of them, in memory that is lent
-    lent_values: int = 0
+    borrowed_triggers: int = 0  # in borrowed memory, in addition
+    borrowed_values: int = 0
 
     def memory(self, manifest: Manifest) -> dict[str, Any]:
-        """What a plan's memory says of them, by its fields."""
+        """Return the plan's memory fields about slots."""
         moved = self.places.moved_bytes > 0
         return {
             "trigger_slots": self.triggers,
             "value_slots": self.values,
             "slots_bytes": slots_layout(manifest, self.triggers, self.values, moved=moved).total_bytes,
-            "lent_trigger_slots": self.lent_triggers,
-            "lent_value_slots": self.lent_values,
+            "lent_trigger_slots": self.borrowed_triggers,
+            "lent_value_slots": self.borrowed_values,
             "moving_slots": self.moving,
             "pins": self.pins,
             "moved_scales_from": self.places.moved_from,
@@ -62,62 +61,65 @@ class Regions:
         }
 
 
-def fill(
+def allocate_slots(
     manifest: Manifest,
-    rates: Rates,
+    rates: ActivationRates,
     *,
     mode: Mode,
     workers: int,
-    texts: int,
+    max_batch: int,
     budget: int,
     whole: bool,
     moved: bool = False,
     cache: bool,
     cache_tokens: int,
-    lendable_bytes: int = 0,
+    borrowable_bytes: int = 0,
 ) -> Regions | None:
-    """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
+    """Divide `budget` bytes between trigger and value slots; None if it is too small for one block per worker.
 
-    texts: most that a step computes. whole: both parts of a cluster are read together. moved: value slots hold the
-    scales of their rows. cache: False keeps only what a step needs. cache_tokens: keep no more than so many tokens use
-    (0: whatever fits). lendable_bytes: what may be lent to slots besides.
+    max_batch: maximum of sequences in a step
+    whole: both parts of a cluster are read together
+    moved: scales are co-located if that fits
+    cache: False keeps only what a step needs
+    cache_tokens: keep no more than this number of tokens uses (0: whatever fits)
+    borrowable_bytes: of memory that slots may borrow in addition
     """
     for places in (manifest.slots(moved=True), manifest.slots()) if moved else (manifest.slots(),):
-        filling = _Filling(manifest, rates, mode, workers, texts, whole, places, lendable_bytes)
-        # Value slots begin with a page; larger than one, the last of them may end in another than the budget does.
-        left = budget - PAGE_BYTES if places.moved_bytes else budget
-        if (made := filling.fill(left, cache=cache, cache_tokens=cache_tokens)) is not None:
-            return made
+        allocator = _SlotAllocator(manifest, rates, mode, workers, max_batch, whole, places, borrowable_bytes)
+        # Value slots begin with a page, so large ones may extend one page beyond the budget.
+        remaining = budget - PAGE_BYTES if places.moved_bytes else budget
+        if (regions := allocator.allocate(remaining, cache=cache, cache_tokens=cache_tokens)) is not None:
+            return regions
     return None
 
 
-class _Filling:
+class _SlotAllocator:
     def __init__(
         self,
         manifest: Manifest,
-        rates: Rates,
+        rates: ActivationRates,
         mode: Mode,
         workers: int,
-        texts: int,
+        max_batch: int,
         whole: bool,
         places: SlotPlaces,
-        lendable_bytes: int,
+        borrowable_bytes: int,
     ) -> None:
         self._manifest, self._layout, self._rates, self._mode = manifest, manifest.layout, rates, mode
         self._places = places
-        self._workers, self._texts, self._lendable_bytes = workers, texts, lendable_bytes
+        self._workers, self._max_batch, self._borrowable_bytes = workers, max_batch, borrowable_bytes
         self._ffns, self._experts, self._mixture = (
             manifest.model.ffns,
             manifest.model.experts,
             manifest.model.experts > 1,
         )
-        # A neuron is wanted whole or not at all: it was predicted, or every neuron fires; or both parts come anyway.
+        # Neurons are read whole or not at all: they are predicted, all are active, or both parts are read together.
         self._whole = whole or mode == "predicted" or rates.value_read >= rates.trigger_read
         self._all = manifest.clusters
         self._trigger_bytes, self._value_bytes = places.trigger_bytes, places.value_bytes
         self._both_bytes = places.both_bytes
 
-    def fill(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
+    def allocate(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
         if cache and not cache_tokens and budget >= self._all * self._both_bytes:
             return self._everything()
         window_blocks, moving = self._block_window(budget if cache else 0)
@@ -128,28 +130,37 @@ class _Filling:
             triggers = values = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
         elif cache_tokens:
-            used = touched(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
+            used = touched_share(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
             triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
             reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         else:
-            triggers, values = self._share_out(budget, moving)
+            triggers, values = self._divide(budget, moving)
         reserved_triggers = self._reserved(triggers, self._rates.trigger_read, moving)
         reserved_values = self._reserved(values, self._rates.value_read, moving)
         pins: tuple[Pins, ...] = (NOTHING_PINNED,)
-        free, lent = min(triggers, values), (0, 0)
+        free, borrowed = min(triggers, values), (0, 0)
         if cache and not cache_tokens:
-            lent = self._lent(moving, triggers, values) if self._lendable_bytes else lent
-            of_triggers, of_values = (
-                Slots(part=part, count=own + more, moving=moving, reserved=reserved, slot_bytes=size, lent=more)
-                for part, own, more, reserved, size in (
-                    ("trigger", triggers, lent[0], reserved_triggers, self._trigger_bytes),
-                    ("value", values, lent[1], reserved_values, self._value_bytes),
+            borrowed = self._borrowed_slots(moving, triggers, values) if self._borrowable_bytes else borrowed
+            trigger_slots, value_slots = (
+                PartSlots(
+                    part=part,
+                    count=count + borrowed_count,
+                    moving=moving,
+                    reserved=reserved,
+                    slot_bytes=size,
+                    borrowed=borrowed_count,
+                )
+                for part, count, borrowed_count, reserved, size in (
+                    ("trigger", triggers, borrowed[0], reserved_triggers, self._trigger_bytes),
+                    ("value", values, borrowed[1], reserved_values, self._value_bytes),
                 )
             )
-            slots = of_triggers, of_values
-            made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
-            pins, free = made.pins, self._least_free(slots, made.most)
-            reasons += made.reasons
+            slots = trigger_slots, value_slots
+            pin_allocation = allocate_pins(
+                self._manifest, self._rates, self._mode, whole=self._whole, max_batch=self._max_batch, slots=slots
+            )
+            pins, free = pin_allocation.pins, self._min_free(slots, pin_allocation.max_pinned)
+            reasons += pin_allocation.reasons
         if self._mixture and free >= OPEN_LAYER_FROM * self._experts * self._layout.clusters:
             window_blocks = self._experts * self._layout.blocks
             moving = max(moving, self._experts * self._layout.clusters + max(reserved_triggers, reserved_values))
@@ -166,18 +177,18 @@ class _Filling:
             reserved_triggers=reserved_triggers,
             reserved_values=reserved_values,
             reasons=tuple(reasons),
-            lent_triggers=lent[0],
-            lent_values=lent[1],
+            borrowed_triggers=borrowed[0],
+            borrowed_values=borrowed[1],
         )
 
-    def _lent(self, moving: int, triggers: int, values: int) -> tuple[int, int]:
-        """Slots in memory that is lent besides: as if there was as much more of it."""
-        taken_bytes = triggers * self._trigger_bytes + values * self._value_bytes
-        more = self._share_out(taken_bytes + self._lendable_bytes, moving)
-        return max(0, more[0] - triggers), max(0, more[1] - values)
+    def _borrowed_slots(self, moving: int, triggers: int, values: int) -> tuple[int, int]:
+        """Return the slots in borrowed memory: the additional ones if this memory belonged to slots."""
+        slots_bytes = triggers * self._trigger_bytes + values * self._value_bytes
+        with_borrowed = self._divide(slots_bytes + self._borrowable_bytes, moving)
+        return max(0, with_borrowed[0] - triggers), max(0, with_borrowed[1] - values)
 
-    def _share_out(self, budget: int, moving: int) -> tuple[int, int]:
-        """Slots of either part: as many of both, or all triggers first."""
+    def _divide(self, budget: int, moving: int) -> tuple[int, int]:
+        """Return the slots of either part: equal numbers, or all triggers first."""
         if self._whole:
             count = min(budget // self._both_bytes, self._all)
             return count, count
@@ -199,31 +210,34 @@ class _Filling:
         )
 
     def _block_window(self, budget: int) -> tuple[int, int]:
-        """Return the blocks of a layer that are open at once, and the clusters that may be moving: those open for any
-        worker, and as many again that are free or arriving. A whole layer, where memory holds two; less only where it
-        must be, since the reads of a block window wait for the one before it. Workers may have neighbouring ones open,
-        and of two experts, but not of two layers.
+        """Return the blocks of a layer that are open at once, and the clusters that may be moving.
 
-        Slots for a larger window come from memory that was added, never from what stays: before it opens, `moving`
-        grows to what it needs while what stays keeps its size. Else more memory would be slower."""
+        Moving are the clusters open for any worker, and as many again that are free or being read. The window is a
+        whole layer if memory fits two, and smaller only if it must be, since the reads of a block window wait for the
+        one before it. Workers may have neighbouring windows open, and of two experts, but not of two layers.
+
+        Slots for a larger window come from added memory, never from pins: before it opens, `moving` grows to its size
+        while the other slots keep their number. Otherwise more memory would be slower.
+        """
         (window_blocks, moving, _), *larger = self._windows()
         opened_bytes = 0  # the budget with which the window before opened
         for blocks, needed, from_bytes in larger:
             from_bytes = max(from_bytes, opened_bytes)
             if budget < from_bytes:
                 break
-            staying_bytes = from_bytes - moving * self._both_bytes
-            opened_bytes = max(from_bytes, staying_bytes + needed * self._both_bytes)
+            remaining_bytes = from_bytes - moving * self._both_bytes
+            opened_bytes = max(from_bytes, remaining_bytes + needed * self._both_bytes)
             if budget < opened_bytes:
-                return window_blocks, max(moving, (budget - staying_bytes) // self._both_bytes)
+                return window_blocks, max(moving, (budget - remaining_bytes) // self._both_bytes)
             window_blocks, moving = blocks, needed
         if moving >= self._all:
             moving, window_blocks = min(self._all, max(self._moving(1), self._all // 2)), 1
         return window_blocks, moving
 
     def _windows(self) -> list[tuple[int, int, int]]:
-        """Return the block windows that may be planned, smallest first: blocks, clusters that may be moving, and the
-        bytes for slots from which on it is wanted: three times what is moving, two times for a whole layer."""
+        """Return the block windows that may be planned, smallest first: blocks, moving clusters, and the bytes for
+        slots from which on the window is preferred: three times those of moving clusters, two times for a whole
+        layer."""
         workers, blocks = self._workers, self._layout.blocks
         parts = [max(1, blocks // (2 * workers))]
         while parts[-1] > 1:
@@ -236,19 +250,19 @@ class _Filling:
         """Return the clusters that may be moving while every worker has such a part of a layer open."""
         return 2 * window_blocks * self._workers * self._layout.block_clusters
 
-    def _least_free(self, slots: tuple[Slots, Slots], pinned: tuple[int, int]) -> int:
-        """Slots of either part that nothing stays in; a part that is all there counts as what a whole model has."""
+    def _min_free(self, slots: tuple[PartSlots, PartSlots], pinned: tuple[int, int]) -> int:
+        """Return the fewest unpinned slots of either part. A fully resident part counts with all its slots."""
         free = (
-            one.count if one.count == self._all else one.count - staying
-            for one, staying in zip(slots, pinned, strict=True)
+            part_slots.count if part_slots.count == self._all else part_slots.count - pinned_count
+            for part_slots, pinned_count in zip(slots, pinned, strict=True)
         )
         return min(free)
 
     def _reserved(self, slots: int, share: float, moving: int) -> int:
-        """Twice what one token is expected to miss, within MAX_STOCK and half of what may move; none where nothing is
-        evicted."""
+        """Return twice the expected misses of one token, within MAX_STOCK and half of the moving slots; 0 without
+        evictions."""
         if slots == self._all:
             return 0
-        wanted = self._rates.chosen * touched(share, self._layout.cluster_neurons) * self._all
-        missed = wanted * (1 - self._rates.activations_within(slots / self._all))
-        return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))
+        accesses = self._rates.chosen * touched_share(share, self._layout.cluster_neurons) * self._all
+        misses = accesses * (1 - self._rates.activations_within(slots / self._all))
+        return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * misses), int(MAX_STOCK * slots))))

@@ -1,6 +1,6 @@
-"""What the search tried and what else could be had, as JSON values and as a page for a person.
+"""Trade-offs of a search: its candidates and what other limits would bring, as JSON values and as text.
 
-All speeds are those expected of one text. `describe` makes some thousand plans; only `neuronpipe plan` asks for it.
+All speeds are those expected of one sequence. `describe` makes some thousand plans; only `neuronpipe plan` calls it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.plan.document import Expected
 from neuronpipe.plans.plan.memory_budget import MIB
-from neuronpipe.plans.planner.search import MIN_GAIN, USUAL, Candidate, Found, Search
+from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult
+from neuronpipe.plans.planner.search import MIN_GAIN, Search
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -20,64 +21,70 @@ SHOWN_CANDIDATES = 8
 
 
 def binds(expected: Expected) -> str | None:
-    """What a token waits for most: `DRAM`, `flash`, or `compute`, which is what neither explains. None where it was not
+    """Return the bottleneck of a token: `DRAM`, `flash`, or `compute` for the remaining time. None if it was not
     measured."""
-    e = expected
-    if e.sequential_ms_per_token is None or e.neuron_ms_per_token is None or e.exposed_flash_ms_per_token is None:
+    expected = expected
+    if (
+        expected.sequential_ms_per_token is None
+        or expected.neuron_ms_per_token is None
+        or expected.exposed_flash_ms_per_token is None
+    ):
         return None
-    dram_ms = e.sequential_ms_per_token + e.neuron_ms_per_token
-    token_ms = 1e3 / e.tokens_per_s if e.tokens_per_s else 0.0
+    dram_ms = expected.sequential_ms_per_token + expected.neuron_ms_per_token
+    token_ms = 1e3 / expected.tokens_per_s if expected.tokens_per_s else 0.0
     times_ms = {
         "DRAM": dram_ms,
-        "flash": (e.flash_ms_per_token or 0.0) if e.exposed_flash_ms_per_token else 0.0,
-        "compute": token_ms - dram_ms - e.exposed_flash_ms_per_token,
+        "flash": (expected.flash_ms_per_token or 0.0) if expected.exposed_flash_ms_per_token else 0.0,
+        "compute": token_ms - dram_ms - expected.exposed_flash_ms_per_token,
     }
     return max(times_ms, key=lambda name: times_ms[name])
 
 
-def describe(search: Search, found: Found) -> dict[str, Any]:
-    """The candidates within the limit of what was found, fastest first; what a GiB or a core more would buy; speed over
-    memory."""
-    chosen = found.chosen
-    candidates = sorted(found.candidates, key=lambda one: (search.ms(one), one.workers))
+def describe(search: Search, result: SearchResult) -> dict[str, Any]:
+    """Return the candidates, fastest first, the gain of a GiB or a core more, and speed over memory."""
+    chosen = result.chosen
+    candidates = sorted(result.candidates, key=lambda candidate: (search.ms(candidate), candidate.workers))
     return {
-        "rules_kept": found.rules is chosen,
-        "plans_compared": found.points,
-        "candidates": [_row(one) | {"chosen": one is chosen, "by_rules": one is found.rules} for one in candidates],
-        "one_more_gib": _row(search.with_memory(found, chosen.plan.memory.limit_bytes + GIB)),
-        "one_more_core": None if (more := search.with_more_workers(found)) is None else _row(more),
-        "speed_over_memory": _speed_over_memory(search, found),
+        "rules_kept": result.rules is chosen,
+        "plans_compared": result.points,
+        "candidates": [
+            _row(candidate) | {"chosen": candidate is chosen, "by_rules": candidate is result.rules}
+            for candidate in candidates
+        ],
+        "one_more_gib": _row(search.with_memory(result, chosen.plan.memory.limit_bytes + GIB)),
+        "one_more_core": None if (more := search.with_more_workers(result)) is None else _row(more),
+        "speed_over_memory": _speed_over_memory(search, result),
     }
 
 
-def _speed_over_memory(search: Search, found: Found) -> list[dict[str, Any]]:
+def _speed_over_memory(search: Search, result: SearchResult) -> list[dict[str, Any]]:
     rows = []
     for limit in search.limits_bytes()[::2]:
         try:
-            rows.append(_row(search.with_memory(found, limit)))
+            rows.append(_row(search.with_memory(result, limit)))
         except UserError:  # an --ffn-resident that only some choices can obey
             continue
     return rows
 
 
-def _row(one: Candidate) -> dict[str, Any]:
-    made = one.plan
+def _row(candidate: Candidate) -> dict[str, Any]:
+    plan = candidate.plan
     return {
-        "mode": made.compute.mode,
-        "workers": one.workers,
-        "reads": one.reads,
-        "prefill_chunk_tokens": made.compute.prefill_chunk_tokens,
-        "depth": made.flash.depth,
-        "limit_bytes": made.memory.limit_bytes,
-        "memory_bytes": made.memory.total_bytes(),
-        "expected_tokens_per_s": one.tokens_per_s,
-        "usual_request_s": None if math.isinf(request_ms := USUAL.ms(made.expected)) else round(request_ms / 1e3, 3),
-        "binds": binds(made.expected),
+        "mode": plan.compute.mode,
+        "workers": candidate.workers,
+        "reads": candidate.reads,
+        "prefill_chunk_tokens": plan.compute.prefill_chunk_tokens,
+        "depth": plan.flash.depth,
+        "limit_bytes": plan.memory.limit_bytes,
+        "memory_bytes": plan.memory.total_bytes(),
+        "expected_tokens_per_s": candidate.tokens_per_s,
+        "usual_request_s": None if math.isinf(request_ms := USUAL.ms(plan.expected)) else round(request_ms / 1e3, 3),
+        "binds": binds(plan.expected),
     }
 
 
 def render(described: dict[str, Any]) -> str:
-    """Several lines."""
+    """Return the described trade-offs as lines of text."""
     rows = described["candidates"]
     chosen = next(row for row in rows if row["chosen"])
     lines = [
@@ -86,10 +93,10 @@ def render(described: dict[str, Any]) -> str:
         f"  {'mode':<12}{'workers':>7}  {'reads':<14}{'prompt by':>9}{'at once':>9}{'memory':>12}  {'request':>9}"
         f"  {'tokens/s':>9}  binds",
     ]
-    shown = [n for n, row in enumerate(rows) if n < SHOWN_CANDIDATES or row["chosen"] or row["by_rules"]]
-    lines += [_candidate_line(rows[n]) for n in shown]
-    if len(shown) < len(rows):
-        lines.append(f"  and {len(rows) - len(shown)} slower ones")
+    shown_rows = [n for n, row in enumerate(rows) if n < SHOWN_CANDIDATES or row["chosen"] or row["by_rules"]]
+    lines += [_candidate_line(rows[n]) for n in shown_rows]
+    if len(shown_rows) < len(rows):
+        lines.append(f"  and {len(rows) - len(shown_rows)} slower ones")
     if chosen["expected_tokens_per_s"] is None:
         lines.append("  memory, flash or an accelerator was not measured, so nothing can be compared: the rules decide")
     elif described["rules_kept"]:
@@ -124,14 +131,16 @@ def _gain(now: dict[str, Any], more: dict[str, Any] | None) -> str:
 
 
 def _curve(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
-    """Speed over memory; the plan's own point between the others. Bars are of requests, whose speed never falls."""
-    others = [row for row in rows if row["limit_bytes"] != chosen["limit_bytes"]]
-    points = sorted([*others, chosen], key=lambda row: int(row["limit_bytes"]))
-    least_s = min((row["usual_request_s"] for row in points if row["usual_request_s"] is not None), default=None)
+    """Return lines of speed over memory with the plan's own point. Bars are of requests, whose speed never falls."""
+    other_rows = [row for row in rows if row["limit_bytes"] != chosen["limit_bytes"]]
+    points = sorted([*other_rows, chosen], key=lambda row: int(row["limit_bytes"]))
+    fastest_s = min((row["usual_request_s"] for row in points if row["usual_request_s"] is not None), default=None)
     lines = ["requests over memory, from the least limit to everything resident: how fast, tokens/s of the answer"]
     for row in points:
         bar = (
-            "█" * round(BAR_CHARACTERS * least_s / row["usual_request_s"]) if least_s and row["usual_request_s"] else ""
+            "█" * round(BAR_CHARACTERS * fastest_s / row["usual_request_s"])
+            if fastest_s and row["usual_request_s"]
+            else ""
         )
         mark = "  <- this plan" if row is chosen else ""
         lines.append(

@@ -1,7 +1,7 @@
-"""Checking a plan that came from a file against the package it is for: the services follow what passes here.
+"""Validation of a plan from a file against its package: the services follow every plan that passes.
 
-The id only says that a file is whole, not that a planner wrote it. Every figure that sizes memory or places work is
-therefore looked at, or computed again.
+The id only proves that a file is complete, not that a planner wrote it. Every figure that sizes memory or places work
+is therefore checked, or computed again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ MAX_READ_BYTES = 1 << 26
 
 
 def validate(plan: Plan, manifest: Manifest, where: str, cores: Collection[int] | None = None) -> None:
-    """Refuse a plan that this package could not be run by. `where` names its file. cores: those there are (default:
-    those of this process). Raises UserError naming the field."""
+    """Refuse a plan with which this package cannot be run.
+
+    where: names the file in errors
+    cores: available cores (default: those of this process)
+
+    Raises UserError naming the field.
+    """
     _Check(plan, manifest, where, os.sched_getaffinity(0) if cores is None else cores).run()
 
 
@@ -50,20 +55,20 @@ class _Check:
         self._plan, self._manifest, self._where, self._cores = plan, manifest, where, cores
 
     def run(self) -> None:
-        """Processes first: the other figures are computed from how many there are."""
+        """Check processes first: the other figures are computed from their number."""
         self._processes()
         self._counts()
         self._flash()
-        self._table()
+        self._pins()
         self._slots()
         self._bytes()
 
     def _fail(self, field: str, problem: str) -> NoReturn:
         raise UserError(f"{self._where}: field '{field}': {problem}; make a new plan with `neuronpipe plan`")
 
-    def _within(self, field: str, value: int, least: int, most: int) -> None:
-        if not least <= value <= most:
-            self._fail(field, f"{value} is outside {least}..{most}")
+    def _within(self, field: str, value: int, minimum: int, maximum: int) -> None:
+        if not minimum <= value <= maximum:
+            self._fail(field, f"{value} is outside {minimum}..{maximum}")
 
     def _processes(self) -> None:
         processes = self._plan.compute.processes
@@ -97,7 +102,7 @@ class _Check:
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks
         of_layer = blocks * self._manifest.model.experts
-        for name, most in (
+        for name, maximum in (
             ("context_tokens", self._manifest.model.context_tokens),
             ("sequences", MAX_SEQUENCES),
             ("prefill_chunk_tokens", min(MAX_TOKENS_AT_ONCE, compute.context_tokens)),
@@ -106,15 +111,15 @@ class _Check:
             ("decode_window_blocks", of_layer),
             ("prefill_window_blocks", of_layer),
         ):
-            self._within(f"compute.{name}", getattr(compute, name), 1, most)
-            if most == of_layer and blocks < getattr(compute, name) < of_layer:
+            self._within(f"compute.{name}", getattr(compute, name), 1, maximum)
+            if maximum == of_layer and blocks < getattr(compute, name) < of_layer:
                 self._fail(
                     f"compute.{name}", f"up to {blocks}, of one expert, or {of_layer}, of all experts of a layer"
                 )
         self._within("compute.held_blocks", len(compute.held_blocks), 0, compute.sequences)
-        for held in compute.held_blocks:
-            self._within("compute.held_blocks", held, 0, blocks)
-        if compute.held_blocks and not compute.most_held_blocks():
+        for blocks_of_batch in compute.held_blocks:
+            self._within("compute.held_blocks", blocks_of_batch, 0, blocks)
+        if compute.held_blocks and not compute.max_offloaded_blocks():
             self._fail("compute.held_blocks", "none at all; leave the accelerator out")
         if len(compute.held_blocks) > 1 and runtime_of(compute.accelerator_backend()):
             self._fail("compute.held_blocks", "as many for any number of texts: else its numerics would depend on that")
@@ -151,31 +156,31 @@ class _Check:
         self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
         self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
         moved = self._plan.memory.are_scales_moved  # then a read for a value part is of both
-        least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
-        self._within("flash.most_read_bytes", flash.most_read_bytes, least, MAX_READ_BYTES)
+        min_read_bytes = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
+        self._within("flash.most_read_bytes", flash.most_read_bytes, min_read_bytes, MAX_READ_BYTES)
         if flash.most_read_bytes % PAGE_BYTES:
             self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
         self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
         self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MAX_DEPTH - flash.depth)
-        least_long = flash.most_read_bytes if flash.warm_up_reads else 0
-        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, least_long, MAX_READ_BYTES)
+        min_warm_up_bytes = flash.most_read_bytes if flash.warm_up_reads else 0
+        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, min_warm_up_bytes, MAX_READ_BYTES)
         if flash.warm_up_read_bytes % PAGE_BYTES:
             self._fail("flash.warm_up_read_bytes", f"{flash.warm_up_read_bytes} is not a number of whole pages")
 
     def _slots(self) -> None:
-        """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
+        """Check that every cluster has a slot, or that open, pinned and reserved clusters fit together."""
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
         clusters = self._manifest.clusters
         may_open = open_clusters(self._manifest, compute)
         for part, slots, pinned, reserved in (
-            ("trigger", memory.trigger_slots, self._most_pinned("triggers"), flash.reserved_triggers),
-            ("value", memory.value_slots, self._most_pinned("values"), flash.reserved_values),
+            ("trigger", memory.trigger_slots, self._max_pinned("triggers"), flash.reserved_triggers),
+            ("value", memory.value_slots, self._max_pinned("values"), flash.reserved_values),
         ):
             self._within(f"memory.{part}_slots", slots, 1, clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
-            lent = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
+            borrowed = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
             needed = may_open + reserved
-            fits = slots >= min(clusters, needed) and slots + lent >= min(clusters, needed + pinned)
+            fits = slots >= min(clusters, needed) and slots + borrowed >= min(clusters, needed + pinned)
             if not fits or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",
@@ -183,35 +188,35 @@ class _Check:
                 )
         if min(memory.trigger_slots, memory.value_slots) < clusters:
             self._within("memory.moving_slots", memory.moving_slots, min(may_open, clusters), clusters)
-        self._lent_slots()
+        self._borrowed_slots()
 
-    def _lent_slots(self) -> None:
-        """They have places for clusters that have none yet, in what is lendable."""
+    def _borrowed_slots(self) -> None:
+        """Check that borrowed slots are for clusters without a slot, and fit into borrowable memory."""
         memory, manifest = self._plan.memory, self._manifest
-        for part, slots, lent in (
+        for part, slots, borrowed in (
             ("trigger", memory.trigger_slots, memory.lent_trigger_slots),
             ("value", memory.value_slots, memory.lent_value_slots),
         ):
-            self._within(f"memory.lent_{part}_slots", lent, 0, manifest.clusters - slots)
+            self._within(f"memory.lent_{part}_slots", borrowed, 0, manifest.clusters - slots)
         places = manifest.slots(moved=memory.are_scales_moved)
-        lent_bytes = memory.lent_trigger_slots * places.trigger_bytes
-        lent_bytes += memory.lent_value_slots * places.value_bytes
-        lendable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
-        if lent_bytes > lendable_bytes:
+        borrowed_bytes = memory.lent_trigger_slots * places.trigger_bytes
+        borrowed_bytes += memory.lent_value_slots * places.value_bytes
+        borrowable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
+        if borrowed_bytes > borrowable_bytes:
             self._fail(
-                "memory.lent_value_slots", f"{lent_bytes} bytes are lent, but {lendable_bytes} are there to lend"
+                "memory.lent_value_slots", f"{borrowed_bytes} bytes are lent, but {borrowable_bytes} are there to lend"
             )
 
-    def _table(self) -> None:
-        """The pins are for one text and up, in order."""
-        texts = [entry.texts for entry in self._plan.memory.pins]
-        most = self._plan.compute.sequences
-        if texts[:1] != [1] or any(a >= b for a, b in itertools.pairwise(texts)) or texts[-1] > most:
-            self._fail("memory.pins", f"expected entries from 1 text on, with ever more of them, up to {most}")
+    def _pins(self) -> None:
+        """Check that the pins are for one sequence and more, in order."""
+        batches = [entry.texts for entry in self._plan.memory.pins]
+        max_batch = self._plan.compute.sequences
+        if batches[:1] != [1] or any(a >= b for a, b in itertools.pairwise(batches)) or batches[-1] > max_batch:
+            self._fail("memory.pins", f"expected entries from 1 text on, with ever more of them, up to {max_batch}")
 
-    def _most_pinned(self, name: str) -> int:
-        """Of all entries, the most clusters of one part that stay."""
-        most = 0
+    def _max_pinned(self, name: str) -> int:
+        """Return the maximum of pinned clusters of one part, over all entries."""
+        maximum = 0
         for number, entry in enumerate(self._plan.memory.pins):
             field = f"memory.pins.{number}.{name}"
             try:
@@ -219,13 +224,13 @@ class _Check:
             except ValueError as error:
                 self._fail(field, str(error))
             self._within(field, max(counts), 0, self._manifest.layout.clusters)
-            most = max(most, sum(counts))
-        return most
+            maximum = max(maximum, sum(counts))
+        return maximum
 
     def _bytes(self) -> None:
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
         shape = RunShape.of(compute)
-        others = memory_budget(
+        budget = memory_budget(
             self._manifest,
             shape,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
@@ -233,17 +238,17 @@ class _Check:
         )
         slots, clusters = (memory.trigger_slots, memory.value_slots), self._manifest.clusters
         places = self._manifest.slots(moved=memory.are_scales_moved)
-        expected = dataclasses.asdict(others) | {
+        expected = dataclasses.asdict(budget) | {
             "moved_scales_from": places.moved_from,
             "moved_scales_bytes": places.moved_bytes,
             "slots_bytes": slots_layout(self._manifest, *slots, moved=memory.are_scales_moved).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
-            "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
+            "least_bytes": Budgets(self._manifest).min_limit_bytes(shape),
             **untrusted_bytes(self._manifest, shape, memory.limit_bytes),
             "accelerator_bytes": accelerator_bytes(self._manifest, shape),
         }
-        if memory.limit_bytes < (least_bytes := expected["least_bytes"]):
-            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but these processes need {least_bytes}")
+        if memory.limit_bytes < (min_bytes := expected["least_bytes"]):
+            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but these processes need {min_bytes}")
         for name, value in expected.items():
             if getattr(memory, name) != value:
                 problem = f"{getattr(memory, name)}, but this package, these processes and this limit make {value}"

@@ -19,9 +19,9 @@ from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import Slots
+from neuronpipe.plans.plan.borrowed_memory import PartCounts
 from neuronpipe.plans.plan.document import Memory
-from neuronpipe.plans.plan.offloaded_blocks import held_clusters
+from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
@@ -76,7 +76,7 @@ class Pinning:
         ]
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
 
-    def fit(self, slots: Slots, *, pin: bool = True) -> None:
+    def fit(self, slots: PartCounts, *, pin: bool = True) -> None:
         """Fit the table to a new number of slots of either part. pin: False unpins everything, unless every cluster has
         a slot."""
 
@@ -152,7 +152,7 @@ class CacheService:
                     reserve=reserves[part],
                     clusters=manifest.clusters,
                     pinned=pinned[part],
-                    offloaded=held_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
+                    offloaded=offloaded_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
                 )
             )
             for part in PARTS

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import Lendable, Slots, lent_slots, without
+from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory, PartCounts, reclaim_slots, usable_borrowed_slots
 from neuronpipe.plans.plan.document import Compute, Memory
 from neuronpipe.plans.plan.segment_sizes import open_clusters
 
@@ -29,7 +29,7 @@ class Resizing:
     """
 
     def __init__(self, manifest: Manifest, compute: Compute, memory: Memory) -> None:
-        self._memory, self._lendable = memory, Lendable.of(manifest, compute, memory)
+        self._memory, self._lendable = memory, BorrowableMemory.of(manifest, compute, memory)
         places = manifest.slots(moved=memory.are_scales_moved)
         self._slot_bytes = places.trigger_bytes, places.value_bytes
         read = rates(manifest, compute.mode)
@@ -43,7 +43,7 @@ class Resizing:
         self._number: int | None = None  # of a reservation that is to be answered
         self.vacates = True  # slots beyond the plan's may hold clusters of an earlier cache process
         self._requested_s: float | None = None
-        self.slots: Slots = (memory.trigger_slots, memory.value_slots)
+        self.slots: PartCounts = (memory.trigger_slots, memory.value_slots)
 
     def reserve(self, number: int | None, reserved_bytes: int) -> None:
         """Set the bytes to be reserved. number: of the `Reserve` message, for its answer."""
@@ -55,17 +55,17 @@ class Resizing:
         self._withheld_bytes = withheld_bytes
         return changed
 
-    def begin(self) -> Slots:
+    def begin(self) -> PartCounts:
         """Compute and return the numbers of slots from now on. If there are fewer than before, `vacates` becomes
         True."""
         before, memory = self.slots, self._memory
         triggers, values = memory.trigger_slots, memory.value_slots
-        if memory.lends:
-            borrowed = lent_slots(memory, self._lendable, self._reserved_bytes)
+        if memory.has_borrowed_slots:
+            borrowed = usable_borrowed_slots(memory, self._lendable, self._reserved_bytes)
             triggers, values = triggers + borrowed[0], values + borrowed[1]
         minimum = min(self.min_slots, triggers), min(self.min_slots, values)
-        self.slots = without(
-            (triggers, values), self._withheld_bytes, self._slot_bytes, least=minimum, alike=self._alike
+        self.slots = reclaim_slots(
+            (triggers, values), self._withheld_bytes, self._slot_bytes, min_slots=minimum, in_pairs=self._alike
         )
         if any(now < then for now, then in zip(self.slots, before, strict=True)):
             self.vacates, self._requested_s = True, None

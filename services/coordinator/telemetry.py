@@ -353,7 +353,7 @@ class Report:
             return ""
         decoders = self._scheduler.workers.decoders()
         there = any(one == ACCELERATOR for one, _ in decoders)
-        held = compute.held_blocks_of(len(self._scheduler.requests.active)) if there else 0
+        held = compute.offloaded_blocks(len(self._scheduler.requests.active)) if there else 0
         if role == "decode":
             return _blocks(held + 1, blocks, blocks)
         if there:

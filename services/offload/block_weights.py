@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.offloaded_blocks import held_clusters
+from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.plans.uncached_read import forget
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
     The array is reused for the next layer. Raises UserError for bytes that do not match their checksum.
     """
     manifest, layout = package.manifest, package.manifest.layout
-    experts, clusters = manifest.model.experts, held_clusters(layout, blocks)
+    experts, clusters = manifest.model.experts, offloaded_clusters(layout, blocks)
     checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, 2)
     cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
     weights = np.empty((experts * clusters, cluster_bytes), np.uint8)

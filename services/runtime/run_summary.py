@@ -34,5 +34,5 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         row_bytes=neuron_row_bytes(manifest),
         position_bytes=position_bytes(model),
         context_tokens=compute.context_tokens,
-        lends=memory.lends,
+        lends=memory.has_borrowed_slots,
     )

@@ -18,7 +18,7 @@ from statistics import fmean
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import DEFAULT_BACKEND
-from neuronpipe.plans.plan.segment_sizes import RunShape, own_layouts
+from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.services.runtime.core_pinning import pin
@@ -108,7 +108,7 @@ class CpuBackend:
         """Return the layout of private prefill stages, sized for the engine's own matrix products."""
         compute = job.plan.compute
         shape = dataclasses.replace(RunShape.of(compute), prefill_backend=DEFAULT_BACKEND)
-        return own_layouts(job.package.manifest, shape, compute.prefill_chunk_tokens)["prefill_stage"]
+        return prefill_layouts(job.package.manifest, shape, compute.prefill_chunk_tokens)["prefill_stage"]
 
     def _view(self, placement: Placement, window: int, number: int) -> View:
         """Return the buffers of one participant. window: the index of its read window and its request ring."""

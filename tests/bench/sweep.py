@@ -37,8 +37,9 @@ from neuronpipe.launch.planning.package_argument import open_package  # noqa: E4
 from neuronpipe.launch.planning.plan import PlanResult, plan_here  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.plan.document import Plan  # noqa: E402
-from neuronpipe.plans.planner.planner import LimitTooSmall  # noqa: E402
-from neuronpipe.plans.planner.search import USUAL, Candidate, Found, Search  # noqa: E402
+from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult  # noqa: E402
+from neuronpipe.plans.planner.plan_options import LimitTooSmall  # noqa: E402
+from neuronpipe.plans.planner.search import Search  # noqa: E402
 from neuronpipe.protocol.errors import UserError  # noqa: E402
 
 from tests.bench.ablations import bench  # noqa: E402
@@ -63,13 +64,13 @@ def knobs(made: Plan) -> dict[str, Any]:
     return dict(zip(KNOBS, values, strict=True))
 
 
-def trials(search: Search, found: Found, names: Iterable[str] = KNOBS) -> list[Trial]:
+def trials(search: Search, found: SearchResult, names: Iterable[str] = KNOBS) -> list[Trial]:
     """The chosen plan first; then the best of every other way, and those of its own way with one knob turned. Only the
     knobs named are turned."""
     chosen, turned = knobs(found.chosen.plan), set(names)
     made = [chosen | {"chosen": True}]
     plans = [found.chosen.plan]
-    for one in (*found.candidates, *search.variants(found.chosen)):
+    for one in (*found.candidates, *search.refinements(found.chosen)):
         others = knobs(one.plan)
         differ = {name for name in KNOBS if others[name] != chosen[name]}
         by_way = differ & set(WAY)

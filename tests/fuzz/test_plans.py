@@ -13,7 +13,9 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ProcessSpec, parse_plan
 from neuronpipe.plans.plan.segment_sizes import run_layouts
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 
 from tests.fuzz.test_model_files import fuzzed, mutated_json, only_user_errors
@@ -27,7 +29,7 @@ def values() -> Any:
     """A plan that is right."""
     processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
     device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
-    return json.loads(plan(PACKAGE.manifest, device, Wanted(ffn_resident_share=0.5)).to_json())
+    return json.loads(make_plan(PACKAGE.manifest, device, PlanOptions(ffn_resident_share=0.5)).to_json())
 
 
 def obey(text: str) -> None:

@@ -66,12 +66,12 @@ def test_the_same_tokens_with_an_accelerator(
         compute = read_plan(run.path / "plan.json").compute
     assert answer["token_ids"] == undisturbed[mode]
     assert compute.held_blocks
-    if compute.most_held_blocks() == BLOCKS:
+    if compute.max_offloaded_blocks() == BLOCKS:
         assert answer["accelerator_share"] == 1, "what the device has, nobody else computes"
         if compute.held_matrices == MATRICES:
             assert answer["accelerator_matrix_share"] == 1
     else:
-        assert compute.most_held_blocks() / BLOCKS < answer["accelerator_share"] < 1, "its blocks are the hottest"
+        assert compute.max_offloaded_blocks() / BLOCKS < answer["accelerator_share"] < 1, "its blocks are the hottest"
 
 
 def test_who_has_all_blocks_leaves_nothing_to_read(shell: Shell, undisturbed: dict[str, list[int]]) -> None:

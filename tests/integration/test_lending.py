@@ -14,7 +14,7 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.borrowed_memory import Lendable, lent_slots
+from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory, usable_borrowed_slots
 from neuronpipe.plans.plan.document import Plan, read_plan
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -61,7 +61,7 @@ class Lending:
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self.run, self.memory = run, plan.memory
-        self.lendable = Lendable.of(Package.open(DEMO).manifest, plan.compute, plan.memory)
+        self.lendable = BorrowableMemory.of(Package.open(DEMO).manifest, plan.compute, plan.memory)
 
     def on_board(self, field: str, word: int = 0) -> int:
         _, run_file = RunDirectory.find(self.run.path)
@@ -91,7 +91,7 @@ class Lending:
     def slots_bytes(self, reserved_bytes: int) -> int:
         """What slots may take while so much is reserved."""
         places = self.lendable.manifest.slots(moved=self.memory.are_scales_moved)
-        triggers, values = lent_slots(self.memory, self.lendable, reserved_bytes)
+        triggers, values = usable_borrowed_slots(self.memory, self.lendable, reserved_bytes)
         lent_bytes = triggers * places.trigger_bytes + values * places.value_bytes
         return self.memory.slots_bytes + lent_bytes + 2 * PAGE_BYTES  # the last page of either part
 

@@ -12,7 +12,7 @@ import highspy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuronpipe.plans.cost.access_frequency import Heat
+from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.cluster_ranking import (
     ALIKE,
@@ -21,9 +21,9 @@ from neuronpipe.plans.cost.cluster_ranking import (
     TIMES,
     Bins,
     Ranking,
-    falling,
-    missed,
-    occupied,
+    merge_rising_bins,
+    miss_frequency,
+    residency_probability,
     whole_steps,
 )
 from neuronpipe.plans.cost.token_time import expected
@@ -40,8 +40,10 @@ from neuronpipe.plans.package.activity_profile import (
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.pinned_clusters import Pins, read_counts, write_counts
-from neuronpipe.plans.planner.planner import Wanted, plan
-from neuronpipe.plans.planner.search import Search, Space
+from neuronpipe.plans.planner.candidates import Space
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
+from neuronpipe.plans.planner.search import Search
 from neuronpipe.plans.planner.validation import validate
 
 from tests.cpu_time import python_loops
@@ -60,7 +62,7 @@ def profiled(
     misses: tuple[tuple[float, float], ...] = INDEPENDENT,
     bins: Callable[[int, int], Sequence[float]] = lambda batch, ffn: SKEWED,
     chosen: Callable[[int, int], float] = lambda batch, ffn: 1.0,
-) -> tuple[Manifest, Heat]:
+) -> tuple[Manifest, AccessFrequencies]:
     """The package in the order of frequencies, with a profile. bins, chosen: of a batch and a feed-forward."""
     model, unit = plain.model, "bundle" if mode == "predicted" else "value"
     profile = ActivityProfile(
@@ -79,9 +81,9 @@ def profiled(
     head = [chosen(*place) for place in places] + [one for place in places for one in bins(*place)]
     data = array("H", (round(ALWAYS * min(1.0, value)) for value in head)).tobytes()
     data += bytes(activity_bytes(model, 1) - len(data))
-    heat = Heat.of(made, lambda: Activity(model, made.profiles, data))
-    assert heat is not None
-    return made, heat
+    frequencies = AccessFrequencies.of(made, lambda: Activity(model, made.profiles, data))
+    assert frequencies is not None
+    return made, frequencies
 
 
 def several(batch: int, bins: Sequence[float]) -> tuple[float, ...]:
@@ -119,7 +121,7 @@ def test_where_clock_follows_the_text_nothing_is_pinned() -> None:
 
 
 def test_bins_that_rise_are_taken_together() -> None:
-    assert falling([(0.5, 2), (0.1, 3), (0.3, 1), (0.0, 0), (0.05, 4)]) == [
+    assert merge_rising_bins([(0.5, 2), (0.1, 3), (0.3, 1), (0.0, 0), (0.05, 4)]) == [
         (0.5, 2),
         (pytest.approx(0.15), 4),
         (0.05, 4),
@@ -146,7 +148,9 @@ def exact(bins: Sequence[Bins], time_steps: float, slots: int, most: int) -> flo
                 solver.addConstr(fuller[0] >= fuller[1] * whole)
             fuller = count, clusters
             counts.append(count)
-            costs.append((missed(frequency, time_steps), occupied(frequency, time_steps), clusters))
+            costs.append(
+                (miss_frequency(frequency, time_steps), residency_probability(frequency, time_steps), clusters)
+            )
     there = sum(size * held for _, held, size in costs)
     if there > slots:
         return None
@@ -184,18 +188,18 @@ def test_greedy_is_within_one_cluster_of_an_exact_solver(
         if least is None or count is None or count > most:
             continue  # what may stay is less than fills the slots: then T is longer
         pinned = ranking.pins(int(count + 1e-9))
-        greedy = of_pins(bins, pinned, lambda f, at=time_steps: missed(f, at))  # type: ignore[misc]
-        there = sum(pinned) + of_pins(bins, pinned, lambda f, at=time_steps: occupied(f, at))  # type: ignore[misc]
-        one_cluster = max(missed(frequency, time_steps) for ffn in bins for frequency, _ in ffn)
+        greedy = of_pins(bins, pinned, lambda f, at=time_steps: miss_frequency(f, at))  # type: ignore[misc]
+        there = sum(pinned) + of_pins(bins, pinned, lambda f, at=time_steps: residency_probability(f, at))  # type: ignore[misc]
+        one_cluster = max(miss_frequency(frequency, time_steps) for ffn in bins for frequency, _ in ffn)
         assert there <= slots + 1e-6
         assert least - 1e-6 <= greedy <= least + one_cluster + 1e-6
-        computed = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: missed(f, at))  # type: ignore[misc]
-        held = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: occupied(f, at))  # type: ignore[misc]
-        measured = (1 - held / ranking.clusters) ** 3 * ranking.wanted / computed if computed else 0.0
+        computed = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: miss_frequency(f, at))  # type: ignore[misc]
+        held = of_pins(bins, (0,) * len(bins), lambda f, at=time_steps: residency_probability(f, at))  # type: ignore[misc]
+        measured = (1 - held / ranking.clusters) ** 3 * ranking.accesses / computed if computed else 0.0
         measured = measured if whole_steps(time_steps) else 1.0
         best = min(best, measured * (least + one_cluster))
-    chosen = ranking.miss_rate(slots, ranking.best_pinned(slots, most)) * ranking.wanted
-    alike = max(best * (1 + ALIKE), best + ALIKE_RATE * ranking.wanted, LEFT_TO_CLOCK * ranking.wanted)
+    chosen = ranking.miss_rate(slots, ranking.best_pinned(slots, most)) * ranking.accesses
+    alike = max(best * (1 + ALIKE), best + ALIKE_RATE * ranking.accesses, LEFT_TO_CLOCK * ranking.accesses)
     assert chosen <= alike + 1e-6
 
 
@@ -205,11 +209,11 @@ def counts(made: Plan, m: Manifest, entry: int = 0) -> tuple[tuple[int, ...], tu
 
 
 def test_layers_whose_neurons_are_hotter_keep_more_of_them() -> None:
-    m, heat = profiled(
+    m, frequencies = profiled(
         predicted(manifest(width=2048, neurons=4096, layers=8)),
         bins=lambda batch, ffn: several(batch, HOTTER if ffn < 4 else SKEWED),
     )
-    made = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.4), heat=heat)
+    made = make_plan(m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.4), frequencies=frequencies)
     triggers, values = counts(made, m)
     assert triggers == values
     assert min(triggers[:4]) > max(triggers[4:])
@@ -221,27 +225,29 @@ def test_of_a_mixture_the_experts_that_are_chosen_most_stay() -> None:
     model = dataclasses.replace(
         plain.model, experts=8, experts_per_token=2, activation="silu", router="softmax", router_reads="feed_forward"
     )
-    m, heat = profiled(
+    m, frequencies = profiled(
         dataclasses.replace(plain, model=model),
         "exact",
         misses=((0.0, 1.0), (0.9, 0.99), (1.0, 0.0)),
         chosen=lambda batch, ffn: 0.9 if ffn % 8 == 3 else 0.15,
         bins=lambda batch, ffn: (0.9 if ffn % 8 == 3 else 0.15,) * BINS,
     )
-    made = plan(m, device(1), Wanted(ffn_resident_share=0.5), heat=heat)
+    made = make_plan(m, device(1), PlanOptions(ffn_resident_share=0.5), frequencies=frequencies)
     triggers, _ = counts(made, m)
     assert triggers[3::8] == (m.layout.clusters,) * 4
-    assert made.expected.miss_rate < plan(m, device(1), Wanted(ffn_resident_share=0.5)).expected.miss_rate
+    assert made.expected.miss_rate < make_plan(m, device(1), PlanOptions(ffn_resident_share=0.5)).expected.miss_rate
     validate(with_any_core(made), m, "plan.json")
 
 
 def test_more_texts_keep_more_where_that_saves_misses_and_it_is_said() -> None:
-    m, heat = profiled(
+    m, frequencies = profiled(
         predicted(manifest(width=2048, neurons=4096, layers=16)),
         misses=BY_TOPIC,
         bins=lambda batch, ffn: several(batch, SKEWED),
     )
-    made = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.2, sequences=4), heat=heat)
+    made = make_plan(
+        m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.2, sequences=4), frequencies=frequencies
+    )
     texts = [entry.texts for entry in made.memory.pins]
     pinned = [sum(counts(made, m, n)[0]) for n in range(len(texts))]
     assert texts[0] == 1
@@ -252,8 +258,10 @@ def test_more_texts_keep_more_where_that_saves_misses_and_it_is_said() -> None:
 
 
 def test_where_a_table_is_worth_nothing_the_plan_has_one_entry_and_says_so() -> None:
-    m, heat = profiled(predicted(manifest(width=2048, neurons=4096, layers=8)))
-    made = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5, sequences=4), heat=heat)
+    m, frequencies = profiled(predicted(manifest(width=2048, neurons=4096, layers=8)))
+    made = make_plan(
+        m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.5, sequences=4), frequencies=frequencies
+    )
     assert len(made.memory.pins) == 1
     assert any("pins of their own would save less than" in reason for reason in made.reasons)
 
@@ -262,7 +270,7 @@ def test_without_a_profile_a_token_that_wants_more_than_fits_has_pinned_what_may
     """The predictor names a sixth of the neurons, and of nearly every cluster of twelve one: measured on the demo, half
     resident, everything missed."""
     m = predicted(manifest(order="frequency"))
-    made = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5))
+    made = make_plan(m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.5))
     moving = 2 * m.layout.clusters
     assert sum(counts(made, m)[0]) > made.memory.trigger_slots - moving - m.model.ffns
     assert made.expected.miss_rate == pytest.approx(1 - sum(counts(made, m)[0]) / m.clusters, abs=0.2)
@@ -287,14 +295,14 @@ def test_of_a_mixture_that_was_not_measured_nothing_is_pinned(activation: str, s
     """Slices of every expert were, although most are idle for any token; what was left to the cache held less than a
     token wants, so that it hit nothing: a run missed 89 % where it was to miss 42 %, and 53 % without pins."""
     m = mixture(32, 4, activation)
-    made = plan(m, device(1), Wanted(ffn_resident_share=share, bundle=True))
+    made = make_plan(m, device(1), PlanOptions(ffn_resident_share=share, bundle=True))
     assert counts(made, m) == ((0,) * m.model.ffns,) * 2
     assert made.expected.miss_rate < 0.6
 
 
 def test_pins_that_starve_the_cache_of_a_mixture_are_expected_to_miss_all_the_others() -> None:
     m = mixture(32, 4)
-    made = plan(m, device(1), Wanted(ffn_resident_share=0.2, bundle=True))
+    made = make_plan(m, device(1), PlanOptions(ffn_resident_share=0.2, bundle=True))
     each = int(0.1 * m.layout.clusters)
     pins = (dataclasses.replace(made.memory.pins[0], triggers=str(each), values=str(each)),)
 
@@ -321,21 +329,28 @@ def with_any_core(made: Plan) -> Plan:
 @settings(max_examples=40, deadline=None)
 @given(share=st.floats(0.3, 0.99), texts=st.integers(1, 5), workers=st.integers(1, 3), layers=st.integers(3, 9))
 def test_every_plan_by_a_profile_is_accepted(share: float, texts: int, workers: int, layers: int) -> None:
-    m, heat = profiled(predicted(manifest(layers=layers)), bins=lambda batch, ffn: several(batch, SKEWED))
-    made = plan(m, device(workers), Wanted(mode="predicted", ffn_resident_share=share, sequences=texts), heat=heat)
+    m, frequencies = profiled(predicted(manifest(layers=layers)), bins=lambda batch, ffn: several(batch, SKEWED))
+    made = make_plan(
+        m,
+        device(workers),
+        PlanOptions(mode="predicted", ffn_resident_share=share, sequences=texts),
+        frequencies=frequencies,
+    )
     validate(with_any_core(made), m, "plan.json")
 
 
 def test_the_expected_misses_of_a_batch_are_those_of_its_pins() -> None:
-    m, heat = profiled(
+    m, frequencies = profiled(
         predicted(manifest(width=2048, neurons=4096, layers=8)), bins=lambda batch, ffn: several(batch, SKEWED)
     )
-    made = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.45, sequences=4), heat=heat)
+    made = make_plan(
+        m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.45, sequences=4), frequencies=frequencies
+    )
     unpinned = dataclasses.replace(
         made.memory, pins=(dataclasses.replace(made.memory.pins[0], triggers="0", values="0"),)
     )
     with_pins, without = (
-        expected(m, rates(m, "predicted", heat), made.compute, memory, made.flash, None, None, batch=4).miss_rate
+        expected(m, rates(m, "predicted", frequencies), made.compute, memory, made.flash, None, None, batch=4).miss_rate
         for memory in (made.memory, unpinned)
     )
     assert with_pins < without
@@ -345,11 +360,13 @@ def test_texts_that_want_the_same_read_it_once() -> None:
     plain = predicted(manifest(width=2048, neurons=2048, layers=4))
     reads = []
     for bins in (lambda batch, ffn: SKEWED, lambda batch, ffn: several(batch, SKEWED)):
-        m, heat = profiled(plain, bins=bins)
-        made = plan(m, device(1), Wanted(mode="predicted", ffn_resident_share=0.5, sequences=4), heat=heat)
+        m, frequencies = profiled(plain, bins=bins)
+        made = make_plan(
+            m, device(1), PlanOptions(mode="predicted", ffn_resident_share=0.5, sequences=4), frequencies=frequencies
+        )
         one, four = (
             expected(
-                m, rates(m, "predicted", heat), made.compute, made.memory, made.flash, None, None, batch=batch
+                m, rates(m, "predicted", frequencies), made.compute, made.memory, made.flash, None, None, batch=batch
             ).flash_reads_per_token
             for batch in (1, 4)
         )
@@ -365,7 +382,7 @@ def test_a_47b_with_a_profile_is_searched_in_seconds() -> None:
     model = dataclasses.replace(
         plain.model, experts=8, experts_per_token=2, router="softmax", router_reads="feed_forward"
     )
-    m, heat = profiled(
+    m, frequencies = profiled(
         dataclasses.replace(plain, model=model),
         chosen=lambda batch, ffn: 1 - 0.75**batch,
         bins=lambda batch, ffn: several(batch, [0.25 * one for one in SKEWED]),
@@ -374,7 +391,7 @@ def test_a_47b_with_a_profile_is_searched_in_seconds() -> None:
     space = Space(modes=("exact", "predicted"), workers=(1, 2, 3, 4), place=lambda count: device(count, 12 << 30))
 
     def search_all() -> None:
-        search = Search(m, space, Wanted(sequences=4), heat=heat)
+        search = Search(m, space, PlanOptions(sequences=4), frequencies=frequencies)
         for limit in search.limits_bytes():
             search.within(limit)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from neuronpipe.plans.cost.activation_rates import Rates
+from neuronpipe.plans.cost.activation_rates import ActivationRates
 from neuronpipe.plans.cost.assumed_misses import assumed_miss_rate
 
-DENSE = Rates(chosen=1.0, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)
-MIXTURE = Rates(chosen=0.25, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)
+DENSE = ActivationRates(chosen=1.0, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)
+MIXTURE = ActivationRates(chosen=0.25, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=True)
 
 
 @pytest.mark.parametrize(("resident", "pinned", "measured"), [(0.295, 0.22, 0.577), (0.59, 0.05, 0.088)])
@@ -35,10 +35,10 @@ def test_more_memory_never_misses_more() -> None:
 
 
 def test_hot_neighbours_in_a_cluster_are_wanted_by_fewer_clusters() -> None:
-    anywhere = Rates(chosen=1.0, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=False)
-    assert DENSE.clusters_wanted(0.13, 5) < anywhere.clusters_wanted(0.13, 5)
-    assert DENSE.clusters_wanted(0.13, 1) == pytest.approx(0.13)
-    assert DENSE.clusters_wanted(1.0, 5) == 1.0
+    anywhere = ActivationRates(chosen=1.0, trigger_read=0.13, value_read=0.1, down_read=0.1, by_frequency=False)
+    assert DENSE.clusters_accessed(0.13, 5) < anywhere.clusters_accessed(0.13, 5)
+    assert DENSE.clusters_accessed(0.13, 1) == pytest.approx(0.13)
+    assert DENSE.clusters_accessed(1.0, 5) == 1.0
 
 
 def test_rates_along_the_curve_have_their_mean_though_no_neuron_is_read_more_than_always() -> None:

@@ -8,12 +8,13 @@ import pytest
 from neuronpipe.plans.package.activity_profile import ActivityProfile
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import CURVE, device, manifest, predicted
 
-TIGHT = Wanted(ffn_resident_share=0.5)
+TIGHT = PlanOptions(ffn_resident_share=0.5)
 OF_PROFILE: Quantization = "q4"  # its kernels
 MISSES = {"value": {"clock": ((0.0, 1.0), (1.0, 0.0))}}
 COUNTED = ActivityProfile(
@@ -21,9 +22,9 @@ COUNTED = ActivityProfile(
 )
 
 
-def assumed(made_for: Manifest, wanted: Wanted = TIGHT, **facts: object) -> str:
+def assumed(made_for: Manifest, wanted: PlanOptions = TIGHT, **facts: object) -> str:
     """The reasons that say so."""
-    made = plan(made_for, dataclasses.replace(device(), **facts), wanted)  # type: ignore[arg-type]
+    made = make_plan(made_for, dataclasses.replace(device(), **facts), wanted)  # type: ignore[arg-type]
     return "\n".join(reason for reason in made.reasons if "assumed, " in reason or "was measured through" in reason)
 
 
@@ -58,7 +59,7 @@ def test_another_modes_misses_are_said_to_be_taken() -> None:
 
 
 def test_where_all_is_resident_nothing_is_assumed_of_misses() -> None:
-    assert "misses" not in assumed(manifest(), Wanted())
+    assert "misses" not in assumed(manifest(), PlanOptions())
 
 
 def test_without_a_device_profile_what_is_assumed_of_the_processor_is_said() -> None:

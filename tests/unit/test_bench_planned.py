@@ -16,7 +16,9 @@ from neuronpipe.plans.cost.expected_misses import joined_reads
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan, ProcessSpec
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_held_plan import CURVE, SPEED
 
@@ -42,7 +44,7 @@ def made(workers: int = 2, sequences: int = 1, resident: float = 0.5, **wishes: 
     facts = DeviceFacts(
         id="d", memory_bytes=1 << 31, flash_engine="io_uring", processes=processes, flash=CURVE, memory_speed=SPEED
     )
-    return plan(MANIFEST, facts, Wanted(sequences=sequences, ffn_resident_share=resident, **wishes))
+    return make_plan(MANIFEST, facts, PlanOptions(sequences=sequences, ffn_resident_share=resident, **wishes))
 
 
 def figures(test: str, plan: Plan, device: Device, batch: int = 1) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.plans.plan.document import read_plan
-from neuronpipe.plans.planner.search import ANSWER
+from neuronpipe.plans.planner.candidates import ANSWER
 
 from tests.bench import planned, sweep
 from tests.unit.test_planner import MIB, predicted

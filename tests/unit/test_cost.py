@@ -10,7 +10,7 @@ from neuronpipe.launch.profile.steps import kernels_alone
 from neuronpipe.plans.cost import prompt_time as prompts
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.prompt_time import between_products_ms, products_ms
-from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, Cost
+from neuronpipe.plans.cost.work_cost import ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE, WorkCost
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import compute_layout
@@ -20,9 +20,9 @@ from tests.unit.test_device_profile import decode_point, profile
 from tests.unit.test_planner import manifest
 
 
-def cost(of: DeviceProfile | None, model: Manifest | None = None, workers: int = 2) -> Cost:
+def cost(of: DeviceProfile | None, model: Manifest | None = None, workers: int = 2) -> WorkCost:
     speed = None if of is None else of.memory_speed()
-    return Cost(model or manifest(), "exact", workers, True, None, speed, of)
+    return WorkCost(model or manifest(), "exact", workers, True, None, speed, of)
 
 
 def test_a_step_is_longer_than_its_kernels_also_where_no_run_was_measured() -> None:

@@ -10,15 +10,17 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch.profile.steps import LEAST_US, _Reading
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.io_wait import Named, Reads, Waiting, backlog, queued
+from neuronpipe.plans.cost.io_wait import IoWait, IssueTime, Reads, backlog, queued_read_time
 from neuronpipe.plans.cost.token_time import decode_reads
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import ReadDelay, ReadFactor
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Expected, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import GIB, SPEED, device, manifest, predicted
@@ -35,7 +37,7 @@ def with_read_delay(us: float) -> DeviceProfile:
 
 def planned(measured: DeviceProfile | None, **wishes: object) -> Plan:
     facts: DeviceFacts = dataclasses.replace(device(memory_bytes=8 * GIB), profile=measured, memory_speed=SPEED)
-    return plan(M, facts, Wanted(**wishes))  # type: ignore[arg-type]
+    return make_plan(M, facts, PlanOptions(**wishes))  # type: ignore[arg-type]
 
 
 def exposed_ms(expected: Expected) -> float:
@@ -68,8 +70,8 @@ def test_triggers_that_do_not_stay_are_read_for_every_token() -> None:
 
 
 def test_the_delay_of_a_read_is_found_from_what_was_waited_for_it() -> None:
-    waiting = Waiting(Cost(M, "exact", 2, True, device().flash, SPEED), LAYERS, depth=32)
-    for named in (Named.TOGETHER, Named.ONE_BY_ONE):
+    waiting = IoWait(WorkCost(M, "exact", 2, True, device().flash, SPEED), LAYERS, depth=32)
+    for named in (IssueTime.TOGETHER, IssueTime.ONE_BY_ONE):
         for reads in (2 * LAYERS, 60 * LAYERS):
             found = Reads(named, reads, reads * 8192, hidden_ms=4.0)
             for delay_ms in (0.1, 0.4, 3.0):
@@ -80,7 +82,7 @@ def test_the_delay_of_a_read_is_found_from_what_was_waited_for_it() -> None:
 
 def test_a_read_among_others_takes_longer_the_busier_the_loader_is_and_at_most_as_if_it_came_last() -> None:
     alone, busy, in_groups, within = 200.0, 20.0, 15.0, 1000.0
-    takes = [queued(alone, reads, busy, in_groups, within) for reads in (0, 10, 25, 49, 60)]
+    takes = [queued_read_time(alone, reads, busy, in_groups, within) for reads in (0, 10, 25, 49, 60)]
     assert takes[:3] == pytest.approx([200.0, 250.0, 400.0])
     assert takes[3:] == pytest.approx([200.0 + 49 * 15, 200.0 + 60 * 15])
 
@@ -97,7 +99,7 @@ def test_a_loader_on_a_core_of_its_own_has_only_what_exceeds_the_time_left_at_th
 
 
 def test_reads_take_as_long_as_a_loader_on_a_core_of_its_own_works_on_them() -> None:
-    alone, shared = (Cost(M, "predicted", 2, shares_core, device().flash, SPEED) for shares_core in (False, True))
+    alone, shared = (WorkCost(M, "predicted", 2, shares_core, device().flash, SPEED) for shares_core in (False, True))
     small, many = 4096, 1000
     assert shared.storage_ms(many, many * small, many, 32) == shared.flash_ms(many, many * small, many, 32)
     slow = alone.storage_ms(many, many << 20, many, 32)
@@ -107,7 +109,7 @@ def test_reads_take_as_long_as_a_loader_on_a_core_of_its_own_works_on_them() -> 
 def test_a_burst_takes_what_one_read_takes_and_for_each_other_what_it_takes_among_them() -> None:
     curve = device().flash
     assert curve is not None
-    cost = Cost(M, "predicted", 2, True, curve, SPEED)
+    cost = WorkCost(M, "predicted", 2, True, curve, SPEED)
     one_ms, each_ms = (1e3 * 8192 / curve.bytes_per_s(8192, depth) for depth in (1, 16))
     assert cost.flash_ms(16, 16 * 8192, 16, depth=32) == pytest.approx(one_ms + 15 * each_ms)
     assert cost.flash_ms(64, 64 * 8192, 16, depth=32) == pytest.approx(4 * (one_ms + 15 * each_ms))
@@ -117,10 +119,10 @@ def test_a_read_in_a_run_takes_as_many_times_the_processor_time_as_was_measured(
     alone = profile()
     factor = ReadFactor(workers=2, factor=Figure(median=3.0, spread=0.0))
     costs = (
-        Cost(M, "predicted", 2, True, device().flash, SPEED, one)
+        WorkCost(M, "predicted", 2, True, device().flash, SPEED, one)
         for one in (alone, dataclasses.replace(alone, read_factors=(factor,)))
     )
-    one_ms, other_ms = (cost.reading_ms(100, 100 * 8192, 10) for cost in costs)
+    one_ms, other_ms = (cost.read_overhead_ms(100, 100 * 8192, 10) for cost in costs)
     assert one_ms > 0
     assert other_ms == pytest.approx(3 * one_ms)
 

@@ -11,7 +11,9 @@ from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ProcessSpec
 from neuronpipe.plans.plan.report import explain
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.service_job import ROLES
 
@@ -39,7 +41,7 @@ def test_small_figures_get_digits(value: float, decimals: int, shown: str) -> No
 def test_a_plan_expects_a_slow_model_to_be_slow_and_not_still() -> None:
     processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
     device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
-    made = plan(Package.open(DEMO).manifest, device, Wanted(ffn_resident_share=0.5))
+    made = make_plan(Package.open(DEMO).manifest, device, PlanOptions(ffn_resident_share=0.5))
     slow = dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=0.031))
     assert "0.031 tokens/s" in explain(slow)
 

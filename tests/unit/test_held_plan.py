@@ -14,13 +14,15 @@ from neuronpipe.plans.plan.memory_budget import DRIVER_BYTES, INTERPRETER_PER_PR
 from neuronpipe.plans.plan.offloaded_blocks import (
     MATRICES,
     Accelerator,
-    held_matrices_bytes,
-    held_steps_bytes,
-    held_weights_bytes,
+    offload_scratch_bytes,
+    offloaded_matrices_bytes,
+    offloaded_weights_bytes,
 )
 from neuronpipe.plans.plan.report import explain
-from neuronpipe.plans.plan.runtime_memory import holder_bytes
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.runtime_memory import offload_runtime_bytes
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -58,13 +60,13 @@ def made(
         flash=CURVE if measured else None,
         memory_speed=SPEED if measured else None,
     )
-    return plan(MANIFEST, facts, Wanted(**wanted))  # type: ignore[arg-type]
+    return make_plan(MANIFEST, facts, PlanOptions(**wanted))  # type: ignore[arg-type]
 
 
 def test_it_gets_as_many_blocks_as_its_memory_holds() -> None:
     assert made(GPU).compute.held_blocks == (BLOCKS,)
     for blocks in (1, 7):
-        needed = held_weights_bytes(MANIFEST, blocks) + held_steps_bytes(MANIFEST, blocks, 1)
+        needed = offloaded_weights_bytes(MANIFEST, blocks) + offload_scratch_bytes(MANIFEST, blocks, 1)
         assert made(dataclasses.replace(GPU, limit_bytes=needed)).compute.held_blocks == (blocks,)
         assert made(dataclasses.replace(GPU, limit_bytes=needed)).memory.accelerator_bytes == needed
     with pytest.raises(UserError, match="one block of every feed-forward takes 1 MiB; give it more"):
@@ -72,9 +74,9 @@ def test_it_gets_as_many_blocks_as_its_memory_holds() -> None:
 
 
 def test_one_that_was_not_measured_gets_the_matrices_that_fit_beside_all_blocks() -> None:
-    all_blocks = held_weights_bytes(MANIFEST, BLOCKS) + held_steps_bytes(MANIFEST, BLOCKS, 1)
+    all_blocks = offloaded_weights_bytes(MANIFEST, BLOCKS) + offload_scratch_bytes(MANIFEST, BLOCKS, 1)
     for held in (MATRICES[:1], MATRICES[:2], MATRICES):
-        needed = all_blocks + held_matrices_bytes(MANIFEST, held, 1)
+        needed = all_blocks + offloaded_matrices_bytes(MANIFEST, held, 1)
         one = made(dataclasses.replace(GPU, limit_bytes=needed))
         assert (one.compute.held_blocks, one.compute.held_matrices) == ((BLOCKS,), held)
         assert one.memory.accelerator_bytes == needed
@@ -157,7 +159,7 @@ def test_a_runtime_holds_bytes_in_numerics_of_its_own(backend: str) -> None:
     model, neurons = MANIFEST.model, MANIFEST.layout.blocks * MANIFEST.layout.block_neurons
     assert found.memory.device_bytes == found.memory.accelerator_bytes > model.layers * neurons * 3 * model.width
     more_bytes = found.memory.interpreters_bytes - alone.memory.interpreters_bytes - INTERPRETER_PER_PROCESS_BYTES
-    assert more_bytes == holder_bytes(MANIFEST, backend, neurons=neurons) > 60 * MIB
+    assert more_bytes == offload_runtime_bytes(MANIFEST, backend, neurons=neurons) > 60 * MIB
     assert found.compute.prefill_chunk_tokens == alone.compute.prefill_chunk_tokens, "it is no prompt's buffer"
     (reason,) = [reason for reason in found.reasons if "Runtime" in reason]
     assert f"densely, in numerics of its own ({backend})" in reason

@@ -18,7 +18,7 @@ from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.measure import probe
 from neuronpipe.plans.measure.cached_profile import keep_profile, kept_profile
-from neuronpipe.plans.planner.planner import device_facts
+from neuronpipe.plans.planner.device_facts import device_facts
 
 from tests.unit.test_device_profile import DAY_S, GIB, KIB, changed, figure, profile
 

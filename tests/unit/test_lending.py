@@ -13,12 +13,18 @@ from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.token_time import expected
 from neuronpipe.plans.device.process_limits import read_stalled_share
 from neuronpipe.plans.package.layout import PAGE_BYTES
-from neuronpipe.plans.plan.borrowed_memory import SHORT_PROMPT_TOKENS, Lendable, lent_slots, with_lent_slots
+from neuronpipe.plans.plan.borrowed_memory import (
+    SHORT_PROMPT_TOKENS,
+    BorrowableMemory,
+    usable_borrowed_slots,
+    with_borrowed_slots,
+)
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.plan.memory_budget import held_bytes
+from neuronpipe.plans.plan.memory_budget import peak_bytes
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.segment_sizes import RunShape, fixed_layouts, open_clusters
-from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.cache.memory_pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
@@ -54,13 +60,13 @@ CHUNK = 256
 
 
 def made(extra_bytes: int = 12 << 20, **wanted: Any) -> Plan:
-    wish = Wanted(**{"sequences": 4, "prefill_chunk_tokens": CHUNK, **wanted})
-    least = plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=16 << 30)).memory.least_bytes
-    return plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=least + extra_bytes))
+    wish = PlanOptions(**{"sequences": 4, "prefill_chunk_tokens": CHUNK, **wanted})
+    least = make_plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=16 << 30)).memory.least_bytes
+    return make_plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=least + extra_bytes))
 
 
-def lendable_of(one: Plan) -> Lendable:
-    return Lendable.of(MODEL, one.compute, one.memory)
+def lendable_of(one: Plan) -> BorrowableMemory:
+    return BorrowableMemory.of(MODEL, one.compute, one.memory)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------
@@ -77,7 +83,7 @@ def test_slots_and_what_is_reserved_never_take_more_than_the_plan(
     lendable, memory = lendable_of(one), one.memory
     tokens = [min(count, one.compute.context_tokens) for count in tokens]
     reserved = lendable.reserved_bytes(tokens, lendable.stage_tokens(prompt) if prompt else 0)
-    triggers, values = lent_slots(memory, lendable, reserved)
+    triggers, values = usable_borrowed_slots(memory, lendable, reserved)
     places = MODEL.slots(moved=memory.are_scales_moved)
     lent_bytes = triggers * places.trigger_bytes + values * places.value_bytes
     assert lent_bytes + reserved <= memory.kv_bytes + memory.prefill_stage_bytes
@@ -88,10 +94,10 @@ def test_slots_and_what_is_reserved_never_take_more_than_the_plan(
 def test_all_of_it_is_lent_while_there_is_no_text_and_none_of_it_when_all_are_full() -> None:
     one = made()
     lendable, memory = lendable_of(one), one.memory
-    assert lent_slots(memory, lendable, 0) == (memory.lent_trigger_slots, memory.lent_value_slots)
+    assert usable_borrowed_slots(memory, lendable, 0) == (memory.lent_trigger_slots, memory.lent_value_slots)
     full = lendable.reserved_bytes([one.compute.context_tokens] * 4, CHUNK)
     assert full == lendable.total_bytes - PAGE_BYTES, "all but the segment's header"
-    assert lent_slots(memory, lendable, full) == (0, 0)
+    assert usable_borrowed_slots(memory, lendable, full) == (0, 0)
 
 
 def test_what_is_reserved_holds_the_pages_of_the_texts() -> None:
@@ -114,7 +120,7 @@ def test_a_short_prompt_reserves_less_of_the_stage() -> None:
 
 @pytest.mark.parametrize("wish", [{"ffn_resident_share": 0.5}, {"without": frozenset(["cache"])}])
 def test_nothing_is_lent_where_the_slots_were_asked_for(wish: dict[str, Any]) -> None:
-    assert not made(**wish).memory.lends
+    assert not made(**wish).memory.has_borrowed_slots
 
 
 def test_values_go_first_where_every_token_reads_all_triggers() -> None:
@@ -124,23 +130,23 @@ def test_values_go_first_where_every_token_reads_all_triggers() -> None:
     places = MODEL.slots(moved=memory.are_scales_moved)
     assert memory.trigger_slots < memory.trigger_slots + memory.lent_trigger_slots == MODEL.clusters
     share = memory.lent_value_slots * places.value_bytes / lendable.total_bytes
-    triggers, values = lent_slots(memory, lendable, int(0.9 * share * lendable.total_bytes))
+    triggers, values = usable_borrowed_slots(memory, lendable, int(0.9 * share * lendable.total_bytes))
     assert triggers == memory.lent_trigger_slots
     assert 0 < values < memory.lent_value_slots
-    triggers, values = lent_slots(memory, lendable, int((share + 0.1) * lendable.total_bytes))
+    triggers, values = usable_borrowed_slots(memory, lendable, int((share + 0.1) * lendable.total_bytes))
     assert 0 < triggers < memory.lent_trigger_slots
     assert values == 0
 
 
 def test_as_many_of_both_go_where_a_neuron_is_wanted_whole() -> None:
     one = made(mode="predicted")
-    triggers, values = lent_slots(one.memory, lendable_of(one), lendable_of(one).total_bytes // 3)
+    triggers, values = usable_borrowed_slots(one.memory, lendable_of(one), lendable_of(one).total_bytes // 3)
     assert 0 < triggers == values < one.memory.lent_value_slots
 
 
 def test_speed_is_expected_with_the_slots_that_texts_leave() -> None:
     one = made(mode="predicted")
-    few, many = (with_lent_slots(MODEL, one.compute, one.memory, tokens=tokens) for tokens in (400, 100))
+    few, many = (with_borrowed_slots(MODEL, one.compute, one.memory, tokens=tokens) for tokens in (400, 100))
     assert one.memory.value_slots < few.value_slots < many.value_slots
     without = dataclasses.replace(one.memory, lent_trigger_slots=0, lent_value_slots=0)
     rated = MODEL, rates(MODEL, "predicted", None), one.compute
@@ -150,7 +156,7 @@ def test_speed_is_expected_with_the_slots_that_texts_leave() -> None:
 
 def test_a_run_is_expected_to_hold_what_it_was_given() -> None:
     one = made(mode="predicted")
-    held = held_bytes(MODEL, one, texts=1, text_tokens=100, prompt_tokens=20)
+    held = peak_bytes(MODEL, one, sequences=1, sequence_tokens=100, prompt_tokens=20)
     assert 0.99 * one.memory.total_bytes() <= held <= one.memory.total_bytes()
 
 

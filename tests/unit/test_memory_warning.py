@@ -15,7 +15,9 @@ from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.process_limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 
 from tests.unit.test_device_limits import write
@@ -36,7 +38,7 @@ def group(limit_bytes: int, used_bytes: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     """Everything of the demo resident, by a limit that no phone has."""
-    return plan(Package.open(DEMO).manifest, device_facts(PHONE), Wanted(memory_bytes=100 * GIB))
+    return make_plan(Package.open(DEMO).manifest, device_facts(PHONE), PlanOptions(memory_bytes=100 * GIB))
 
 
 def warning(made: Plan, memory: Memory) -> str | None:
@@ -64,7 +66,7 @@ def test_the_limit_that_is_advised_is_accepted(whole: Plan, tmp_path: Path) -> N
     with pytest.raises(UserError) as refused:
         warning(whole, memory)
     advised = int(str(refused.value).partition("--memory ")[2].partition("MiB")[0])
-    less = plan(Package.open(DEMO).manifest, device_facts(PHONE), Wanted(memory_bytes=advised * MIB))
+    less = make_plan(Package.open(DEMO).manifest, device_facts(PHONE), PlanOptions(memory_bytes=advised * MIB))
     assert warning(less, memory) is None
 
 

@@ -10,7 +10,9 @@ from neuronpipe.launch.generation.notices import first_time
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_phone_plan import PHONE
 
@@ -35,7 +37,9 @@ def test_where_nothing_can_be_kept_a_notice_is_shown_every_time(
 def test_dense_reading_is_told_where_a_silu_model_streams() -> None:
     manifest = Package.open(DEMO).manifest
     silu = dataclasses.replace(manifest.model, activation="silu")
-    whole, half = (plan(manifest, device_facts(PHONE), Wanted(ffn_resident_share=share)) for share in (None, 0.5))
+    whole, half = (
+        make_plan(manifest, device_facts(PHONE), PlanOptions(ffn_resident_share=share)) for share in (None, 0.5)
+    )
     assert streams_densely(silu, whole) is None
     assert streams_densely(manifest.model, half) is None
     line = streams_densely(silu, half)

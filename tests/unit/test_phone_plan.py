@@ -20,7 +20,9 @@ from neuronpipe.plans.lab.simulate.device_file import FOLDER, read_device
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 GIB = 1 << 30
 PHONES = ("oneplus-12", "oneplus-ace-2")
@@ -48,7 +50,7 @@ PHONE = Device(
 
 
 def planned(device: Device) -> Plan:
-    return plan(Package.open(DEMO).manifest, device_facts(device), Wanted())
+    return make_plan(Package.open(DEMO).manifest, device_facts(device), PlanOptions())
 
 
 def cores(made: Plan) -> dict[str, int | None]:
@@ -201,7 +203,7 @@ def test_a_phone_is_told_of_no_model_that_nobody_named(capsys: pytest.CaptureFix
 
 def test_a_slower_phone_is_expected_to_be_slower() -> None:
     manifest = Package.open(DEMO).manifest
-    made = [plan(manifest, device_facts(described(read_device(name), manifest)), Wanted()) for name in PHONES]
+    made = [make_plan(manifest, device_facts(described(read_device(name), manifest)), PlanOptions()) for name in PHONES]
     speeds = [one.expected.tokens_per_s or 0.0 for one in made]
     prompts = [one.expected.prefill_tokens_per_s or 0.0 for one in made]
     assert speeds[0] > 1.1 * speeds[1] > 0
@@ -252,5 +254,5 @@ def test_the_most_that_a_device_file_may_say_can_be_planned_for(tmp_path: Path) 
     file = tmp_path / "fast.json"
     file.write_text(json.dumps(values))
     manifest = Package.open(DEMO).manifest
-    made = plan(manifest, device_facts(described(read_device(str(file)), manifest)), Wanted())
+    made = make_plan(manifest, device_facts(described(read_device(str(file)), manifest)), PlanOptions())
     assert made.memory.slots_bytes == made.memory.ffn_bytes

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from neuronpipe.launch.verbs.runs.status import show_misses
 from neuronpipe.plans.plan.document import Plan
-from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.messages.client import Pins, Status
 from neuronpipe.services.cache.cache_service import Pinning
 from neuronpipe.services.cache.residency import PinTrial
@@ -98,7 +99,7 @@ def pinning(made: Plan) -> Pinning:
 
 
 def test_let_go_pins_nothing_unless_everything_has_a_slot() -> None:
-    m, made = manifest(), plan(manifest(), device(), Wanted(ffn_resident_share=0.7))
+    m, made = manifest(), make_plan(manifest(), device(), PlanOptions(ffn_resident_share=0.7))
     pins, slots = pinning(made), (made.memory.trigger_slots, made.memory.value_slots)
     pins.fit(slots)
     held = pins.counts(0)

@@ -14,7 +14,8 @@ from neuronpipe.plans.package.parse import MAX_CLUSTERS
 from neuronpipe.plans.plan.document import Plan, parse_plan
 from neuronpipe.plans.plan.memory_budget import MIB
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS
-from neuronpipe.plans.planner.planner import Wanted, plan
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.participant import create_engine, native_shape
@@ -25,7 +26,7 @@ from tests.unit.test_planner import device, least_bytes, manifest, seven_billion
 def made(workers: int = 2, **wanted: Any) -> Plan:
     facts = device(workers)
     anywhere = tuple(dataclasses.replace(process, core=None) for process in facts.processes)
-    return plan(manifest(), dataclasses.replace(facts, processes=anywhere), Wanted(**wanted))
+    return make_plan(manifest(), dataclasses.replace(facts, processes=anywhere), PlanOptions(**wanted))
 
 
 def resealed(good: Plan, path: str, value: Any) -> str:
@@ -136,7 +137,7 @@ def test_every_plan_of_the_planner_is_accepted(extra: int, workers: int, neurons
         facts, processes=tuple(dataclasses.replace(process, core=None) for process in facts.processes)
     )
     limit = least_bytes(package, facts) + extra
-    validate(plan(package, facts, Wanted(memory_bytes=limit)), package, "plan.json")
+    validate(make_plan(package, facts, PlanOptions(memory_bytes=limit)), package, "plan.json")
 
 
 @settings(max_examples=50)
@@ -146,7 +147,9 @@ def test_every_plan_of_slots_with_moved_scales_is_accepted(extra: int, workers: 
     facts = dataclasses.replace(
         facts, processes=tuple(dataclasses.replace(process, core=None) for process in facts.processes)
     )
-    validate(plan(package, facts, Wanted(memory_bytes=least_bytes(package, facts) + extra)), package, "plan.json")
+    validate(
+        make_plan(package, facts, PlanOptions(memory_bytes=least_bytes(package, facts) + extra)), package, "plan.json"
+    )
 
 
 @pytest.mark.parametrize(

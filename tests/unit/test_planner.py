@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.read_sizes import units
+from neuronpipe.plans.cost.read_sizes import read_units
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
@@ -31,8 +31,10 @@ from neuronpipe.plans.plan.memory_budget import MIB, Budgets, memory_budget, tru
 from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.report import difference, explain
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
-from neuronpipe.plans.planner.planner import TECHNIQUES, DeviceFacts, Wanted, plan
-from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, fill
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import TECHNIQUES, PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
+from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, allocate_slots
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -119,7 +121,7 @@ def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
 
 
 def least_bytes(made_for: Manifest, facts: DeviceFacts) -> int:
-    return plan(made_for, facts, Wanted()).memory.least_bytes
+    return make_plan(made_for, facts, PlanOptions()).memory.least_bytes
 
 
 @pytest.mark.parametrize("experts", [1, 8])
@@ -131,12 +133,12 @@ def test_a_larger_block_window_takes_no_slots_from_what_stays(experts: int) -> N
     both_bytes = m.trigger_slot_bytes + m.value_slot_bytes
     budgets = [int(m.clusters * both_bytes * n / 400) for n in range(2, 400)]
     filled = [
-        fill(
+        allocate_slots(
             m,
             rates(m, "exact"),
             mode="exact",
             workers=2,
-            texts=1,
+            max_batch=1,
             budget=budget,
             whole=True,
             cache=True,
@@ -171,7 +173,7 @@ def seven_billion() -> Manifest:
 
 def test_where_gates_stay_scales_move_to_the_parts_they_belong_to() -> None:
     m = seven_billion()
-    made = plan(m, device(), Wanted(ffn_resident_share=0.5))
+    made = make_plan(m, device(), PlanOptions(ffn_resident_share=0.5))
     assert (made.memory.moved_scales_from, made.memory.moved_scales_bytes) == (2304, 512)
     assert made.memory.trigger_slots == m.clusters
     assert made.memory.value_slots >= m.clusters * (0.5 * 6912 - 2304) / 4608 - 2  # 25 %, 15.6 % with scales at gates
@@ -185,13 +187,13 @@ def test_where_gates_stay_scales_move_to_the_parts_they_belong_to() -> None:
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_where_everything_stays_scales_move_in_exact_mode(mode: Mode) -> None:
     """There gates are read from end to end; predicted ones with their values."""
-    made = plan(predicted(seven_billion()), device(), Wanted(mode=mode))
+    made = make_plan(predicted(seven_billion()), device(), PlanOptions(mode=mode))
     assert made.memory.slots_bytes >= made.memory.ffn_bytes
     assert made.memory.are_scales_moved == (mode == "exact")
 
 
 def test_scales_stay_where_both_parts_have_as_many_slots() -> None:
-    made = plan(predicted(seven_billion()), device(), Wanted(ffn_resident_share=0.5, mode="predicted"))
+    made = make_plan(predicted(seven_billion()), device(), PlanOptions(ffn_resident_share=0.5, mode="predicted"))
     assert not made.memory.are_scales_moved
 
 
@@ -202,12 +204,16 @@ def test_scales_stay_where_flash_takes_longer_for_both_parts_than_it_saves() -> 
         for depth in (1, 8, 32)
     )
     facts = dataclasses.replace(device(), flash=FlashCurve(engine="io_uring", direct=True, points=slow))
-    assert not plan(seven_billion(), facts, Wanted(ffn_resident_share=0.5, bundle=False)).memory.are_scales_moved
+    assert not make_plan(
+        seven_billion(), facts, PlanOptions(ffn_resident_share=0.5, bundle=False)
+    ).memory.are_scales_moved
 
 
 def test_of_neurons_that_are_not_silent_value_parts_are_read() -> None:
     m = thresholded(manifest(width=4096), 0.75)
-    exact, made = (plan(m, device(), Wanted(mode=mode, ffn_resident_share=0.6)) for mode in ("exact", "thresholded"))
+    exact, made = (
+        make_plan(m, device(), PlanOptions(mode=mode, ffn_resident_share=0.6)) for mode in ("exact", "thresholded")
+    )
     assert m.layout.cluster_neurons == 1
     # Of each neuron that is missed the whole, against of a quarter of the neurons the value part.
     assert made.expected.flash_bytes_per_token < 0.3 * exact.expected.flash_bytes_per_token
@@ -215,7 +221,7 @@ def test_of_neurons_that_are_not_silent_value_parts_are_read() -> None:
     assert rows[1] / rows[0] == pytest.approx((1 + 2 / 4) / 3, rel=0.05)
     assert made.memory.trigger_slots == m.clusters
     assert any("10.2 instead of 10 exact (+2.00%), on 250 held-out tokens of text" in line for line in made.reasons)
-    assert exact == plan(dataclasses.replace(m, silent=None), device(), Wanted(ffn_resident_share=0.6))
+    assert exact == make_plan(dataclasses.replace(m, silent=None), device(), PlanOptions(ffn_resident_share=0.6))
 
 
 def test_mode_thresholded_needs_thresholds_and_says_how_to_get_them() -> None:
@@ -223,15 +229,15 @@ def test_mode_thresholded_needs_thresholds_and_says_how_to_get_them() -> None:
     with pytest.raises(
         UserError, match=r"'m' has no thresholds; set them with `neuronpipe profile PACKAGE --silent 50%"
     ):
-        plan(silu, device(), Wanted(mode="thresholded"))
+        make_plan(silu, device(), PlanOptions(mode="thresholded"))
     with pytest.raises(UserError, match=r"'m' computes drelu, whose neurons are silent by themselves; take exact or"):
-        plan(manifest(), device(), Wanted(mode="thresholded"))
+        make_plan(manifest(), device(), PlanOptions(mode="thresholded"))
     with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
-        plan(thresholded(manifest(), 0.5), device(), Wanted(mode="thresholded", baseline="llm-in-a-flash"))
+        make_plan(thresholded(manifest(), 0.5), device(), PlanOptions(mode="thresholded", baseline="llm-in-a-flash"))
 
 
 def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> None:
-    made = plan(manifest(), device(), Wanted())
+    made = make_plan(manifest(), device(), PlanOptions())
     assert made.memory.trigger_slots == made.memory.value_slots == manifest().clusters
     assert made.memory.slots_bytes == made.memory.ffn_bytes
     assert made.expected.flash_bytes_per_token == 0
@@ -239,7 +245,7 @@ def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> No
 
 def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> None:
     m = manifest(width=2048, layers=32)
-    made = plan(m, device(), Wanted(ffn_resident_share=0.5))
+    made = make_plan(m, device(), PlanOptions(ffn_resident_share=0.5))
     assert made.memory.trigger_slots == m.clusters
     assert made.memory.pins[0].triggers == str(m.layout.clusters)
     assert made.memory.value_slots < m.clusters
@@ -247,7 +253,7 @@ def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> N
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.34, 0.2, 0.1])
 def test_the_resident_share_that_was_asked_for_is_not_exceeded(share: float) -> None:
-    memory = plan(manifest(), device(), Wanted(ffn_resident_share=share)).memory
+    memory = make_plan(manifest(), device(), PlanOptions(ffn_resident_share=share)).memory
     assert memory.slots_bytes <= share * memory.ffn_bytes + 2 * PAGE_BYTES  # its first page, and the last one whole
 
 
@@ -255,10 +261,10 @@ def test_a_limit_below_the_least_is_refused_and_the_figure_in_the_message_works(
     m, facts = manifest(), device()
     least = least_bytes(m, facts)
     with pytest.raises(UserError, match=f"{least:,} bytes"):
-        plan(m, facts, Wanted(memory_bytes=least - 1))
-    assert plan(m, facts, Wanted(memory_bytes=least)).memory.total_bytes() <= least
+        make_plan(m, facts, PlanOptions(memory_bytes=least - 1))
+    assert make_plan(m, facts, PlanOptions(memory_bytes=least)).memory.total_bytes() <= least
     with pytest.raises(UserError, match=f"--memory {least - 1:,}, a share of what is available now: the least"):
-        plan(m, device(memory_bytes=least - 1), Wanted())
+        make_plan(m, device(memory_bytes=least - 1), PlanOptions())
 
 
 @given(tokenizer_bytes=st.integers(1, 10 * MIB))
@@ -266,15 +272,15 @@ def test_the_least_is_the_least_to_the_byte(tokenizer_bytes: int) -> None:
     m, facts = manifest(), device()
     m = dataclasses.replace(m, files={**m.files, "tokenizer.json": FileEntry(tokenizer_bytes, "0" * 64)})
     least = least_bytes(m, facts)
-    assert plan(m, facts, Wanted(memory_bytes=least)).memory.least_bytes == least
+    assert make_plan(m, facts, PlanOptions(memory_bytes=least)).memory.least_bytes == least
     with pytest.raises(UserError, match="the least for this package"):
-        plan(m, facts, Wanted(memory_bytes=least - 1))
+        make_plan(m, facts, PlanOptions(memory_bytes=least - 1))
 
 
 @given(limit_bytes=st.integers(1, 3 * GIB), more_bytes=st.integers(0, 40))
 def test_a_larger_limit_never_leaves_less_for_all_but_programs_of_strangers(limit_bytes: int, more_bytes: int) -> None:
     m = with_template(manifest())
-    shape = dataclasses.replace(RunShape.of(plan(m, device(), Wanted()).compute), gateways=1)
+    shape = dataclasses.replace(RunShape.of(make_plan(m, device(), PlanOptions()).compute), gateways=1)
     left = [trusted_bytes(m, shape, bytes_) for bytes_ in (limit_bytes, limit_bytes + more_bytes)]
     assert left == sorted(left)
 
@@ -287,7 +293,7 @@ def test_what_is_reserved_for_grammars_and_templates_scales_with_the_limit(gatew
         served = ProcessSpec(role="gateway", index=0, core=None)
         facts = dataclasses.replace(facts, processes=(*facts.processes, served))
     limits = least_bytes(m, facts), 510 * MIB, 16 * GIB
-    made = [plan(m, facts, Wanted(memory_bytes=limit)).memory for limit in limits]
+    made = [make_plan(m, facts, PlanOptions(memory_bytes=limit)).memory for limit in limits]
     grammars_mib = [memory.grammars_bytes / MIB for memory in made]
     assert grammars_mib == pytest.approx([max(8, limits[0] / 1.02 / 16 / MIB), 31.25, 64], abs=1e-3)
     templates_mib = [memory.templates_bytes / MIB for memory in made]
@@ -301,14 +307,14 @@ def test_the_least_that_an_error_names_in_mib_is_enough(tokenizer_bytes: int) ->
     m = manifest()
     m = dataclasses.replace(m, files={**m.files, "tokenizer.json": FileEntry(tokenizer_bytes, "0" * 64)})
     with pytest.raises(UserError) as caught:
-        plan(m, device(), Wanted(memory_bytes=MIB))
+        make_plan(m, device(), PlanOptions(memory_bytes=MIB))
     (shown_mib,) = re.findall(r"\((\d+) MiB\)", str(caught.value))
-    plan(m, device(), Wanted(memory_bytes=int(shown_mib) * MIB))
+    make_plan(m, device(), PlanOptions(memory_bytes=int(shown_mib) * MIB))
 
 
 def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> None:
     with pytest.raises(UserError, match=r"--ffn-resident 1\.0%: the least"):
-        plan(manifest(), device(), Wanted(ffn_resident_share=0.01))
+        make_plan(manifest(), device(), PlanOptions(ffn_resident_share=0.01))
 
 
 @settings(max_examples=200)
@@ -335,9 +341,9 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     baseline: bool,
 ) -> None:
     m, facts = predicted(manifest(width=width, neurons=neurons, layers=layers, order=order)), device(workers)
-    wish = Wanted(baseline="llm-in-a-flash") if baseline else Wanted(mode=mode, without=without)
-    least = plan(m, facts, dataclasses.replace(wish, memory_bytes=16 * GIB)).memory.least_bytes
-    made = plan(m, facts, dataclasses.replace(wish, memory_bytes=least + extra))
+    wish = PlanOptions(baseline="llm-in-a-flash") if baseline else PlanOptions(mode=mode, without=without)
+    least = make_plan(m, facts, dataclasses.replace(wish, memory_bytes=16 * GIB)).memory.least_bytes
+    made = make_plan(m, facts, dataclasses.replace(wish, memory_bytes=least + extra))
     memory, layout = made.memory, m.layout
     assert memory.total_bytes() <= memory.limit_bytes
     flash = made.flash
@@ -362,16 +368,16 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
 
 def test_predicted_mode_needs_a_predictor_and_names_the_command_that_makes_one() -> None:
     with pytest.raises(UserError, match="has no predictor; make one with `neuronpipe profile PACKAGE`"):
-        plan(manifest(), device(), Wanted(mode="predicted"))
+        make_plan(manifest(), device(), PlanOptions(mode="predicted"))
     with pytest.raises(UserError, match="has no predictor"):
-        plan(manifest(), device(), Wanted(baseline="llm-in-a-flash"))
-    assert plan(predicted(manifest()), device(), Wanted()).compute.mode == "exact"
-    assert plan(predicted(manifest()), device(), Wanted(mode="predicted")).compute.mode == "predicted"
+        make_plan(manifest(), device(), PlanOptions(baseline="llm-in-a-flash"))
+    assert make_plan(predicted(manifest()), device(), PlanOptions()).compute.mode == "exact"
+    assert make_plan(predicted(manifest()), device(), PlanOptions(mode="predicted")).compute.mode == "predicted"
 
 
 def test_the_predictor_is_counted_only_where_it_is_used() -> None:
     m = predicted(manifest())
-    exact, guessed = (plan(m, device(), Wanted(mode=mode)).memory for mode in ("exact", "predicted"))
+    exact, guessed = (make_plan(m, device(), PlanOptions(mode=mode)).memory for mode in ("exact", "predicted"))
     assert guessed.fixed_bytes - exact.fixed_bytes == MIB
 
 
@@ -389,8 +395,8 @@ def test_the_budget_has_a_field_for_every_layout_of_a_run_and_of_just_its_size(
     width: int, neurons: int, layers: int, workers: int, sequences: int, share: float, mode: Any
 ) -> None:
     m = predicted(manifest(width=width, neurons=neurons, layers=layers))
-    wanted = Wanted(mode=mode, sequences=sequences, ffn_resident_share=share)
-    made = plan(m, device(workers, memory_bytes=16 * GIB), wanted)
+    wanted = PlanOptions(mode=mode, sequences=sequences, ffn_resident_share=share)
+    made = make_plan(m, device(workers, memory_bytes=16 * GIB), wanted)
     laid_out = run_layouts(m, made) | private_layouts(m, made)
     budget = {name: getattr(made.memory, f"{name}_bytes", None) for name in laid_out}
     assert budget == {name: layout.total_bytes for name, layout in laid_out.items()}
@@ -401,7 +407,7 @@ def test_the_budget_has_a_field_for_every_layout_of_a_run_and_of_just_its_size(
 
 def test_predicted_neurons_are_kept_whole_so_both_parts_have_as_many_slots() -> None:
     m = predicted(manifest(order="frequency"))
-    memory = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5)).memory
+    memory = make_plan(m, device(), PlanOptions(mode="predicted", ffn_resident_share=0.5)).memory
     assert memory.trigger_slots == memory.value_slots < m.clusters
     assert 0 < int(memory.pins[0].triggers) == int(memory.pins[0].values)
 
@@ -418,21 +424,21 @@ def test_bundles_are_read_whole_when_the_curve_says_that_one_read_costs_less_tha
         direct=True,
         points=tuple(FlashPoint(request_bytes=s, depth=8, bytes_per_s=1e8) for s in (4096, 8192, 65536)),
     )
-    wish = Wanted(mode="predicted", ffn_resident_share=0.5)
-    whole = plan(m, dataclasses.replace(device(), flash=cheap_bytes), wish).flash
-    apart = plan(m, dataclasses.replace(device(), flash=dear_bytes), wish).flash
+    wish = PlanOptions(mode="predicted", ffn_resident_share=0.5)
+    whole = make_plan(m, dataclasses.replace(device(), flash=cheap_bytes), wish).flash
+    apart = make_plan(m, dataclasses.replace(device(), flash=dear_bytes), wish).flash
     assert whole.bundle
     assert not apart.bundle
     assert whole.merge_gap_bytes >= 0 == apart.merge_gap_bytes
-    assert not plan(m, device(), dataclasses.replace(wish, without=frozenset({"bundle"}))).flash.bundle
+    assert not make_plan(m, device(), dataclasses.replace(wish, without=frozenset({"bundle"}))).flash.bundle
 
 
 def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -> None:
-    m, wish = predicted(manifest(order="frequency")), Wanted(mode="predicted", ffn_resident_share=0.5)
-    full = plan(m, device(), wish)
+    m, wish = predicted(manifest(order="frequency")), PlanOptions(mode="predicted", ffn_resident_share=0.5)
+    full = make_plan(m, device(), wish)
 
     def lacking(technique: Any) -> Plan:
-        return plan(m, device(), dataclasses.replace(wish, without=frozenset({technique})))
+        return make_plan(m, device(), dataclasses.replace(wish, without=frozenset({technique})))
 
     assert full.compute.pipeline
     assert full.compute.prefetch
@@ -442,24 +448,24 @@ def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -
     assert (lacking("prefetch").compute.prefetch, lacking("prefetch").flash.prefetch_depth) == (False, 0)
     assert lacking("predictor").compute.mode == "exact"
     small = lacking("cache").memory
-    assert small.slots_bytes == Budgets(m).least_slots_bytes(2)
+    assert small.slots_bytes == Budgets(m).min_slots_bytes(2)
     assert small.pins == (NOTHING_PINNED,)
 
 
 def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -> None:
     m = predicted(manifest(width=4096, neurons=4096, layers=32, order="frequency"))
-    made = plan(m, device(memory_bytes=8 * GIB), Wanted(baseline="llm-in-a-flash"))
+    made = make_plan(m, device(memory_bytes=8 * GIB), PlanOptions(baseline="llm-in-a-flash"))
     assert made.compute.mode == "predicted"
     assert (made.compute.pipeline, made.compute.prefetch, made.flash.bundle) == (False, False, False)
     assert made.memory.pins == (NOTHING_PINNED,)
     assert made.memory.trigger_slots < 0.6 * m.clusters
     with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
-        plan(predicted(manifest()), device(), Wanted(baseline="llm-in-a-flash", mode="exact"))
+        make_plan(predicted(manifest()), device(), PlanOptions(baseline="llm-in-a-flash", mode="exact"))
 
 
 def test_without_a_measurement_no_speed_is_expected() -> None:
     facts = dataclasses.replace(device(), flash=None, memory_speed=None)
-    e = plan(manifest(), facts, Wanted(ffn_resident_share=0.5)).expected
+    e = make_plan(manifest(), facts, PlanOptions(ffn_resident_share=0.5)).expected
     assert (e.tokens_per_s, e.flash_ms_per_token, e.sequential_ms_per_token) == (None, None, None)
     assert (e.first_token_ms, e.prefill_tokens_per_s) == (None, None)
     assert e.flash_bytes_per_token > 0
@@ -467,8 +473,8 @@ def test_without_a_measurement_no_speed_is_expected() -> None:
 
 def test_the_expected_token_is_the_sum_of_its_terms() -> None:
     m = predicted(manifest(width=4096, neurons=14336, layers=8, order="frequency"))
-    for wish in (Wanted(mode="predicted", ffn_resident_share=0.5, without=frozenset({"pipeline"})), Wanted()):
-        e = plan(m, device(memory_bytes=8 * GIB), wish).expected
+    for wish in (PlanOptions(mode="predicted", ffn_resident_share=0.5, without=frozenset({"pipeline"})), PlanOptions()):
+        e = make_plan(m, device(memory_bytes=8 * GIB), wish).expected
         assert e.dram_bytes_per_token == e.sequential_bytes_per_token + e.neuron_bytes_per_token
         assert e.sequential_ms_per_token == pytest.approx(e.sequential_bytes_per_token / 33e6, abs=1e-3)
         assert e.tokens_per_s is not None
@@ -486,7 +492,7 @@ def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pyt
         monkeypatch.setattr(f"neuronpipe.plans.cost.work_cost.{name}", value)  # so that memory is what counts
     monkeypatch.setattr("neuronpipe.plans.cost.prompt_time.SUM_PASSES", 0)
     m = manifest(width=1024, neurons=4096)
-    made = plan(m, device(memory_bytes=8 * GIB), Wanted())
+    made = make_plan(m, device(memory_bytes=8 * GIB), PlanOptions())
     e, chunk = made.expected, made.compute.prefill_chunk_tokens
     assert e.first_token_ms is not None
     neurons_bytes = m.clusters * (m.trigger_slot_bytes + m.value_slot_bytes)
@@ -497,7 +503,7 @@ def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pyt
 def test_a_prompt_takes_the_processor_longer_than_memory_where_nothing_was_measured() -> None:
     """Each weight is multiplied with every token of the chunk, two cores at 50 G a second; values that fire only."""
     m = manifest(width=1024, neurons=4096)
-    made = plan(m, device(memory_bytes=8 * GIB), Wanted())
+    made = make_plan(m, device(memory_bytes=8 * GIB), PlanOptions())
     e, tokens = made.expected, made.compute.prefill_chunk_tokens
     model = m.model
     matrices = model.layers * model.width * 2 * (model.query_width + model.key_width)
@@ -509,7 +515,7 @@ def test_a_prompt_takes_the_processor_longer_than_memory_where_nothing_was_measu
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_a_share_of_one_is_everything(mode: str) -> None:
     m = predicted(manifest(width=1024, neurons=4096, order="frequency"))
-    memory = plan(m, device(), Wanted(mode=mode, ffn_resident_share=1.0)).memory  # type: ignore[arg-type]
+    memory = make_plan(m, device(), PlanOptions(mode=mode, ffn_resident_share=1.0)).memory  # type: ignore[arg-type]
     assert memory.trigger_slots == memory.value_slots == m.clusters
 
 
@@ -517,14 +523,14 @@ def test_less_memory_is_never_expected_to_be_faster() -> None:
     m = predicted(manifest(width=1024, neurons=4096, order="frequency"))
     for mode in ("exact", "predicted"):
         speeds = [
-            plan(m, device(), Wanted(mode=mode, ffn_resident_share=share)).expected.tokens_per_s  # type: ignore[arg-type]
+            make_plan(m, device(), PlanOptions(mode=mode, ffn_resident_share=share)).expected.tokens_per_s  # type: ignore[arg-type]
             for share in (0.3, 0.5, 0.7, 0.9, 1.0)
         ]
         assert speeds == sorted(speeds)  # type: ignore[type-var]
 
 
 def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
-    made = plan(manifest(), device(), Wanted(ffn_resident_share=0.5))
+    made = make_plan(manifest(), device(), PlanOptions(ffn_resident_share=0.5))
     file = tmp_path / "plan.json"
     file.write_text(made.to_json())
     assert read_plan(file) == made
@@ -535,7 +541,10 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
 
 def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
     m = predicted(manifest())
-    one, other = plan(m, device(), Wanted()), plan(m, device(), Wanted(mode="predicted", sequences=2))
+    one, other = (
+        make_plan(m, device(), PlanOptions()),
+        make_plan(m, device(), PlanOptions(mode="predicted", sequences=2)),
+    )
     said = difference(one, other)
     assert f"{one.id} -> {other.id}" in said
     assert re.search(r"compute\.mode +exact +predicted\n", said)
@@ -546,7 +555,7 @@ def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
 
 def test_a_difference_shows_the_beginning_of_a_packages_id() -> None:
     """With both in full the table was 150 characters wide."""
-    one = plan(manifest(), device(), Wanted())
+    one = make_plan(manifest(), device(), PlanOptions())
     said = difference(one, dataclasses.replace(one, package_id="f" * 64))
     assert f"{one.package_id[:12]}...  {'f' * 12}...\n" in said
     assert one.package_id not in said
@@ -562,20 +571,20 @@ def test_a_difference_shows_the_beginning_of_a_packages_id() -> None:
     ],
 )
 def test_a_damaged_plan_is_refused_naming_the_field(change: dict[str, object], complaint: str) -> None:
-    data = json.loads(plan(manifest(), device(), Wanted()).to_json()) | change
+    data = json.loads(make_plan(manifest(), device(), PlanOptions()).to_json()) | change
     with pytest.raises(UserError, match=complaint):
         parse_plan(json.dumps(data).encode(), "plan.json")
 
 
 def test_a_plan_for_another_package_is_refused_with_the_command_that_makes_the_right_one() -> None:
-    made: Plan = plan(manifest(), device(), Wanted())
+    made: Plan = make_plan(manifest(), device(), PlanOptions())
     made.check(package_id=made.package_id, device_id="d", where="plan.json")
     with pytest.raises(UserError, match=r"neuronpipe plan PACKAGE -o plan\.json"):
         made.check(package_id="another", device_id="d", where="plan.json")
 
 
 def test_the_same_wishes_give_the_same_plan_and_other_wishes_another_id() -> None:
-    one, two = (plan(manifest(), device(), Wanted()) for _ in range(2))
+    one, two = (make_plan(manifest(), device(), PlanOptions()) for _ in range(2))
     assert one.id == two.id
     assert dataclasses.replace(one, device_id="e").id != one.id
 
@@ -627,7 +636,7 @@ def mixture(activation: str, fired: float) -> Manifest:
 def test_experts_are_read_whole_where_gates_alone_would_save_less_than_small_reads_cost(
     activation: str, fired: float, whole: bool
 ) -> None:
-    made = plan(mixture(activation, fired), device(), Wanted(ffn_resident_share=0.3))
+    made = make_plan(mixture(activation, fired), device(), PlanOptions(ffn_resident_share=0.3))
     assert made.flash.bundle is whole
     assert (made.memory.trigger_slots == made.memory.value_slots) is whole
     assert any("feed-forwards are read whole" in reason for reason in made.reasons) is whole
@@ -636,18 +645,18 @@ def test_experts_are_read_whole_where_gates_alone_would_save_less_than_small_rea
 def test_of_a_dense_model_that_is_read_whole_both_parts_stay_pinned() -> None:
     plain = manifest()
     silu = dataclasses.replace(plain, model=dataclasses.replace(plain.model, activation="silu")).sealed()
-    memory = plan(silu, device(), Wanted(ffn_resident_share=0.6)).memory
+    memory = make_plan(silu, device(), PlanOptions(ffn_resident_share=0.6)).memory
     assert int(memory.pins[0].triggers) == int(memory.pins[0].values) > 0
 
 
 def test_gates_that_all_stay_leave_values_to_be_read_one_by_one() -> None:
-    made = plan(manifest(order="frequency"), device(), Wanted(ffn_resident_share=0.7))
+    made = make_plan(manifest(order="frequency"), device(), PlanOptions(ffn_resident_share=0.7))
     assert not made.flash.bundle
     assert made.memory.trigger_slots > made.memory.value_slots
 
 
 def test_units_of_reading_are_told_for_each_mode_and_residency() -> None:
-    rows = units(predicted(mixture("drelu", 0.1)), CURVE)
+    rows = read_units(predicted(mixture("drelu", 0.1)), CURVE)
     exact, guessed = [[row for row in rows if row["mode"] == mode] for mode in ("exact", "predicted")]
     assert [row["resident_share"] for row in exact] == [0.1, 0.3, 0.5, 0.75]
     assert [row["unit"] for row in guessed] == ["cluster"]

@@ -12,7 +12,9 @@ from neuronpipe.plans.plan.document import Plan, ProcessSpec
 from neuronpipe.plans.plan.report import explain
 from neuronpipe.plans.plan.runtime_memory import MAX_PRODUCT_NEURONS, RUNTIMES
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS, private_layouts, product_blocks
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.plans.planner.validation import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -30,7 +32,7 @@ def made(backend: str, memory_bytes: int = 1 << 30, *, measured: bool = False) -
     facts = DeviceFacts(id="d", memory_bytes=memory_bytes, flash_engine="threads", processes=(*processes, prefill))
     if measured:
         facts = dataclasses.replace(facts, flash=CURVE, memory_speed=SPEED)
-    return plan(MANIFEST, facts, Wanted())
+    return make_plan(MANIFEST, facts, PlanOptions())
 
 
 def test_no_speed_of_prompts_is_expected_of_a_runtime_that_was_not_measured() -> None:

@@ -12,7 +12,7 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.simulate.device_description import described
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel, read_device
 from neuronpipe.plans.lab.simulate.models import model_named
@@ -27,7 +27,9 @@ from neuronpipe.plans.lab.synth.shapes import SHAPES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts, device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 
 
@@ -46,7 +48,7 @@ def facts_of(phone: DeviceModel, manifest: Manifest) -> DeviceFacts:
 
 
 def planned(phone: DeviceModel, manifest: Manifest, share: float, *, bundle: bool | None = None) -> Plan:
-    return plan(manifest, facts_of(phone, manifest), Wanted(ffn_resident_share=share, bundle=bundle))
+    return make_plan(manifest, facts_of(phone, manifest), PlanOptions(ffn_resident_share=share, bundle=bundle))
 
 
 def steps(seed: int, tokens: int, layers: int, clusters: int) -> list[list[Ids]]:
@@ -144,7 +146,7 @@ def test_a_loader_without_a_core_of_its_own_takes_the_workers_time(phone: Device
     facts, made = facts_of(phone, manifest), planned(phone, manifest, 0.5)
 
     def costs(shared: bool) -> PlannedCosts:
-        cost = Cost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
+        cost = WorkCost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
         return PlannedCosts(manifest, made, cost, 1000.0, 100.0)
 
     assert costs(False).read(8, 4096, 8, first=False).loader_s == 0
@@ -169,11 +171,14 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
     assert "--mode exact" in capsys.readouterr().err
 
 
-# What keeps plan and simulation apart:
-# - SmallThinker-21B: a fifth of its experts are hot and fill five of six places. The simulator's routers have them; the
-#   planner knows of hot experts only from an activity profile, and plans up to three times as many misses.
-# - TurboSparse-Mixtral-47B: the planner has the misses of a run of its (15 and 55 % resident); generated texts miss up
-#   to twice as many single neurons of experts, and a half more whole experts.
+# What keeps plan and simulation apart is the misses, which bound all of these by flash. Bytes read per token, planned and
+# simulated:
+# - SmallThinker-21B: 245 and 98 MB with 30 % resident, 117 and 50 MB with 60 %. A fifth of its experts are hot and fill
+#   five of six places. The simulator's routers have them; the planner knows of hot experts only from an activity
+#   profile, which a shape has not.
+# - TurboSparse-Mixtral-47B: 1684 and 2273 MB (exact, 30 %), 91 and 129 MB (exact, 60 %), 33 and 71 MB (predicted, 60 %).
+#   The planner has the misses of a run (15 and 55 % resident); generated sequences miss up to twice as many single
+#   neurons of experts, and a third more whole experts.
 APART = {
     ("smallthinker-21b", "exact", 0.3), ("smallthinker-21b", "exact", 0.6),
     ("turbosparse-mixtral-47b", "exact", 0.6), ("turbosparse-mixtral-47b", "predicted", 0.6),
@@ -202,8 +207,8 @@ def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode:
     """Experts of a mixture were simulated neuron by neuron: nine times slower than planned, with nothing ever found."""
     phone, made_for = read_device(device), unmade_manifest(model_named(name))
     facts = facts_of(phone, made_for)
-    wanted = Wanted(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
-    made = plan(made_for, facts, wanted)
+    wanted = PlanOptions(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
+    made = make_plan(made_for, facts, wanted)
     run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
     texts, sampled = texts_of(made_for, mode, Wishes(tokens=12), None)
     result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=512, prompt_tokens=64)

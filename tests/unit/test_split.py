@@ -13,7 +13,7 @@ from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
 from neuronpipe.launch.planning.plan import plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.cost.activation_rates import rates
-from neuronpipe.plans.cost.expected_misses import Slots, parts
+from neuronpipe.plans.cost.expected_misses import ResidentSlots, part_accesses
 from neuronpipe.plans.cost.token_time import step_ms
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
@@ -30,10 +30,12 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.lab.simulate.models import model_named
 from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
-from neuronpipe.plans.plan.offloaded_blocks import Accelerator, held_clusters, matrix_bytes, show_held
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator, matrix_bytes, offloaded_clusters, show_offloaded_blocks
 from neuronpipe.plans.plan.report import explain
-from neuronpipe.plans.planner.offload_split import best_by_texts
-from neuronpipe.plans.planner.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.planner.device_facts import DeviceFacts
+from neuronpipe.plans.planner.offload_split import best_blocks_by_batch
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 
 from tests.unit.test_accelerator_profile import figure
 from tests.unit.test_device_profile import profile
@@ -91,7 +93,7 @@ def facts(of: DeviceProfile, accelerator: Accelerator | None, memory_bytes: int 
 
 def made(of: DeviceProfile, accelerator: Accelerator | None = GPU, memory_bytes: int = 8 * GIB, **wanted: Any) -> Plan:
     options = {"context_tokens": 1024} | wanted
-    return plan(MANIFEST, facts(of, accelerator, memory_bytes), Wanted(**options))
+    return make_plan(MANIFEST, facts(of, accelerator, memory_bytes), PlanOptions(**options))
 
 
 def time_ms(one: Plan, of: DeviceProfile, blocks: int, texts: int) -> float:
@@ -110,7 +112,7 @@ def test_it_gets_the_blocks_that_make_each_step_shortest(bytes_per_s: float, mem
     one = made(of, memory_bytes=memory_bytes, sequences=4)
     for texts in range(1, 5):
         best = min(range(BLOCKS + 1), key=lambda blocks: time_ms(one, of, blocks, texts))
-        assert one.compute.held_blocks_of(texts) == best, texts
+        assert one.compute.offloaded_blocks(texts) == best, texts
     assert one.memory.accelerator_bytes < 8 * GIB
 
 
@@ -159,8 +161,8 @@ def test_its_memory_counts_like_ram_where_flash_bounds() -> None:
     alone = made(of, None, memory_bytes=3 * GIB)
     for blocks in (12, 18):
         limit = Accelerator(**dataclasses.asdict(GPU) | {"limit_bytes": blocks * 95 << 20})
-        one = made(of, limit, memory_bytes=3 * GIB, held_matrices=())
-        assert one.compute.most_held_blocks() == blocks
+        one = made(of, limit, memory_bytes=3 * GIB, offloaded_matrices=())
+        assert one.compute.max_offloaded_blocks() == blocks
         assert one.expected.flash_bytes_per_token < alone.expected.flash_bytes_per_token
     whole = made(of, memory_bytes=3 * GIB)
     assert whole.expected.tokens_per_s is not None
@@ -176,10 +178,10 @@ def test_it_gets_the_matrices_whose_calls_take_less_than_the_workers(call_us: fl
     one = made(of)
     assert one.compute.held_matrices == held
     for others in ((), ("output",), ("output", "qkv", "attention_output")):
-        other = made(of, held_matrices=others)
+        other = made(of, offloaded_matrices=others)
         assert other.compute.held_matrices == others
         assert (one.expected.tokens_per_s or 0.0) >= (other.expected.tokens_per_s or 0.0), others
-    sums = made(of, held_matrices=())
+    sums = made(of, offloaded_matrices=())
     left = sums.expected.sequential_bytes_per_token - one.expected.sequential_bytes_per_token
     layers = MANIFEST.model.layers
     assert left == sum(matrix_bytes(MANIFEST, name) * (1 if name == "output" else layers) for name in held)
@@ -191,7 +193,7 @@ def test_matrices_take_the_place_of_blocks_that_are_worth_less() -> None:
         limit_bytes = blocks * 95 << 20
         one = made(of, dataclasses.replace(GPU, limit_bytes=limit_bytes))
         assert one.compute.held_matrices == held
-        assert 0 < one.compute.most_held_blocks() <= blocks
+        assert 0 < one.compute.max_offloaded_blocks() <= blocks
         assert one.memory.accelerator_bytes <= limit_bytes
     small = dataclasses.replace(GPU, max_buffer_bytes=64 << 20)
     assert made(of, small).compute.held_matrices == ("qkv", "attention_output"), "in one piece or not at all"
@@ -202,32 +204,44 @@ def test_matrices_take_the_place_of_blocks_that_are_worth_less() -> None:
 def test_clusters_on_a_device_are_pinned_clusters_that_nobody_looks_for(mode: Any, texts: int) -> None:
     found = rates(MANIFEST, mode)
     clusters, blocks = MANIFEST.clusters, BLOCKS // 4
-    held = MANIFEST.model.ffns * held_clusters(MANIFEST.layout, blocks)
+    held = MANIFEST.model.ffns * offloaded_clusters(MANIFEST.layout, blocks)
     for share in (0.05, 0.3, 0.6):
         slots = int(share * clusters)
-        in_ram = parts(MANIFEST, found, mode, 0.12, Slots(held=slots + held, pinned=held), texts, all_wanted=False)
-        beside = parts(
-            MANIFEST, found, mode, 0.12, Slots(held=slots, pinned=0, on_device=held), texts, all_wanted=False
+        in_ram = part_accesses(
+            MANIFEST, found, mode, 0.12, ResidentSlots(occupied=slots + held, pinned=held), texts, all_accessed=False
         )
-        assert beside.wanted < in_ram.wanted
-        assert beside.missed == pytest.approx(in_ram.missed, rel=0.25)
-        nothing = parts(MANIFEST, found, mode, 0.12, Slots(held=slots, pinned=0), texts, all_wanted=False)
-        assert beside.missed < nothing.missed
-    all_there = Slots(held=clusters - held, pinned=0, on_device=held)
-    assert parts(MANIFEST, found, mode, 0.12, all_there, texts, all_wanted=False).missed == 0
+        beside = part_accesses(
+            MANIFEST,
+            found,
+            mode,
+            0.12,
+            ResidentSlots(occupied=slots, pinned=0, offloaded=held),
+            texts,
+            all_accessed=False,
+        )
+        assert beside.accesses < in_ram.accesses
+        assert beside.misses == pytest.approx(in_ram.misses, rel=0.25)
+        nothing = part_accesses(
+            MANIFEST, found, mode, 0.12, ResidentSlots(occupied=slots, pinned=0), texts, all_accessed=False
+        )
+        assert beside.misses < nothing.misses
+    all_there = ResidentSlots(occupied=clusters - held, pinned=0, offloaded=held)
+    assert part_accesses(MANIFEST, found, mode, 0.12, all_there, texts, all_accessed=False).misses == 0
     left = clusters - held
-    half = Slots(held=3 * left // 4, pinned=left // 2, on_device=held)
-    assert parts(MANIFEST, found, mode, 1.0, half, 1, all_wanted=True).missed == pytest.approx(left / 2, rel=0.01)
+    half = ResidentSlots(occupied=3 * left // 4, pinned=left // 2, offloaded=held)
+    assert part_accesses(MANIFEST, found, mode, 1.0, half, 1, all_accessed=True).misses == pytest.approx(
+        left / 2, rel=0.01
+    )
 
 
 def test_memory_that_is_shared_is_given_back_where_the_device_needs_less() -> None:
     slow = measured(3e9, shares_memory=True)
     shared = dataclasses.replace(GPU, shares_memory=True, limit_bytes=2 * GIB)
     one = made(slow, shared, memory_bytes=4 * GIB)
-    assert 0 < one.compute.most_held_blocks() < 12
+    assert 0 < one.compute.max_offloaded_blocks() < 12
     assert one.memory.device_bytes == one.memory.accelerator_bytes < 2 * GIB
     assert one.memory.total_bytes() <= 4 * GIB
-    asked = made(slow, shared, memory_bytes=4 * GIB, held_blocks=(12,))
+    asked = made(slow, shared, memory_bytes=4 * GIB, offloaded_blocks=(12,))
     assert one.memory.value_slots > asked.memory.value_slots
 
 
@@ -240,16 +254,16 @@ def test_one_on_the_workers_cores_makes_no_step_shorter() -> None:
 
 
 def test_numbers_that_repeat_are_said_once() -> None:
-    assert best_by_texts(lambda blocks, texts: abs(blocks - 5 * texts), 10, 4) == (5, 10)
-    assert best_by_texts(lambda blocks, texts: 10.0 * blocks if texts > 1 else 5.0 - blocks, 3, 9) == (3, 0)
-    assert best_by_texts(lambda blocks, texts: 1.0 + blocks, 3, 4) == (1, 0)
-    assert best_by_texts(lambda blocks, texts: None, 3, 4) is None
+    assert best_blocks_by_batch(lambda blocks, texts: abs(blocks - 5 * texts), 10, 4) == (5, 10)
+    assert best_blocks_by_batch(lambda blocks, texts: 10.0 * blocks if texts > 1 else 5.0 - blocks, 3, 9) == (3, 0)
+    assert best_blocks_by_batch(lambda blocks, texts: 1.0 + blocks, 3, 4) == (1, 0)
+    assert best_blocks_by_batch(lambda blocks, texts: None, 3, 4) is None
 
 
 def test_the_numbers_are_shown_by_texts() -> None:
-    assert show_held((7,)) == "7"
-    assert show_held((7, 5)) == "7 (1 text), 5 (2 and more)"
-    assert show_held((7, 5, 3)) == "7 (1 text), 5 (2), 3 (3 and more)"
+    assert show_offloaded_blocks((7,)) == "7"
+    assert show_offloaded_blocks((7, 5)) == "7 (1 text), 5 (2 and more)"
+    assert show_offloaded_blocks((7, 5, 3)) == "7 (1 text), 5 (2), 3 (3 and more)"
 
 
 # ---- unasked ---------------------------------------------------------------------------------------------------------

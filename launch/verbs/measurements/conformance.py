@@ -15,7 +15,9 @@ from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan
-from neuronpipe.plans.planner.planner import Wanted, device_facts, plan
+from neuronpipe.plans.planner.device_facts import device_facts
+from neuronpipe.plans.planner.plan_options import PlanOptions
+from neuronpipe.plans.planner.planner import make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementation
 
@@ -73,8 +75,8 @@ def _plan(package: Package, role: str) -> Plan:
     accelerator = named_accelerator(backends.get(ACCELERATOR), None, package.manifest)
     device = device_facts(probe(package.path), WORKERS, backends=backends, accelerator=accelerator)
     specs = tuple(replace(spec, core=None) for spec in device.processes)
-    target = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
-    return plan(package.manifest, replace(device, processes=specs), target)
+    options = PlanOptions(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
+    return make_plan(package.manifest, replace(device, processes=specs), options)
 
 
 def _line(result: Result) -> str:

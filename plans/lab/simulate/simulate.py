@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.token_time import expected, known_before_attention, shares_core
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.simulate.caching import Traffic, traffic
 from neuronpipe.plans.lab.simulate.decode import Decoded, Situation, decode
 from neuronpipe.plans.lab.simulate.device_file import DeviceModel
@@ -23,9 +23,9 @@ from neuronpipe.plans.lab.simulate.wanted_neurons import Recording
 from neuronpipe.plans.lab.simulate.workload import Workload, generated, in_clusters, recorded
 from neuronpipe.plans.lab.synth.trajectory import PRESETS
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import with_lent_slots
+from neuronpipe.plans.plan.borrowed_memory import with_borrowed_slots
 from neuronpipe.plans.plan.document import Mode, Plan
-from neuronpipe.plans.planner.planner import DeviceFacts
+from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -139,11 +139,13 @@ class PlannedRun:
     facts: DeviceFacts
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> WorkCost:
         """Of the plan's workers."""
         compute, facts = self.plan.compute, self.facts
         workers, shared = compute.decode_workers(), shares_core(compute)
-        return Cost(self.manifest, compute.mode, len(workers), shared, facts.flash, facts.memory_speed, facts.profile)
+        return WorkCost(
+            self.manifest, compute.mode, len(workers), shared, facts.flash, facts.memory_speed, facts.profile
+        )
 
 
 def simulate_plan(
@@ -166,7 +168,7 @@ def simulate_plan(
     model = model_of(manifest)
     if plan.compute.mode != "predicted":
         model = dataclasses.replace(model, predictor_rank=0)
-    memory = with_lent_slots(manifest, plan.compute, plan.memory, tokens=int(context_tokens) + 1)
+    memory = with_borrowed_slots(manifest, plan.compute, plan.memory, tokens=int(context_tokens) + 1)
     seen = planned_traffic(manifest, dataclasses.replace(plan, memory=memory), texts, skipped_texts, sampled)
     costs = PlannedCosts(
         manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (seen.looked, seen.fire))

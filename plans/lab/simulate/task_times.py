@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.expected_misses import joined_reads
-from neuronpipe.plans.cost.work_cost import Cost
+from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel
 from neuronpipe.plans.lab.simulate.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.lab.simulate.systems import System
@@ -102,7 +102,7 @@ class PlannedCosts:
     """By the planner's costs, of a package under its plan. Its units are clusters; neighbours are read together, as the
     loader reads them."""
 
-    def __init__(self, manifest: Manifest, plan: Plan, cost: Cost, looked: float, fire: float) -> None:
+    def __init__(self, manifest: Manifest, plan: Plan, cost: WorkCost, looked: float, fire: float) -> None:
         """looked, fire: clusters of a token, on average."""
         model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
         self._manifest, self._plan, self._cost = manifest, plan, cost
@@ -140,7 +140,7 @@ class PlannedCosts:
         reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
         delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
         took_s = (_known(self._cost.storage_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
-        loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
+        loader_s = self._cost.read_overhead_ms(reads, size, reads) * self._workers / 1e3
         share = count / max(1.0, at_once)
         return Read(reads * share, size * share, took_s * share, loader_s * share)
 
@@ -151,7 +151,7 @@ class PlannedCosts:
         return 0.0  # as well, or in what meetings take
 
     def message_s(self) -> float:
-        return self._cost.meetings_ms() / 1e3
+        return self._cost.synchronization_ms() / 1e3
 
 
 def _known(time_ms: float | None) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.borrowed_memory import Lendable
+from neuronpipe.plans.plan.borrowed_memory import BorrowableMemory
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.events import ReleaseMemory, ReserveMemory
@@ -27,7 +27,7 @@ class Reservation:
     """lendable: None where nothing is lent. kv_tokens: of every KV slot, what has memory; of a coordinator before this
     one."""
 
-    def __init__(self, lendable: Lendable | None, kv_tokens: Sequence[int]) -> None:
+    def __init__(self, lendable: BorrowableMemory | None, kv_tokens: Sequence[int]) -> None:
         self._lendable = lendable
         self._kv_tokens = [*kv_tokens]
         self._stage_tokens = lendable.chunk_tokens if lendable and any(kv_tokens) else 0
@@ -40,7 +40,10 @@ class Reservation:
     @classmethod
     def of(cls, manifest: Manifest, plan: Plan, kv_tokens: Sequence[int]) -> Self:
         """That of a plan's run of a package."""
-        return cls(Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None, kv_tokens)
+        return cls(
+            BorrowableMemory.of(manifest, plan.compute, plan.memory) if plan.memory.has_borrowed_slots else None,
+            kv_tokens,
+        )
 
     @property
     def waits(self) -> bool:

@@ -66,7 +66,7 @@ class OpenClBackend(HolderBackend):
             self._held = HeldBlocks(
                 device,
                 manifest,
-                blocks=compute.most_held_blocks(),
+                blocks=compute.max_offloaded_blocks(),
                 tokens=config.max_tokens,
                 instructions=self._isa,
             )

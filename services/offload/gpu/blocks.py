@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.offloaded_blocks import held_clusters
+from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.services.offload.gpu.device import Device, opencl
 from numpy.typing import NDArray
 
@@ -244,7 +244,7 @@ class HeldBlocks:
             "THRESHOLD": f"{float(np.float32(model.activation_threshold)).hex()}f",
             "CLUSTER_NEURONS": layout.cluster_neurons,
             "CLUSTER_BYTES": manifest.trigger_slot_bytes + manifest.value_slot_bytes,
-            "HELD_CLUSTERS": held_clusters(layout, self.blocks),
+            "HELD_CLUSTERS": offloaded_clusters(layout, self.blocks),
             "HELD_NEURONS": self.blocks * layout.block_neurons,
             "BLOCK_NEURONS": layout.block_neurons,
             "DIVIDE_IN_DOUBLE": int(not device.divides_exactly),

@@ -68,7 +68,7 @@ class OnnxHolder(HolderBackend):
         self._held = HeldProducts(
             manifest,
             Runtime(self._provider).session,
-            blocks=job.plan.compute.most_held_blocks(),
+            blocks=job.plan.compute.max_offloaded_blocks(),
             lengths=self._provider.held_tokens,
         )
         for weights in held_weights(job.package, self._held.blocks):

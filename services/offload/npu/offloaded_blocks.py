@@ -16,8 +16,8 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.layout import MatrixPlace
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.offloaded_blocks import held_clusters
-from neuronpipe.plans.plan.segment_sizes import held_product_blocks
+from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
+from neuronpipe.plans.plan.segment_sizes import offloaded_product_blocks
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.npu.graphs import (
     MIDDLE,
@@ -64,8 +64,8 @@ class HeldProducts:
         layout = manifest.layout
         self.blocks = blocks
         self._manifest = manifest
-        self._stored = held_clusters(layout, blocks) * layout.cluster_neurons
-        self._neurons = held_product_blocks(layout, blocks) * layout.block_neurons
+        self._stored = offloaded_clusters(layout, blocks) * layout.cluster_neurons
+        self._neurons = offloaded_product_blocks(layout, blocks) * layout.block_neurons
         shapes = Shapes.of(manifest, self._neurons)
         self._shape: FeedForward = shapes.feed_forward
         self._by_token, self._drelu = shapes.by_token, manifest.model.activation == "drelu"

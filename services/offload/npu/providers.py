@@ -11,7 +11,7 @@ import importlib.util
 import shlex
 import sys
 
-from neuronpipe.plans.plan.runtime_memory import HELD_TOKENS
+from neuronpipe.plans.plan.runtime_memory import OFFLOAD_GRAPH_TOKENS
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.npu.chips import Chip, chip_of, find_chip
@@ -67,7 +67,7 @@ class Provider:
     def held_tokens(self) -> tuple[int, ...]:
         """Lengths of an accelerator's graphs, which compute a token alike. The CPU's of one token sums in another order
         than its longer ones, so one text goes with an empty place."""
-        return HELD_TOKENS[1:] if self.name == "cpu" else HELD_TOKENS
+        return OFFLOAD_GRAPH_TOKENS[1:] if self.name == "cpu" else OFFLOAD_GRAPH_TOKENS
 
     @property
     def numerics(self) -> str:

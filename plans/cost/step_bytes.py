@@ -1,0 +1,63 @@
+"""Bytes of memory that a step reads: fixed tensors, keys and values, and rows of neurons."""
+
+from __future__ import annotations
+
+from neuronpipe.plans.cost.activation_rates import ActivationRates
+from neuronpipe.plans.cost.expected_misses import union
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
+from neuronpipe.plans.plan.document import Compute, Memory
+from neuronpipe.plans.plan.offloaded_blocks import matrix_bytes
+from neuronpipe.protocol.frozen import frozen
+
+
+@frozen
+class StepBytes:
+    """The bytes that the steps of one plan read from memory."""
+
+    manifest: Manifest
+    rates: ActivationRates
+    compute: Compute
+    memory: Memory
+
+    def fixed(self, tokens: int) -> int:
+        """Return the bytes of fixed tensors. Of a mixture's predictors, only those of chosen experts count."""
+        manifest, total = self.manifest, self.memory.fixed_bytes
+        if not manifest.model.tied_embeddings:
+            total -= matrix_bytes(manifest, "output")  # the embedding has this size, and only one row of it is read
+        if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
+            total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
+        return total
+
+    def offloaded(self) -> int:
+        """Return the bytes of fixed tensors that an accelerator reads instead of the workers."""
+        return sum(
+            matrix_bytes(self.manifest, name) * (1 if name == "output" else self.manifest.model.layers)
+            for name in self.compute.held_matrices
+        )
+
+    def kv(self, tokens: int) -> int:
+        """Return the bytes of `tokens` keys and values in all layers, within the attention window of each."""
+        model = self.manifest.model
+        return (
+            model.key_heads
+            * 2
+            * model.head_width
+            * 2
+            * sum(kind.layers * min(tokens, kind.window_tokens or tokens) for kind in model.layer_kinds)
+        )
+
+    def trigger_rows(self, tokens: int) -> float:
+        """Return the bytes of the trigger rows that `tokens` tokens read."""
+        return self._rows(tokens, self.rates.trigger_read) * trigger_row_bytes(self.manifest)
+
+    def value_rows(self, tokens: int) -> float:
+        """Return the bytes of the Up and Down rows that `tokens` tokens read."""
+        up = self._rows(tokens, self.rates.value_read) if self.manifest.model.gated else 0.0
+        return (up + self._rows(tokens, self.rates.down_read)) * neuron_row_bytes(self.manifest)
+
+    def _rows(self, tokens: int, share: float) -> float:
+        """Return the rows of one matrix that `tokens` tokens read, each this share of its chosen experts' neurons."""
+        model = self.manifest.model
+        read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
+        return read * model.ffns * model.neurons

@@ -1,0 +1,75 @@
+"""Facts of a device for the planner: its processes on cores, and its measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from neuronpipe.plans.cost.token_time import Measurements
+from neuronpipe.plans.device.cores import Core, assign_cores, default_decode_workers
+from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.plan.document import ACCELERATOR, GATEWAY, ProcessSpec
+from neuronpipe.plans.plan.offloaded_blocks import Accelerator
+from neuronpipe.protocol.frozen import frozen
+
+MEMORY_SHARE = 0.7  # of the memory available now, if the user names no limit
+
+
+@frozen(kw_only=True)
+class DeviceFacts:
+    """The facts of a device for the planner; a curve or a speed is None if it was not measured."""
+
+    id: str
+    memory_bytes: int  # the limit if the user names none
+    flash_engine: str
+    processes: tuple[ProcessSpec, ...]
+    flash: FlashCurve | None = None
+    memory_speed: MemorySpeed | None = None
+    profile: DeviceProfile | None = None  # of `neuronpipe profile device`, while it is valid
+    accelerator: Accelerator | None = None  # for decode steps
+
+    @property
+    def measured(self) -> Measurements:
+        """Measurements as the cost model takes them."""
+        return self.flash, self.memory_speed, self.profile
+
+
+def device_facts(
+    device: Device,
+    workers: int | None = None,
+    *,
+    gateway: bool = False,
+    backends: Mapping[str, str] | None = None,
+    cores: Sequence[Core] | None = None,
+    accelerator: Accelerator | None = None,
+) -> DeviceFacts:
+    """Return the facts of a device with a placement of roles on its cores.
+
+    workers: decode workers (default: one per fast core)
+    backends: by role, if not the default
+    cores: to be used instead of all cores of the device
+    accelerator: adds an accelerator process
+    """
+    cores = device.cores if cores is None else cores
+    count = workers or default_decode_workers(cores, device.cpu_quota)
+    places = assign_cores(cores, count)
+    processes = [
+        ProcessSpec(role=role, index=0, core=places[role]) for role in ("coordinator", "loader", "cache", "prefill")
+    ]
+    processes += [ProcessSpec(role="decode", index=n, core=places[f"decode.{n}"]) for n in range(count)]
+    processes += [ProcessSpec(role=GATEWAY, index=0, core=places[GATEWAY])] if gateway else []
+    if accelerator is not None:  # it shares the coordinator's core, since it mostly waits for its device
+        processes.append(ProcessSpec(role=ACCELERATOR, index=0, core=places["coordinator"]))
+    backend_of_role = backends or {}
+    processes = [dataclasses.replace(spec, backend=backend_of_role.get(spec.role, spec.backend)) for spec in processes]
+    return DeviceFacts(
+        id=device.id,
+        memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
+        flash_engine=device.flash_engine,
+        processes=tuple(processes),
+        flash=device.flash,
+        memory_speed=device.memory_speed,
+        profile=device.profile,
+        accelerator=accelerator,
+    )
