@@ -1,1 +1,1 @@
-"""What a person types: the command line, the supervisor and the client that every verb uses."""
+"""The command line, and the supervisor of a run's processes."""

@@ -1,5 +1,7 @@
-"""`python -m neuronpipe`, or `neuronpipe.launch`, is the `neuronpipe` command. native/CMakeLists.txt puts this file one
-folder up as well."""
+"""Run the `neuronpipe` command as `python -m neuronpipe` or `python -m neuronpipe.launch`.
+
+native/CMakeLists.txt puts this file one folder up as well.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A live run as commands see it: finding it, speaking with its coordinator, following its warm-up."""
+"""A client of a live run: finding the run, talking to its coordinator, following its warm-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import show_bytes, show_left
-from neuronpipe.launch.progress import Elapsed, Progress, passes
+from neuronpipe.launch.progress import Elapsed, Progress, refresh
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -25,15 +25,18 @@ QUIET_MS = 500
 WARM_UP_POLL_S = 0.1
 READY_POLL_S = 0.02
 STARTING = "starting"
-MAX_UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
+MAX_UNKNOWN_S = 1.0  # a warm-up that was not reported by then does not exist, or the loader does not report it
 
 
 class Declined(UserError):
-    """The run lives, and does not take this request on."""
+    """The run refuses this request, and goes on."""
 
 
 class Client(Closing):
-    """One client connection. `failed` is asked while waiting: the reason when the run is over."""
+    """One connection to the coordinator of a run.
+
+    failed: polled while waiting; returns the reason once the run has ended
+    """
 
     def __init__(self, endpoint: str, failed: Callable[[], str | None]) -> None:
         self._context = open_context()
@@ -47,11 +50,13 @@ class Client(Closing):
         self._channel.send(message)
 
     def replies(self) -> Iterator[Message | None]:
-        """Messages from the coordinator, as they come; None when there was none for a while. Raises UserError when
-        the run ends."""
+        """Yield messages from the coordinator as they come, and None after each while without one.
+
+        Raises UserError when the run ends.
+        """
         quiet_ms = 0
         while True:
-            passes()
+            refresh()
             message = self._channel.receive(POLL_MS)
             if message is not None:
                 quiet_ms = 0
@@ -66,78 +71,83 @@ class Client(Closing):
 
     def request(
         self,
-        ask: Generate | Score,
-        quiet: Callable[[Status | None], None] = lambda status: None,
-        seen_before: Callable[[Status], None] = lambda status: None,
+        request: Generate | Score,
+        on_wait: Callable[[Status | None], None] = lambda status: None,
+        first_status: Callable[[Status], None] = lambda status: None,
     ) -> Iterator[Message]:
-        """Send a request and yield its answers up to the last. Interrupted, it is cancelled. quiet: called again and
-        again while nothing comes, with how the run is, once that is known. seen_before: told once how it was before the
-        request. Raises Declined when it is refused, UserError when the run ends.
+        """Send a request and yield its answers up to the last one. An interrupt cancels it.
 
-        A coordinator that was restarted does not know the request: a text is asked for again (the same tokens come
-        again, `Token.index` tells which), a score has to be started again by the person. Asking twice is harmless.
+        on_wait: called again and again while nothing comes, with the run's status once that is known
+        first_status: called once, with the status before the request
+        Raises Declined if the run refuses the request, UserError if the run ends.
+
+        A restarted coordinator does not know the request. A `Generate` is then sent again: its tokens come again, and
+        `Token.index` numbers them. A `Score` has to be started again by the user. Sending a request twice is harmless.
         """
-        self.send(AskStatus())  # so that it is known which coordinator accepts: its process answers in this order
-        self.send(ask)
-        seen: int | None = None
-        home: int | None = None
-        asked = False
+        # The coordinator answers in order, so the status tells the process that accepts the request.
+        self.send(AskStatus())
+        self.send(request)
+        coordinator_pid: int | None = None  # of the last status
+        accepted_by: int | None = None
+        awaits_status = False
         status: Status | None = None
-        answers = 0  # the first one was on its way before the request: it says nothing about it
+        statuses = 0  # the first one was sent before the request arrived: it says nothing about it
         try:
             for message in self.replies():
                 if message is None:
-                    quiet(status)
-                    asked = True
+                    on_wait(status)
+                    awaits_status = True
                     self.send(AskStatus())
                 elif isinstance(message, Status):
                     if status is None:
-                        seen_before(message)
+                        first_status(message)
                     status = message
-                    seen = next(process.pid for process in message.processes if process.role == "coordinator")
-                    answers += 1
-                    if asked and answers > 1 and seen != home:
-                        if home is not None and isinstance(ask, Score):
-                            raise UserError("the coordinator was restarted and has forgotten this text; start again")
-                        home = None
-                        self.send(ask)
-                    asked = False
-                if getattr(message, "request", None) != ask.request:
+                    coordinator_pid = next(
+                        process.pid for process in message.processes if process.role == "coordinator"
+                    )
+                    statuses += 1
+                    if awaits_status and statuses > 1 and coordinator_pid != accepted_by:
+                        if accepted_by is not None and isinstance(request, Score):
+                            raise UserError("the coordinator was restarted and has lost this request; start again")
+                        accepted_by = None
+                        self.send(request)
+                    awaits_status = False
+                if getattr(message, "request", None) != request.request:
                     continue
                 assert message is not None
                 if isinstance(message, Refused):
                     if message.code == "draining":
-                        continue  # why the run ends is known when it has ended
+                        continue  # the reason is known once the run has ended
                     raise Declined(message.message)
                 if isinstance(message, Accepted):
-                    home = seen
+                    accepted_by = coordinator_pid
                 yield message
                 if isinstance(message, Finished | ScoreFinished):
                     return
         except KeyboardInterrupt:
-            self.send(Cancel(request=ask.request))
+            self.send(Cancel(request=request.request))
             raise
 
-    def status(self, quiet: Callable[[], None] = lambda: None) -> Status:
-        """How the run is. quiet: called again and again while there is no answer."""
+    def status(self, on_wait: Callable[[], None] = lambda: None) -> Status:
+        """Return the run's status. on_wait: called again and again while there is no answer."""
         self.send(AskStatus())
         for message in self.replies():
             if isinstance(message, Status):
                 return message
             if message is None:
-                quiet()
-                self.send(AskStatus())  # a coordinator that was restarted has lost the question
+                on_wait()
+                self.send(AskStatus())  # a restarted coordinator has lost the question
         raise AssertionError
 
 
 def attach(path: Path | None) -> Client:
-    """A client of the run at `path`, or of the only live one. Raises NotRunning when there is none."""
+    """Return a client of the run at `path`, or of the only live run. Raises NotRunning if there is none."""
     directory, run_file = RunDirectory.find(path)
     return Client(run_file.endpoints[CONTROL.name], run_ended(directory))
 
 
-def described(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
-    """Which run it is, by the names that every verb's --json has for it. run: what --run takes."""
+def run_facts(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
+    """Return the fields by which the JSON output of every verb identifies a run. run: the value for --run."""
     return {
         "run": str(directory.path),
         "id": run_file.run,
@@ -149,7 +159,7 @@ def described(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
 
 
 def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
-    """What tells whether a run is over: the reason, None while it lives."""
+    """Return a function that returns the reason once a run has ended, and None while it is live."""
 
     def reason() -> str | None:
         try:
@@ -164,25 +174,28 @@ def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
 
 
 def show_warm_up(warm_up: WarmUp | None) -> str:
-    """`43 %, 1.8 GiB of 4.2 GiB, 1.2 GiB/s, 2 s left`; without speed and time where the loader does not tell."""
+    """Return `43 %, 1.8 GiB of 4.2 GiB, 1.2 GiB/s, 2 s left`, without speed and time if the loader reports none."""
     if warm_up is None:
         return "not begun"
-    share = 100 * warm_up.loaded_bytes // max(1, warm_up.total_bytes)
-    said = f"{share} %, {show_bytes(warm_up.loaded_bytes)} of {show_bytes(warm_up.total_bytes)}"
+    percent = 100 * warm_up.loaded_bytes // max(1, warm_up.total_bytes)
+    loaded = f"{percent} %, {show_bytes(warm_up.loaded_bytes)} of {show_bytes(warm_up.total_bytes)}"
     if warm_up.left_s is None:
-        return said
-    return f"{said}, {show_bytes(warm_up.bytes_per_s)}/s, {show_left(warm_up.left_s)}"
+        return loaded
+    return f"{loaded}, {show_bytes(warm_up.bytes_per_s)}/s, {show_left(warm_up.left_s)}"
 
 
 def starting(status: Status | None) -> str:
-    """What a run that starts is said to do, and who keeps it waiting. None: it has not told yet."""
+    """Return that a run starts, and which process it waits for. status: None before the run has answered."""
     notes = "" if status is None else status.notes()
     return f"{STARTING}: {notes}" if notes else STARTING
 
 
 def await_ready(client: Client, *, plain: bool) -> None:
-    """Until a run that was just started takes requests; stderr says that it starts. Raises UserError when the run ends
-    first. plain: lines, not one that changes."""
+    """Wait until a run that was just started takes requests, and show that on stderr.
+
+    plain: show lines, not one line that changes
+    Raises UserError if the run ends first.
+    """
     with Elapsed(plain=plain) as elapsed:
         while not (status := client.status(lambda: elapsed.say(starting(None)))).ready:
             elapsed.say(starting(status))
@@ -190,13 +203,16 @@ def await_ready(client: Client, *, plain: bool) -> None:
 
 
 def follow_warm_up(client: Client, *, plain: bool) -> None:
-    """Show progress until all of it is there; then, if that took long enough to be shown, say so. Raises UserError when
-    the run ends first. plain: lines, not a bar."""
-    unknown_until = time.monotonic() + MAX_UNKNOWN_S
+    """Show progress until memory is warm, and then a line if the progress was shown.
+
+    plain: show lines, not a bar
+    Raises UserError if the run ends first.
+    """
+    report_due = time.monotonic() + MAX_UNKNOWN_S
     with Progress("warming up", "bytes", plain=plain) as progress:
         while True:
             warm_up = client.status().warm_up
-            if warm_up.done if warm_up is not None else time.monotonic() > unknown_until:
+            if warm_up.done if warm_up is not None else time.monotonic() > report_due:
                 break
             if warm_up is not None:
                 progress(warm_up.loaded_bytes, warm_up.total_bytes)

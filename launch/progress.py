@@ -1,10 +1,10 @@
-"""Progress of long work, on stderr: live on a terminal, elsewhere a few plain lines; silent at first.
+"""Progress of long work on stderr: live on a terminal, a few plain lines elsewhere, and nothing for the first seconds.
 
-Progress  of work whose amount is known: a bar, or a line per tenth and when nothing was said for long
-Elapsed   of a wait for nobody knows how long: seconds
+Progress  of work with a known amount: a bar, or a line at each tenth and after a long silence
+Elapsed   of a wait of unknown length: seconds
 
-What is silent is the command, not its parts: the first of these counts the time since the process began, imports and
-planning included, and each later one the time since a person heard something last.
+The silence is that of the whole command: the first of these counts from the start of the process, imports and planning
+included, and each later one from the last output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TextIO
 
 from neuronpipe.launch.formats import show_bytes, show_left
-from neuronpipe.protocol.process_facts import start_ticks
 
 if TYPE_CHECKING:
     from rich.progress import Progress as ProgressBar
@@ -29,51 +28,55 @@ SILENT_S = 2.0
 QUIET_S = 15.0
 TICK_S = 0.5
 REDRAW_S = 0.1
-PASSES_S = 1.0  # what is measured meanwhile is disturbed by every drawing
-WIDE_COLUMNS = 76  # from here on there is room for more than figures
+REFRESH_S = 1.0  # not more often: drawing disturbs what is measured meanwhile
+WIDE_COLUMNS = 76  # from here on there is room for a bar
 WIPE = "\r\x1b[K"
-CANNOT_WIPE = ("dumb", "unknown")  # terminals, by TERM
-MAX_START_S = 10.0  # what began longer ago has set itself up first, and said so
+CANNOT_WIPE = ("dumb", "unknown")  # values of TERM
+MAX_START_S = 10.0  # an older process has installed itself first, and printed so
 
-_open: list[Progress] = []  # those that are shown
-_quiet_since_s: float | None = None  # None: nobody counts, and work is silent from its own beginning
+_open: list[Progress] = []
+_silent_since_s: float | None = None  # None outside of a command: then each one counts from its own beginning
 
 
 def begin_command() -> None:
-    """This process is a command that a person waits for, and has said nothing since it began."""
-    global _quiet_since_s
+    """Count the silence from the start of this process, for a command that a person waits for."""
+    global _silent_since_s
     began_s = time.monotonic()
     with contextlib.suppress(OSError, ValueError, IndexError):  # /proc may be hidden
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks() / os.sysconf("SC_CLK_TCK")
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # from the machine's start
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         if 0 < age_s < MAX_START_S:
             began_s -= age_s
-    _quiet_since_s = began_s
+    _silent_since_s = began_s
 
 
-def heard() -> None:
-    """A person has heard something of the command just now, or has told it something."""
-    global _quiet_since_s
-    if _quiet_since_s is not None:
-        _quiet_since_s = time.monotonic()
+def note_output() -> None:
+    """Restart the count of the silence: there was output, or the user typed something."""
+    global _silent_since_s
+    if _silent_since_s is not None:
+        _silent_since_s = time.monotonic()
 
 
-def passes() -> None:
-    """Time passes: call it while you wait for what a Progress that is open tells of, so that it shows that. A thread
-    (`steady`) cannot, in work that forks."""
-    for one in _open:
-        one.pass_on_time()
+def refresh() -> None:
+    """Refresh the elapsed time of open `Progress` objects.
+
+    Call it in loops that wait, in work that forks: there no thread (`steady`) may do so.
+    """
+    for progress in _open:
+        progress.refresh()
 
 
 @contextlib.contextmanager
-def passing() -> Iterator[None]:
-    """A thread tells that time passes: round a part that computes and does not fork, of work that does."""
+def refreshing() -> Iterator[None]:
+    """Refresh from a thread within the block, for a part of forking work that computes and does not fork."""
     ended = threading.Event()
 
-    def tell() -> None:
+    def run() -> None:
         while not ended.wait(TICK_S):
-            passes()
+            refresh()
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
@@ -83,17 +86,18 @@ def passing() -> Iterator[None]:
 
 
 def _began() -> float:
-    return time.monotonic() if _quiet_since_s is None else _quiet_since_s
+    return time.monotonic() if _silent_since_s is None else _silent_since_s
 
 
 class Progress:
-    """Call it with (done, total) as often as you like; as a context manager, so that the bar goes when work ends.
+    """A progress bar: call it with (done, total), as often as you like, within its context.
 
     with Progress("converting", "bytes") as progress:
         convert(source, target, progress=progress)
 
-    `plain` asks for lines even on a terminal, as `--json` does. `steady` has a thread show that time passes while the
-    work does not call: not for work that forks. That calls `passes` where it waits.
+    plain: write lines even on a terminal, as with `--json`
+    steady: refresh the elapsed time from a thread while the work does not call. Not for work that forks, which calls
+        `refresh` where it waits.
     """
 
     def __init__(
@@ -109,10 +113,10 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._plain = plain or not self._stream.isatty()
         self._began = _began()
-        self._said_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
+        self._line_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
         self._done, self._total, self._tenths = 0, 0, 0
-        self._first: tuple[float, int] | None = None  # when it was called first, and how much was done then
-        self._said = False
+        self._first: tuple[float, int] | None = None  # time and amount of the first call
+        self._has_printed = False
         self._bar: ProgressBar | None = None
         self._drawn_at = self._shown_at = float("-inf")
         self._lock = threading.Lock()
@@ -120,25 +124,25 @@ class Progress:
         self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` is done."""
+        """Show that `done` of `total` is done."""
         with self._lock:
             self._done, self._total = done, total
             if self._first is None or done < self._first[1]:
                 self._first = time.monotonic(), done
             self._show()
 
-    def pass_on_time(self) -> None:
-        """Show that time passes, once it was called first: then it is this that goes on."""
+    def refresh(self) -> None:
+        """Refresh the elapsed time, from the first call on: before it, earlier work is still going on."""
         with self._lock:
-            if self._first is not None and time.monotonic() - self._shown_at >= PASSES_S:
+            if self._first is not None and time.monotonic() - self._shown_at >= REFRESH_S:
                 self._show()
 
     def print(self, line: str) -> None:
-        """A line for stdout, which may be the same terminal."""
+        """Print a line to stdout, which may be the same terminal."""
         self._print(line, sys.stdout)
 
     def note(self, line: str) -> None:
-        """Write a line about the work where its progress is shown."""
+        """Print a line about the work to the stream of the progress."""
         self._print(f"neuronpipe: {line}", self._stream)
 
     def _print(self, line: str, stream: TextIO) -> None:
@@ -164,21 +168,21 @@ class Progress:
 
     def _line(self) -> None:
         now, tenths = time.monotonic(), 10 * self._done // self._total if self._total else 0
-        if tenths > self._tenths or now - self._said_at > QUIET_S:
-            self._tenths, self._said_at, self._said = tenths, now, True
+        if tenths > self._tenths or now - self._line_at > QUIET_S:
+            self._tenths, self._line_at, self._has_printed = tenths, now, True
             share = f"{100 * self._done // self._total} %, " if self._total else ""
             amount = f"{self._amount(now)}, " if self._total else ""
             print(f"neuronpipe: {self._what}: {share}{amount}{now - self._began:.0f} s", file=self._stream, flush=True)
 
     def _amount(self, now_s: float) -> str:
-        """How much of it is done; of bytes, which come evenly, how fast, and when the rest will have come."""
+        """Return the amount done; for bytes, which come evenly, also the speed and the time left."""
         if self._unit != "bytes":
             return f"{self._done:,} of {self._total:,} {self._unit}"
         pace = self._pace(now_s)
         return f"{show_bytes(self._done)} of {show_bytes(self._total)}{pace and f', {pace}'}"
 
     def _pace(self, now_s: float) -> str:
-        """Of bytes, since the first call, which may have found some done; empty: nothing has come since."""
+        """Return speed and time left since the first call, for bytes; empty before anything came."""
         if self._unit != "bytes" or self._first is None or now_s <= self._first[0] or self._done == self._first[1]:
             return ""
         speed = (self._done - self._first[1]) / (now_s - self._first[0])
@@ -187,8 +191,8 @@ class Progress:
 
     @property
     def was_shown(self) -> bool:
-        """Whether it took so long that something was said."""
-        return self._bar is not None or self._said
+        """True if the work took so long that something was shown."""
+        return self._bar is not None or self._has_printed
 
     def _draw(self) -> None:
         if time.monotonic() - self._drawn_at < REDRAW_S:
@@ -203,11 +207,11 @@ class Progress:
         bar = self._bar
         pace = self._pace(self._drawn_at)
         bar.update(bar.task_ids[0], completed=self._done, total=self._total or None, pace=pace)
-        bar.start()  # again, after a line for stdout
+        bar.start()  # it was stopped for a line on stdout
         bar.refresh()
 
     def _first_bar(self) -> ProgressBar:
-        """What draws it takes a second to import where all cores are busy: until then a word."""
+        """Create the bar. Importing rich takes a second while all cores are busy: meanwhile a word is shown."""
         self._stream.write(f"{WIPE}{self._what} ...")
         self._stream.flush()
         bar = _bar(self._what, self._unit, self._began, self._stream)
@@ -230,12 +234,12 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         if self.was_shown:
-            heard()
+            note_output()
 
 
 def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
-    """A bar that is drawn when it is told to, and goes when it is stopped."""
-    from rich import progress  # only long work on a terminal pays for the import
+    """Return a bar that is drawn on refresh and disappears when it is stopped."""
+    from rich import progress  # imported here: only long work on a terminal pays for it
     from rich.console import Console
 
     console = Console(file=stream)
@@ -269,10 +273,9 @@ def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
 
 
 class Elapsed:
-    """Call `say` a few times a second while waiting; as a context manager, so that the line goes when the wait ends.
+    """A wait of unknown length: call `say` a few times a second within its context.
 
-    Without a terminal, or when `plain` asks for it, a line is written after SILENT_S, and whenever twice as much time
-    has passed.
+    Without a terminal, or with `plain`, a line is written after SILENT_S, and again each time the wait has doubled.
     """
 
     def __init__(self, *, plain: bool = False, stream: TextIO | None = None) -> None:
@@ -280,33 +283,33 @@ class Elapsed:
         self._plain = plain or not self._stream.isatty()
         self._began = _began()
         self._due_s = SILENT_S
-        self._drawn = self._said = False
+        self._drawn = self._has_printed = False
         self._over = False
 
     def say(self, what: str) -> None:
-        """What is waited for."""
+        """Show what the wait is for, and how long it has taken."""
         took_s = time.monotonic() - self._began
         if self._over or took_s < self._due_s:
             return
         if self._plain:
             print(f"neuronpipe: {what}, {took_s:.0f} s", file=self._stream, flush=True)
             self._due_s = 2 * took_s
-            self._said = True
+            self._has_printed = True
         else:
             columns = shutil.get_terminal_size().columns
             self._stream.write(f"{WIPE}{f'{what}, {took_s:.0f} s'[: columns - 1]}")
             self._stream.flush()
-            self._drawn = self._said = True
+            self._drawn = self._has_printed = True
 
     def end(self) -> None:
-        """The wait is over: nothing is said any more."""
+        """End the wait: erase the line, and ignore later calls of `say`."""
         self._over = True
         if self._drawn:
             self._stream.write(WIPE)
             self._stream.flush()
             self._drawn = False
-        if self._said:
-            heard()
+        if self._has_printed:
+            note_output()
 
     def __enter__(self) -> Self:
         return self

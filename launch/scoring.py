@@ -1,4 +1,4 @@
-"""Scoring a text with a run, one context window after the other, and keeping the logits on the way."""
+"""Scoring a text with a run, one context window after the other, and storing the logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
 
 Keep = Callable[[int, Scored], None]
-"""(index of the context window's first token, message): called while the logit rows are ours to read."""
+"""Called with the index of the context window's first token and the message, while the logit rows may be read."""
 
 
 def score(
@@ -26,32 +26,38 @@ def score(
     path: Literal["decode", "prefill"],
     keep: Keep | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    quiet: Callable[[Status | None], None] = lambda status: None,
+    on_wait: Callable[[Status | None], None] = lambda status: None,
 ) -> list[float]:
-    """Nats of every token but the first of each context window. quiet: as `Client.request` has it."""
+    """Return the negative log-likelihood, in nats, of every token but the first of each context window.
+
+    keep: called with each batch of logit rows
+    on_wait: as in `Client.request`
+    """
     nll: list[float] = []
     for first in range(0, len(tokens), window_tokens):
         window = tuple(tokens[first : first + window_tokens])
-        ask = Score(request=f"window-{first}", tokens=window, path=path, logits=keep is not None)
-        for message in client.request(ask, quiet):
+        request = Score(request=f"window-{first}", tokens=window, path=path, logits=keep is not None)
+        for message in client.request(request, on_wait):
             if isinstance(message, Scored):
                 nll += message.nll
                 progress(first + message.position + message.rows, len(tokens))
                 if keep is not None:
                     keep(first, message)
-                    client.send(Next(request=ask.request))
+                    client.send(Next(request=request.request))
     return nll
 
 
 @contextlib.contextmanager
-def kept_logits(file: Path, directory: RunDirectory, package: Package, tokens: int) -> Iterator[Keep]:
-    """Copies logit rows from the run's exchange segment into a .npy file, float32 [tokens, vocabulary], as they come.
-    Raises UserError when the file cannot be written; then there is none."""
+def stored_logits(file: Path, directory: RunDirectory, package: Package, tokens: int) -> Iterator[Keep]:
+    """Copy logit rows from the run's exchange segment into a .npy file as they come: float32 [tokens, vocabulary].
+
+    Raises UserError if the file cannot be written; then there is no file.
+    """
     import numpy as np
 
     vocabulary = package.manifest.model.vocabulary
     logits: Any = None
-    # Written, not mapped: where a disk is full, a write is refused, and a mapped page ends the process.
+    # Written, not mapped: on a full disk a write fails, while a mapped page kills the process.
     with whole_file(file) as place, place.open("wb") as out:
         header = {"descr": "<f4", "fortran_order": False, "shape": (tokens, vocabulary)}
         np.lib.format.write_array_header_1_0(out, header)
@@ -59,7 +65,7 @@ def kept_logits(file: Path, directory: RunDirectory, package: Package, tokens: i
 
         def keep(first: int, scored: Scored) -> None:
             nonlocal logits
-            if logits is None:  # the run is live: its segments are there
+            if logits is None:  # not before: the segments exist once the run is live
                 run_file = directory.read()
                 segment = run_file.open_segment("exchange")
                 logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)

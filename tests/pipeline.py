@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from neuronpipe.launch.client import attach
-from neuronpipe.launch.generation import to_json
+from neuronpipe.launch.generation.answer import to_json
 from neuronpipe.protocol.messages.client import Finished, Status, Token
 from neuronpipe.protocol.messages.request import Generate
 

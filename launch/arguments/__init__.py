@@ -1,1 +1,1 @@
-"""Options that several verbs share, and what they are when they are not typed."""
+"""The command line: verbs and their parsers, option values, the settings file, former and foreign spellings."""

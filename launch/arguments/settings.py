@@ -1,4 +1,4 @@
-"""The settings file: options that one would type every time, by verb.
+"""The settings file: defaults of options, by verb.
 
     [run]
     package = "Qwen3-4B"
@@ -8,8 +8,10 @@
     [serve]
     port = 9090
 
-A key is a long option without its dashes, or package; a value is what would be typed. The file is named by
-$NEURONPIPE_CONFIG (empty: none), or is neuronpipe/config.toml in the user's configuration folder. What is typed wins.
+A key is a long option without its dashes, or package; a value is what would be typed, and is checked in the same way.
+The file is named by $NEURONPIPE_CONFIG (empty: no file), or is neuronpipe/config.toml in the user's configuration
+folder. Typed options win. An option from the file gives way where a typed one would be refused: to a live run, and to
+--plan.
 """
 
 from __future__ import annotations
@@ -25,73 +27,78 @@ from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
 VARIABLE = "NEURONPIPE_CONFIG"
 MAX_BYTES = 1 << 20
-NEVER = ("help", "version")
-Nearest = Callable[[str, Collection[str]], str | None]
+NOT_SETTABLE = ("help", "help_all", "version")
+FindNearest = Callable[[str, Collection[str]], str | None]
 
 
 def settings_file() -> Path | None:
-    """Where the settings are, whether or not there are any. A relative XDG_CONFIG_HOME counts as none, as its
-    specification says."""
+    """Return the path of the settings file, whether or not it exists.
+
+    A relative XDG_CONFIG_HOME is ignored, as its specification requires.
+    """
     if (named_file := os.environ.get(VARIABLE)) is not None:
         return Path(named_file).absolute() if named_file else None
     if os.path.isabs(base := os.environ.get("XDG_CONFIG_HOME", "")):
         return Path(base) / "neuronpipe" / "config.toml"
     try:
         return Path.home() / ".config" / "neuronpipe" / "config.toml"
-    except RuntimeError:  # no HOME, and nobody knows this user: there are no settings
+    except RuntimeError:  # the user has no home, and so no settings
         return None
 
 
 class Settings:
-    """The settings of all verbs. nearest: finds what was probably meant. Raises UserError that names file and key."""
+    """The settings of all verbs. Its errors are UserErrors that name the file and the key.
 
-    def __init__(self, file: Path | None, verbs: Collection[str], nearest: Nearest) -> None:
+    find_nearest: finds the name that the user probably wanted
+    """
+
+    def __init__(self, file: Path | None, verbs: Collection[str], find_nearest: FindNearest) -> None:
         self.file = file
-        self._nearest = nearest
+        self._find_nearest = find_nearest
         self._by_verb: dict[str, dict[str, Any]] = _read(file) if file is not None else {}
         for verb, keys in self._by_verb.items():
             if verb not in verbs:
-                near = nearest(verb, verbs)
-                meant = f"; did you mean [{near}]?" if near else ": a section is named as a verb, e.g. [run]"
-                raise UserError(f"{file}: [{safe_name(verb)}] is no verb{meant}")
+                nearest = find_nearest(verb, verbs)
+                advice = f"; did you mean [{nearest}]?" if nearest else ": a section is named after a verb, e.g. [run]"
+                raise UserError(f"{file}: [{safe_name(verb)}] is not a verb{advice}")
             if not isinstance(keys, dict):
-                raise UserError(f"{file}: {safe_name(verb)}: belongs into the section of a verb, e.g. [run]")
+                raise UserError(f"{file}: {safe_name(verb)}: belongs in the section of a verb, e.g. [run]")
 
     def of(self, verb: str) -> Mapping[str, Any]:
-        """What a verb's section says."""
+        """Return the section of a verb."""
         return self._by_verb.get(verb, {})
 
     @property
     def verbs(self) -> list[str]:
-        """The verbs that have a section."""
+        """All verbs that have a section."""
         return list(self._by_verb)
 
     def apply(self, verb: str, parser: argparse.ArgumentParser) -> None:
-        """Make them the defaults of the verb's parser, checked as if they were typed."""
+        """Check a verb's settings, and make them the defaults of its parser. Raises UserError."""
         options = {
             option.removeprefix("--"): action
             for action in parser._actions
-            if action.dest not in NEVER
+            if action.dest not in NOT_SETTABLE
             for option in action.option_strings or [f"--{action.dest}"]
             if option.startswith("--") and (action.option_strings or action.nargs in ("?", "*"))
         }
         for key, value in self.of(verb).items():
             where = f"{self.file}: [{verb}] {safe_name(key)}"
             if key not in options:
-                near = self._nearest(key, options)
-                meant = f"; did you mean {near}?" if near else f"; `neuronpipe {verb} --help` shows them"
-                raise UserError(f"{where}: there is no such option{meant}")
+                nearest = self._find_nearest(key, options)
+                advice = f"; did you mean {nearest}?" if nearest else f"; `neuronpipe {verb} --help` shows them"
+                raise UserError(f"{where}: there is no such option{advice}")
             action = options[key]
             parser.set_defaults(**{action.dest: _value(parser, action, value, where)})
 
     def note(self, verb: str) -> str:
-        """What the verb's help ends with."""
-        lines = [f"  --{key} {_shown(value)}\n" for key, value in self.of(verb).items()]
+        """Return the lines about the settings at the end of a verb's help; empty if there are none."""
+        lines = [f"  --{key} {_show(value)}\n" for key, value in self.of(verb).items()]
         return f"\nfrom {self.file}:\n{''.join(lines)}" if lines else ""
 
 
 class FromFile:
-    """The value of an option that was not typed."""
+    """The value of an option from the file. It is replaced if the option is typed."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -101,20 +108,26 @@ class FromFile:
 
 
 class ListFromFile(list[Any]):
-    """The same of an option that may be given several times; what is typed is added."""
+    """The values of a repeatable option from the file. Typed values are appended."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         super().__init__(values)
-        self.of_file = len(self)
+        self.count_from_file = len(self)
 
 
-def settled(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with plain values. `from_file`: the names of those that stand in the file and
-    were not typed."""
-    from_file = {name: one.value for name, one in vars(arguments).items() if isinstance(one, FromFile)}
+def settle(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Replace the markers of values from the file by plain values.
+
+    The attribute `from_file` holds the names of the options that come from the file alone.
+    """
+    from_file = {name: marker.value for name, marker in vars(arguments).items() if isinstance(marker, FromFile)}
     for name, value in from_file.items():
         setattr(arguments, name, value)
-    lists = {name for name, one in vars(arguments).items() if isinstance(one, ListFromFile) and len(one) == one.of_file}
+    lists = {
+        name
+        for name, values in vars(arguments).items()
+        if isinstance(values, ListFromFile) and len(values) == values.count_from_file
+    }
     arguments.from_file = {*from_file, *lists}
     return arguments
 
@@ -127,46 +140,47 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    import tomllib  # 7 ms of each command's start, and most users have no such file
+    import tomllib  # imported here: it takes 7 ms of every start, and most users have no such file
 
     if len(content) > MAX_BYTES:
         raise UserError(f"{file}: more than {MAX_BYTES:,} bytes")
-    content = content.removeprefix(codecs.BOM_UTF8)  # with which some editors save UTF-8
+    content = content.removeprefix(codecs.BOM_UTF8)  # some editors begin UTF-8 files with it
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         before = content[: error.start]
         line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        said = f"line {line}, byte {byte}: 0x{content[error.start]:02x} is no UTF-8"
-        raise UserError(f"{file}: {said}; save the file as UTF-8 in an editor") from None
+        problem = f"line {line}, byte {byte}: 0x{content[error.start]:02x} is not UTF-8"
+        raise UserError(f"{file}: {problem}; save the file as UTF-8 in an editor") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{file}: is no TOML: {error}") from None
+        raise UserError(f"{file}: is not TOML: {error}") from None
 
 
 def _value(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, where: str) -> Any:
-    """What the option would be if this was typed. Raises UserError."""
+    """Return the value that the option would have if `value` was typed. Raises UserError."""
     if isinstance(action, argparse._AppendAction):
         values = value if isinstance(value, list) else [value]
-        return ListFromFile([*(action.default or []), *(_typed(parser, action, one, where) for one in values)])
+        return ListFromFile([*(action.default or []), *(_parse(parser, action, item, where) for item in values)])
     if action.nargs == "*":
-        return FromFile([_typed(parser, action, one, where) for one in (value if isinstance(value, list) else [value])])
+        values = value if isinstance(value, list) else [value]
+        return FromFile([_parse(parser, action, item, where) for item in values])
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise UserError(f"{where}: {quoted(value)}: expected true or false")
         return FromFile(action.const if value else action.default)
-    return FromFile(_typed(parser, action, value, where))
+    return FromFile(_parse(parser, action, value, where))
 
 
-def _typed(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, where: str) -> Any:
+def _parse(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{where}: {quoted(value)}: expected a text or a number")
     try:
-        made = parser._get_value(action, str(value))
-        parser._check_value(action, made)
+        parsed = parser._get_value(action, str(value))
+        parser._check_value(action, parsed)
     except argparse.ArgumentError as error:
         raise UserError(f"{where}: {error.message}") from None
-    return made
+    return parsed
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

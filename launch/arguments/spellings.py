@@ -1,8 +1,9 @@
-"""Words that are written in another way now, or here: what this program once took, and what llama.cpp and Ollama take.
+"""Former spellings of this program, and spellings of llama.cpp and Ollama.
 
-A former spelling does what it did, and stderr names the present one in one line. CONTRIBUTING.md says when a row is
-added and when it may go. An option of another program does the same where this one has its counterpart; where it has
-none, the error says what there is instead.
+A former spelling keeps working, and stderr names the current one in one line; CONTRIBUTING.md says when a row is added
+and removed. An option of another program does the same if there is an equivalent here; otherwise the error names the
+alternative. The exchange happens before the parser sees the words, so that help, completion and manual list current
+spellings only.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 PACKAGE_WORD = "package"
-"""In place of an option: the value is the word PACKAGE."""
+"""Stands for an option: the value is the word PACKAGE."""
 
 
 @frozen
 class Former:
-    """An option, or a further word, that a verb took under another spelling.
+    """An option or word that a verb took under another spelling.
 
     verb: the verb that took it
-    option: the former option; empty: a word behind those that the verb still takes
+    option: the former option; empty: one word more than the verb takes now
     now: the option that takes the value now, or PACKAGE_WORD
     since: the date of the change, ISO
-    suffix: the row is of values that end so
+    suffix: the row applies to values with this ending
     """
 
     verb: str
@@ -49,7 +50,7 @@ FORMER = (
 )
 
 FORMER_VERBS = {"cool": "throttle"}
-"""Verbs that have another name now."""
+"""Former names of verbs, and their current names."""
 
 FOREIGN_VERBS = {
     "create": "convert",
@@ -65,13 +66,16 @@ FOREIGN_VERBS = {
     "models": "list",
     "version": "--version",
 }
-"""What other programs call a verb: not taken, but what is meant is named."""
+"""Names of verbs in other programs. They are not accepted, but the error suggests the equivalent."""
 
 
 @frozen
 class Foreign:
-    """Options of other programs for one thing. now: this program's option for it, PACKAGE_WORD, or empty where it has
-    none. advice: what to do then."""
+    """Options of other programs with one meaning.
+
+    now: the equivalent option here, PACKAGE_WORD, or empty if there is none
+    advice: the alternative if there is none
+    """
 
     options: tuple[str, ...]
     now: str = ""
@@ -92,58 +96,62 @@ FOREIGN = (
     Foreign(("--format",), "--json-schema"),
     Foreign(("--keepalive",), "--keep-alive"),
     Foreign(("--api-key",), "--key"),
-    Foreign(("-f", "--file"), advice="a prompt comes from a file through standard input: `neuronpipe run < FILE`"),
-    Foreign(("-hf", "--hf-repo"), advice="`neuronpipe pull ORG/NAME` gets a model, which every verb takes by its name"),
+    Foreign(("-f", "--file"), advice="pipe a file into standard input: `neuronpipe run < FILE`"),
+    Foreign(
+        ("-hf", "--hf-repo"), advice="`neuronpipe pull ORG/NAME` downloads a model, which every verb takes by name"
+    ),
     Foreign(("-i", "-cnv", "--interactive", "--conversation"), advice="`neuronpipe chat` holds a conversation"),
     Foreign(
         ("-ngl", "--gpu-layers", "--n-gpu-layers"),
-        advice="--backend accelerator=opencl has a GPU compute, and the plan says how much",
+        advice="--backend accelerator=opencl uses a GPU, and the plan chooses how much it computes",
     ),
-    Foreign(("--mlock", "--no-mmap"), advice="the plan says what stays in memory; --memory BYTES limits it"),
-    Foreign(("--jinja",), advice="chat templates are used wherever a model has one; leave it out"),
-    Foreign(("--verbose",), advice="speed and memory are shown behind every text, more of it with --json"),
+    Foreign(("--mlock", "--no-mmap"), advice="the plan chooses what stays in memory; --memory BYTES limits it"),
+    Foreign(("--jinja",), advice="the chat template is always used if the model has one; leave the option out"),
+    Foreign(("--verbose",), advice="speed and memory are shown after every answer, more of it with --json"),
 )
 
 
-def in_present_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words behind a verb as they are written now and here, and one line for each that was written otherwise.
+def translate(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Return the words in current spellings, and one line for each former or foreign spelling.
 
-    words: the verb, then its words
-    Raises UserError for an option of another program that has no counterpart, or that lacks its value.
+    words: the verb and its words
+    Raises UserError for an option of another program that has no equivalent or lacks its value.
     """
-    verb, present, package, lines = words[0], list[str](), None, list[str]()
-    rest = list(words[1:])
-    while rest:
-        word = rest.pop(0)
+    verb, translated, package, lines = words[0], list[str](), None, list[str]()
+    remaining = list(words[1:])
+    while remaining:
+        word = remaining.pop(0)
         if word == "--":
-            present += [word, *rest]
+            translated += [word, *remaining]
             break
         option, equals, value = word.partition("=")
-        now, is_former = _counterpart(verb, option, value if equals else next(iter(rest), ""), parser)
-        if now is None:
-            present.append(word)
+        current, is_former = _equivalent(verb, option, value if equals else next(iter(remaining), ""), parser)
+        if current is None:
+            translated.append(word)
             continue
         values = [value] if equals else []
-        if not equals and (now == PACKAGE_WORD or parser._option_string_actions[now].nargs != 0):
-            if not rest or rest[0].startswith("-"):
+        if not equals and (current == PACKAGE_WORD or parser._option_string_actions[current].nargs != 0):
+            if not remaining or remaining[0].startswith("-"):
                 raise UserError(f"{option}: expected a value; see `{parser.prog} --help`")
-            values = [rest.pop(0)]
-        if now == PACKAGE_WORD:
+            values = [remaining.pop(0)]
+        if current == PACKAGE_WORD:
             package = values[0]
         else:
-            long = parser._option_string_actions[now].option_strings[-1]
-            present.append("=".join([long, *values]))
-        lines.append(_line([option, *values], [] if now == PACKAGE_WORD else [now], values, is_former))
+            long = parser._option_string_actions[current].option_strings[-1]
+            translated.append("=".join([long, *values]))
+        lines.append(_line([option, *values], [] if current == PACKAGE_WORD else [current], values, is_former))
     if package is not None:
-        present = [package, *present] if _takes_package_first(parser) else [*present, package]
-    return [verb, *present], lines
+        translated = [package, *translated] if _takes_package_first(parser) else [*translated, package]
+    return [verb, *translated], lines
 
 
 def take_former_word(
     verb: str, unknown: Sequence[str], arguments: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> str | None:
-    """Give a word too many to the option that has its value now, where the verb once took such a word. Returns the line
-    that names the option; None: the word means nothing, or the option was given as well."""
+    """Store one word too many as the value of an option, if the verb once took such a word.
+
+    Returns the line that names the option; None if there is no such option, or it was typed as well.
+    """
     row = next((row for row in FORMER if row.verb == verb and not row.option), None)
     if row is None or len(unknown) != 1 or unknown[0].startswith("-"):
         return None
@@ -154,11 +162,13 @@ def take_former_word(
     return _line([unknown[0]], [row.now], [unknown[0]], is_former=True)
 
 
-def _counterpart(verb: str, option: str, value: str, parser: argparse.ArgumentParser) -> tuple[str | None, bool]:
-    """What takes the option's value, and whether the option is a former one of the verb; None: it means nothing else.
-    Raises UserError with the advice for an option of another program."""
-    known: Container[str] = parser._option_string_actions
-    if option in known or not option.startswith("-"):
+def _equivalent(verb: str, option: str, value: str, parser: argparse.ArgumentParser) -> tuple[str | None, bool]:
+    """Return the current option for a former or foreign one, or None; and whether it is a former one of the verb.
+
+    Raises UserError with the advice for an option of another program without an equivalent.
+    """
+    current_options: Container[str] = parser._option_string_actions
+    if option in current_options or not option.startswith("-"):
         return None, False
     for row in FORMER:
         if (row.verb, row.option) == (verb, option) and value.endswith(row.suffix):
@@ -167,7 +177,7 @@ def _counterpart(verb: str, option: str, value: str, parser: argparse.ArgumentPa
         if option in foreign.options:
             if foreign.advice and _takes_package(parser):
                 raise UserError(f"there is no option {option!r}: {foreign.advice}; see `{parser.prog} --help`")
-            if foreign.now in known or (foreign.now == PACKAGE_WORD and _takes_package(parser)):
+            if foreign.now in current_options or (foreign.now == PACKAGE_WORD and _takes_package(parser)):
                 return foreign.now, False
     return None, False
 
@@ -185,5 +195,5 @@ def _takes_package_first(parser: argparse.ArgumentParser) -> bool:
 
 
 def _line(before: Sequence[str], now: Sequence[str], values: Sequence[str], is_former: bool) -> str:
-    written = f"`{shlex.join(before)}` is written `{shlex.join([*now, *values])}`"
-    return f"{written} now; the former spelling will go" if is_former else f"{written} here"
+    spelling = f"`{shlex.join(before)}` is written `{shlex.join([*now, *values])}`"
+    return f"{spelling} now; the former spelling will go" if is_former else f"{spelling} here"

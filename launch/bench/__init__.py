@@ -1,1 +1,1 @@
-"""Measuring a run through the protocol that every client speaks."""
+"""Benchmarks of a package: tests on a live run, measured through the protocol that every client uses."""

@@ -1,4 +1,4 @@
-"""Energy, where the platform tells: counters of the processor, or the battery while it is what drives the machine."""
+"""Energy use, from counters of the processor, or from the battery while the machine runs on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POWER_SUPPLY = Path("/sys/class/power_supply")
 
 
 class EnergyMeter:
-    """Joules of the whole machine since it was made; None where nothing can be read."""
+    """Measures the energy of the whole machine since its creation."""
 
     def __init__(self, powercap: Path = POWERCAP, power_supply: Path = POWER_SUPPLY) -> None:
         # intel-rapl:0 is a package; intel-rapl:0:1 is a part of it and would count twice.
@@ -21,15 +21,18 @@ class EnergyMeter:
         self._watts = self._battery_watts()
 
     def joules(self) -> float | None:
-        """Used up to now. Of a battery: the mean of its power then and now, times the time."""
-        total_uj, found = 0, False
+        """Return the energy used so far; None if there is no counter.
+
+        On a battery this is the mean of its power at the start and now, times the time.
+        """
+        total_uj, has_counter = 0, False
         for zone, before in self._zone_uj.items():
             after = _read(zone / "energy_uj")
             if before is not None and after is not None:
-                found = True
+                has_counter = True
                 wrap = _read(zone / "max_energy_range_uj") or 0
                 total_uj += after - before if after >= before else after - before + wrap
-        if found:
+        if has_counter:
             return total_uj / 1e6
         watts = self._battery_watts()
         if watts is None or self._watts is None:
@@ -56,4 +59,4 @@ def _read(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):
-        return None  # not there, or for root alone
+        return None  # it does not exist, or only root may read it

@@ -1,4 +1,4 @@
-"""One test on a live run: a warm-up, then repetitions, and from the answers' figures one row."""
+"""One test on a live run: a warm-up, repetitions, and one row of figures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from neuronpipe.launch.bench.asking import Repetition, generate
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.energy import EnergyMeter
 from neuronpipe.launch.bench.planned import errors, planned
+from neuronpipe.launch.bench.repetition import Repetition, run_repetition
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import DEMO
@@ -27,11 +27,11 @@ from neuronpipe.protocol.messages.request import Generate
 POLL_S = 0.02
 QUIET_S = 0.3
 MAX_WARM_UP_S = 60.0
-FIRST_TOKENS = 8  # what "the first tokens" are: those of the warm-up, when the cache knows nothing of the text
+FIRST_TOKENS = 8  # of the warm-up, whose speed is reported because the cache does not know the text yet
 
 
 def wait_until_warm(client: Client) -> None:
-    """Until the run is ready and flash has been quiet: what is loaded ahead is there."""
+    """Wait until the run is ready and flash has been quiet, so that everything is loaded that is loaded ahead."""
     while not (status := client.status()).ready:
         time.sleep(POLL_S)
     quiet_since, last, began = time.monotonic(), -1, time.monotonic()
@@ -44,33 +44,33 @@ def wait_until_warm(client: Client) -> None:
 
 @dataclass
 class Cost:
-    """Figures of all steps that a test counts, in sum."""
+    """Sums of the counters of all steps that a test counts."""
 
     figures: dict[str, float] = field(default_factory=dict)
 
-    def add(self, figures: dict[str, float], texts: int) -> None:
-        """Of one text. A step counts in full for each of its texts, so that so many together count it once."""
+    def add(self, figures: dict[str, float], batch: int) -> None:
+        """Add the counters of one sequence. Each sequence of a batch counts its steps in full, so they are divided."""
         for name, value in figures.items():
-            self.figures[name] = self.figures.get(name, 0.0) + value / texts
+            self.figures[name] = self.figures.get(name, 0.0) + value / batch
 
     def __getitem__(self, name: str) -> float:
         return self.figures.get(name, 0.0)
 
     def of_one_participant_ms(self, name: str) -> float:
-        """A time that participants counted, each for itself: their mean in a step, in sum over steps."""
+        """Return a time that each participant counted for itself: the mean over participants, summed over steps."""
         return self[name] * self["steps"] / self["answers"] if self["answers"] else 0.0
 
 
 @frozen
 class Bench:
-    """What all tests of one command share."""
+    """The run and the settings that all tests of one command share. measured: the tests that were measured so far."""
 
     package: Package
     plan: Plan
     device: Device
     prompts: Prompts
     client: Client
-    batch: int = 1  # texts at once
+    batch: int = 1
     measured: list[Case] = field(default_factory=list)
 
     @cached_property
@@ -78,52 +78,54 @@ class Bench:
         return AccessFrequencies.of(self.package.manifest, self.package.read_activity)
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
-        """The row of one test. Raises UserError when a text ends before there is anything to measure."""
-        warm_up = self.ask(case, 0)
+        """Measure one test and return its row. Raises UserError if an answer ends with nothing to measure."""
+        warm_up = self.repeat(case, 0)
         progress()
         energy = EnergyMeter()
-        done = []
+        repetitions_done = []
         for number in range(1, repetitions + 1):
-            done.append(self.ask(case, number))
+            repetitions_done.append(self.repeat(case, number))
             progress()
-        row = self.row(case, warm_up, done, energy.joules())
+        row = self.row(case, warm_up, repetitions_done, energy.joules())
         self.measured.append(case)
         return row
 
-    def ask(self, case: Case, number: int) -> Repetition:
-        """The requests of one repetition, with texts that no other has. Raises UserError when one ends with nothing to
-        measure."""
-        asks = []
-        for text in range(number * self.batch, (number + 1) * self.batch):
-            prompt = self.prompts.take(text, case.prompt_tokens, case.prompt_tokens + case.decode_tokens)
-            asks.append(
+    def repeat(self, case: Case, number: int) -> Repetition:
+        """Run one repetition, with its own prompts. Raises UserError if an answer ends with nothing to measure."""
+        requests = []
+        for sequence in range(number * self.batch, (number + 1) * self.batch):
+            prompt = self.prompts.take(sequence, case.prompt_tokens, case.prompt_tokens + case.decode_tokens)
+            requests.append(
                 Generate(
-                    request=f"{case.name}-{text}",
+                    request=f"{case.name}-{sequence}",
                     tokens=prompt,
                     max_tokens=case.max_tokens,
                     temperature=0.0,
                     share_prefix=False,
                 )
             )
-        return generate(self.client, case, asks)
+        return run_repetition(self.client, case, requests)
 
-    def row(self, case: Case, warm_up: Repetition, done: list[Repetition], joules: float | None) -> dict[str, Any]:
-        """The row of a test, from its repetitions."""
+    def row(
+        self, case: Case, warm_up: Repetition, repetitions: list[Repetition], joules: float | None
+    ) -> dict[str, Any]:
+        """Return the row of a test. joules: energy of all repetitions, if it was measured."""
         plan = self.plan
         cost = Cost()
-        for finished in (finished for one in done for finished in one.finished):
+        for finished in (finished for repetition in repetitions for finished in repetition.finished):
             if case.decode_tokens:
                 cost.add(finished.decode, self.batch)
             if case.prefill_tokens:
                 cost.add(finished.prefill, self.batch)
         windows = self.package.manifest.model.windows_tokens
-        positions = sum(_positions(case, len(text.gaps_ms), windows) for one in done for text in one.texts)
+        sequences = [sequence for repetition in repetitions for sequence in repetition.sequences]
+        positions = sum(_positions(case, len(sequence.gaps_ms), windows) for sequence in sequences)
         moved = traffic(self.package, plan, cost.figures, positions)
-        time_ms = sum(one.time_ms(case) for one in done)
-        tokens = sum(case.prefill_tokens + one.decoded_tokens for one in done)
-        rates = [one.tokens_per_s(case) for one in done]
-        gaps = sorted(gap for one in done for gap in one.gaps_ms)
-        first = warm_up.texts[0].gaps_ms[:FIRST_TOKENS]
+        time_ms = sum(repetition.time_ms(case) for repetition in repetitions)
+        tokens = sum(case.prefill_tokens + repetition.decoded_tokens for repetition in repetitions)
+        rates = [repetition.tokens_per_s(case) for repetition in repetitions]
+        gaps = sorted(gap for repetition in repetitions for gap in repetition.gaps_ms)
+        first = warm_up.sequences[0].gaps_ms[:FIRST_TOKENS]
         dram_s, flash_s = moved.dram_limit_s(self.device), moved.flash_limit_s(self.device, plan.flash.depth)
         exposed_ms, native_ms = cost.of_one_participant_ms("flash_ms"), cost.of_one_participant_ms("step_ms")
         barrier_ms = cost.of_one_participant_ms("barrier_ms")
@@ -135,7 +137,7 @@ class Bench:
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_least": min(rates),
             "tokens_per_s_most": max(rates),
-            "prefill_tokens_per_s": _median_of_prefill(case, done),
+            "prefill_tokens_per_s": _median_of_prefill(case, repetitions),
             "tbt_ms": {f"p{share}": _quantile(gaps, share) for share in (50, 90, 99)},
             "tbt_most_ms": max(gaps, default=None),
             "dram_bytes_per_token": moved.dram_bytes / tokens,
@@ -157,12 +159,14 @@ class Bench:
             "coordination_share": min(1.0, max(0.0, 1 - (native_ms - barrier_ms) / time_ms)),
             "barrier_share": min(1.0, barrier_ms / time_ms),
             "message_share": min(1.0, max(0.0, 1 - native_ms / time_ms)),
-            "peak_memory_bytes": max(finished.memory["peak_bytes"] for one in done for finished in one.finished),
+            "peak_memory_bytes": max(
+                finished.memory["peak_bytes"] for repetition in repetitions for finished in repetition.finished
+            ),
             "limit_memory_bytes": plan.memory.limit_bytes,
             "first_token_ms": warm_up.first_ms,
             "first_tokens_per_s": 1000 * len(first) / sum(first) if first else None,
             "joules_per_token": None if joules is None else joules / tokens,
-            "repetitions": len(done),
+            "repetitions": len(repetitions),
             "tokens": tokens,
             "model": "demo" if self.package.path == DEMO else self.package.path.name,
             "model_bytes": sum(file.bytes for file in self.package.manifest.files.values()),
@@ -176,12 +180,12 @@ class Bench:
 
 
 def miss_rate(cost: Mapping[str, float], *, whole: bool) -> float:
-    """Of the cluster parts that steps wanted, those not in memory when they were first looked for.
+    """Return the share of the needed cluster parts that were not in memory when they were first looked up.
 
-    Triggers are looked for ahead of computing, where anything is: with a predictor those of clusters it names, else all
-    of a layer. Those that nobody looked for ahead are taken to miss as often. whole: a value part comes with its
-    trigger part, so that triggers speak for both; otherwise those of clusters that fired count as well, when computing
-    comes to them.
+    Trigger parts are looked up ahead: with a predictor those of the clusters that it names, otherwise all of a layer.
+    Those that were not looked up ahead are assumed to miss as often.
+    whole: a value part is read with its trigger part, so that trigger parts stand for both. Otherwise the value parts
+        of clusters that fired count as well, which are looked up when they are computed.
     """
 
     def count(name: str) -> float:
@@ -196,18 +200,21 @@ def miss_rate(cost: Mapping[str, float], *, whole: bool) -> float:
 
 
 def _positions(case: Case, decoded: int, windows: Sequence[int]) -> float:
-    """Positions whose keys and values are read, as a mean over layers, each with its attention window: for each decoded
-    token those before it; for a prompt, which is computed a chunk at a time, about its length once."""
+    """Return the number of positions whose keys and values are read, as a mean over layers with their windows.
+
+    For each decoded token these are the positions before it. A prompt is computed in chunks, and reads about its length
+    once.
+    """
     last = case.prompt_tokens + decoded if case.decode_tokens else 0
-    seen = sum(min(n, window or n) for window in windows for n in range(case.prompt_tokens + 1, last + 1))
-    return seen / len(windows) + case.prefill_tokens
+    read = sum(min(n, window or n) for window in windows for n in range(case.prompt_tokens + 1, last + 1))
+    return read / len(windows) + case.prefill_tokens
 
 
-def _median_of_prefill(case: Case, done: Sequence[Repetition]) -> float | None:
-    """Of a prompt alone, tokens/s until its first token; None where the test has none."""
+def _median_of_prefill(case: Case, repetitions: Sequence[Repetition]) -> float | None:
+    """Return the speed of the prompt alone, in tokens/s until its first token; None if the test has no prompt."""
     if not case.prefill_tokens:
         return None
-    return statistics.median(1000 * case.prefill_tokens / one.first_ms for one in done)
+    return statistics.median(1000 * case.prefill_tokens / repetition.first_ms for repetition in repetitions)
 
 
 def _quantile(ordered: list[float], share: int) -> float | None:
@@ -219,7 +226,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _resident_share(manifest: Manifest, plan: Plan) -> float:
-    """Of the bytes of all neurons, those that have slots."""
+    """Return the share of all neurons' bytes that have slots."""
     memory, slots = plan.memory, manifest.slots(moved=plan.memory.are_scales_moved)
     resident = memory.trigger_slots * slots.trigger_bytes + memory.value_slots * slots.value_bytes
     return resident / (manifest.clusters * slots.both_bytes)

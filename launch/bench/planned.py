@@ -1,4 +1,4 @@
-"""What the plan expects of a test, under the names that a row has for what was measured; and how far off it is."""
+"""The figures that the plan expects of a test, under the names of the measured figures, and their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Expected, Plan
 from neuronpipe.plans.plan.memory_budget import peak_bytes
 
-MAX_FRACTION = 1.05  # of what memory was measured to do: runs and measurements differ by as much
+MAX_FRACTION = 1.05  # of the measured memory speed: runs and measurements differ by that much
 MIN_ERROR = -0.25
 
 
@@ -27,10 +27,13 @@ def planned(
     before: Sequence[Case] = (),
     frequencies: AccessFrequencies | None = None,
 ) -> dict[str, float]:
-    """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, as
-    these count for its memory; heat: of the package. A figure that is not planned, or that nothing was measured for, is
-    absent: what a prompt reads is not planned, only its time."""
-    one = expected(
+    """Return the planned figures of a test, for its batch and at the positions where it decodes.
+
+    before: the tests that the run has had, which count in its peak memory
+    frequencies: access frequencies of the package
+    Figures that the plan does not have are absent; of a prompt only the time is planned, not its reads.
+    """
+    expectation = expected(
         manifest,
         rates(manifest, plan.compute.mode, frequencies),
         plan.compute,
@@ -44,40 +47,42 @@ def planned(
         prompt_tokens=case.prompt_tokens,
     )
     figures: dict[str, float | None] = {
-        "tokens_per_s": _tokens_per_s(case, one),
-        "first_token_ms": one.first_token_ms,
-        "peak_memory_bytes": max(_held_bytes(manifest, plan, one, batch) for one in (case, *before)),
+        "tokens_per_s": _tokens_per_s(case, expectation),
+        "first_token_ms": expectation.first_token_ms,
+        "peak_memory_bytes": max(_peak_bytes(manifest, plan, test, batch) for test in (case, *before)),
     }
     if case.prefill_tokens:
-        figures["prefill_tokens_per_s"] = one.prefill_tokens_per_s
+        figures["prefill_tokens_per_s"] = expectation.prefill_tokens_per_s
     else:
         figures |= {
-            "miss_rate": one.miss_rate,
-            "flash_reads_per_token": one.flash_reads_per_token,
-            "flash_bytes_per_token": one.flash_bytes_per_token,
-            "dram_bytes_per_token": one.dram_bytes_per_token,
-            "exposed_io_share": _exposed_share(one),
+            "miss_rate": expectation.miss_rate,
+            "flash_reads_per_token": expectation.flash_reads_per_token,
+            "flash_bytes_per_token": expectation.flash_bytes_per_token,
+            "dram_bytes_per_token": expectation.dram_bytes_per_token,
+            "exposed_io_share": _exposed_share(expectation),
         }
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _held_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
+def _peak_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
     return peak_bytes(
         manifest, plan, sequences=batch, sequence_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens
     )
 
 
 def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, float | None]:
-    """(planned - measured) / measured, for every figure that was planned: above zero where the plan says too much.
-    None where nothing was measured, or zero was and not planned."""
+    """Return (planned - measured) / measured for every planned figure.
+
+    None if the figure was not measured, or if zero was measured and not planned.
+    """
     return {name: relative_error(value, measured.get(name)) for name, value in plan.items()}
 
 
 def beaten(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which test was faster than the device's figures allow, in a few words; None: none was.
+    """Return which test was faster than the device's figures allow, in a few words; None if none was.
 
-    Reading more than memory was measured to read says that the figure is too low. So does a test that waits for no
-    flash and is clearly faster than planned.
+    A test that reads faster than the measured memory speed shows that this figure is too low. So does a test that does
+    not wait for flash and is clearly faster than planned.
     """
     for row in rows:
         fraction, error = row["dram_limit_fraction"], row["error"].get("tokens_per_s")
@@ -89,25 +94,25 @@ def beaten(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def relative_error(planned_value: float, measured_value: float | None) -> float | None:
-    """The same of one figure."""
+    """Return (planned - measured) / measured; None if that is not defined."""
     if planned_value == measured_value:
         return 0.0
     return (planned_value - measured_value) / measured_value if measured_value else None
 
 
-def _tokens_per_s(case: Case, one: Expected) -> float | None:
-    """What the test counts: a prompt, decoded tokens, or both."""
+def _tokens_per_s(case: Case, expectation: Expected) -> float | None:
+    """Return the planned speed of what the test counts: prompt tokens, decoded tokens, or both."""
     if not case.prefill_tokens:
-        return one.tokens_per_s
+        return expectation.tokens_per_s
     if not case.decode_tokens:
-        return one.prefill_tokens_per_s
-    if one.tokens_per_s is None or one.first_token_ms is None:
+        return expectation.prefill_tokens_per_s
+    if expectation.tokens_per_s is None or expectation.first_token_ms is None:
         return None
-    time_s = one.first_token_ms / 1e3 + case.decode_tokens / one.tokens_per_s
+    time_s = expectation.first_token_ms / 1e3 + case.decode_tokens / expectation.tokens_per_s
     return (case.prefill_tokens + case.decode_tokens) / time_s
 
 
-def _exposed_share(one: Expected) -> float | None:
-    if one.tokens_per_s is None or one.exposed_flash_ms_per_token is None:
+def _exposed_share(expectation: Expected) -> float | None:
+    if expectation.tokens_per_s is None or expectation.exposed_flash_ms_per_token is None:
         return None
-    return one.exposed_flash_ms_per_token * one.tokens_per_s / 1e3
+    return expectation.exposed_flash_ms_per_token * expectation.tokens_per_s / 1e3

@@ -1,4 +1,4 @@
-"""Rows as a person reads them: what came out, where the time went, how that compares with an earlier measurement."""
+"""Benchmark rows as tables: results, where the time went, the plan's errors, ratios to an earlier measurement."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]
 COMPARED = ("test", "mode", "workload", "batch")
-"""What makes rows of two measurements comparable. Residency, workers and package are what may be compared."""
+"""Fields that must be equal to compare two rows. Residency, workers and package may differ: they are compared."""
 
 DEFAULTS = {"batch": 1}
-"""Of rows that were saved before there was such a field."""
+"""Values for rows that were saved before the field existed."""
 
 MAX_PERCENT_ERROR = 10.0  # 1,000 %
 
 
 def render(rows: Sequence[Row]) -> str:
-    """All tables."""
+    """Return all tables as text."""
     speeds = table(
         ("test", "tokens/s", "least .. most", "peak memory"),
         (
@@ -36,7 +36,7 @@ def render(rows: Sequence[Row]) -> str:
         ),
     )
     names = [row["test"] for row in rows]
-    lines = [(what, *(show(row) for row in rows)) for what, show in _WHERE]
+    lines = [(label, *(show(row) for row in rows)) for label, show in _FIGURES]
     lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
     parts = [_head(rows[0]), speeds, table(("where the time went", *names), lines)]
     parts += [planned_table(rows)] if any(row["planned"] for row in rows) else []
@@ -45,40 +45,40 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _head(row: Row) -> str:
-    """What all tests of a command share: the package, and how it is run."""
+    """Return the lines about what all rows share: the package and the run."""
     package = f"{row['model']}, {show_bytes(row['model_bytes'])} on flash, {row['quantization']}"
     if row["workload"] is not None:
         package += f", workload {row['workload']}"
     workers = f"{row['workers']} worker{'s' if row['workers'] > 1 else ''}"
     run = f"{row['mode']} mode, {workers}, {row['ffn_resident']:.0%} of feed-forward resident"
     if row["batch"] > 1:
-        run += f", {row['batch']} texts at once"
+        run += f", {row['batch']} sequences at once"
     return f"{package}\n{run}, limit {show_bytes(row['limit_memory_bytes'])}\n"
 
 
 def planned_table(rows: Sequence[Row]) -> str:
-    """A line for each figure of each row that the plan expects: measured, planned, and how far off that is."""
+    """Return the table of planned figures: measured, planned, and the error."""
     lines = []
     for row in rows:
-        for name, (what, show) in _PLANNED.items():
+        for name, (label, show) in _PLANNED.items():
             if name == "prefill_tokens_per_s" and row["prefill_tokens_per_s"] == row["tokens_per_s"]:
                 continue  # the test is a prompt
             if name in row["planned"]:
                 value = row[name]
-                shown = "-" if value is None else show(value)
-                lines.append((what, row["test"], shown, show(row["planned"][name]), show_error(row["error"][name])))
-    return table(("beside the plan", "test", "measured", "planned", "error"), lines)
+                measured = "-" if value is None else show(value)
+                lines.append((label, row["test"], measured, show(row["planned"][name]), show_error(row["error"][name])))
+    return table(("compared with the plan", "test", "measured", "planned", "error"), lines)
 
 
 def show_error(error: float | None) -> str:
-    """`+12%`, or how many times as much where percent say little."""
+    """Return `+12%`, or a factor such as `x12` for large errors."""
     if error is None:
         return "-"
     return f"{error:+.0%}" if error < MAX_PERCENT_ERROR else f"x{1 + error:.0f}"
 
 
 def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
-    """Ratios of these rows to those of an earlier measurement, for the tests that both have."""
+    """Return the table of ratios to the rows of an earlier measurement, for the tests that both have."""
     lines = []
     for row in rows:
         for old in earlier:
@@ -90,7 +90,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a file that `bench --json` wrote. Raises UserError naming the file, and the field that is missing."""
+    """Read the rows that `bench --json` wrote. Raises UserError that names the file and the missing field."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,12 +102,12 @@ def read_rows(file: Path) -> list[Row]:
     for number, row in enumerate(rows):
         for name in ("test", "mode"):
             if not isinstance(row.get(name), str):
-                raise UserError(f"{file}: row {number}: field '{name}' is missing or no text")
+                raise UserError(f"{file}: row {number}: field '{name}' is missing or not text")
         for name in ("tokens_per_s", "flash_bytes_per_token", "peak_memory_bytes"):
             if type(row.get(name)) not in (int, float):
-                raise UserError(f"{file}: row {number}: field '{name}' is missing or no number")
+                raise UserError(f"{file}: row {number}: field '{name}' is missing or not a number")
         if not isinstance(row.get("tbt_ms"), dict):
-            raise UserError(f"{file}: row {number}: field 'tbt_ms' is missing or no object")
+            raise UserError(f"{file}: row {number}: field 'tbt_ms' is missing or not an object")
     return rows
 
 
@@ -124,7 +124,7 @@ def _gap_of(name: str) -> Callable[[Row], str]:
 
 
 def _guessed(row: Row) -> str:
-    """How many of a token's experts, and how many of these were right."""
+    """Return the experts prefetched per token, and the share of them that was needed."""
     if row["guessed_right_share"] is None:
         return "-"
     return f"{show_number(row['experts_guessed_per_token'], 1)}, {row['guessed_right_share']:.0%} right"
@@ -134,17 +134,17 @@ def _number_of(name: str, decimals: int) -> Callable[[Row], str]:
     return lambda row: "-" if row[name] is None else show_number(row[name], decimals)
 
 
-_WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
+_FIGURES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("memory read per token", _bytes_of("dram_bytes_per_token")),
-    ("  of what memory can do", _share_of("dram_limit_fraction")),
+    ("  of the memory's speed", _share_of("dram_limit_fraction")),
     ("flash read per token", _bytes_of("flash_bytes_per_token")),
     ("  reads", _number_of("flash_reads_per_token", 1)),
-    ("  of what flash can do", _share_of("flash_limit_fraction")),
+    ("  of the flash's speed", _share_of("flash_limit_fraction")),
     ("neurons active", _share_of("active_share")),
-    ("not resident, of what was wanted", _share_of("miss_rate")),
-    ("  still not there when computing came to it", _share_of("late_rate")),
+    ("miss rate", _share_of("miss_rate")),
+    ("  late: still missing when needed", _share_of("late_rate")),
     ("  of activated neurons", _share_of("late_rate_of_activated")),
-    ("experts guessed while flash was idle", _guessed),
+    ("experts prefetched while flash was idle", _guessed),
     ("hints, clusters", _number_of("hints_per_token", 1)),
     ("  right: they fired", _share_of("hints_right")),
     ("exposed I/O", _share_of("exposed_io_share")),
@@ -164,7 +164,7 @@ _PLANNED: dict[str, tuple[str, Callable[[float], str]]] = {
     "tokens_per_s": ("tokens/s", show_number),
     "prefill_tokens_per_s": ("  of the prompt alone", show_number),
     "first_token_ms": ("first token, ms", show_number),
-    "miss_rate": ("not resident, of what was wanted", "{:.1%}".format),
+    "miss_rate": ("miss rate", "{:.1%}".format),
     "flash_bytes_per_token": ("flash read per token", show_bytes),
     "flash_reads_per_token": ("  reads", show_number),
     "exposed_io_share": ("exposed I/O", "{:.1%}".format),
@@ -186,7 +186,7 @@ def _ratio(new: float | None, old: float | None) -> str:
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first one to the left, figures to the right."""
+    """Return aligned columns: the first one to the left, the others to the right."""
     cells = [tuple(heads), *map(tuple, lines)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(heads))]
     cells.insert(1, tuple("-" * width for width in widths))
@@ -194,5 +194,5 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    shown = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    return "  ".join((cells[0].ljust(widths[0]), *shown[1:])).rstrip() + "\n"
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join((cells[0].ljust(widths[0]), *padded[1:])).rstrip() + "\n"

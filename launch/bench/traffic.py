@@ -1,5 +1,4 @@
-"""The bytes that tokens had to move, from the participants' counters and the package, and how fast this machine could
-move them at best."""
+"""The bytes that a test moved, from the counters of its steps and the package, and the time that this takes at best."""
 
 from __future__ import annotations
 
@@ -16,22 +15,26 @@ ROWS = ("gate_rows", "up_rows", "down_rows")
 
 @frozen(kw_only=True)
 class Traffic:
-    """Bytes of all steps together. sequential: matrices from end to end, keys and values; pieces: rows of neurons that
-    lie apart; flash: what the loader read meanwhile, ahead of need or not."""
+    """Bytes of all steps of a test.
+
+    sequential_bytes: matrices, keys and values, read from end to end
+    pieces_bytes: neuron rows that lie apart, in pieces of piece_bytes
+    flash_bytes, flash_reads: what the loader read meanwhile, needed or prefetched
+    """
 
     sequential_bytes: float
     pieces_bytes: float
-    piece_bytes: float  # size of one
+    piece_bytes: float
     flash_bytes: float
     flash_reads: float
 
     @property
     def dram_bytes(self) -> float:
-        """Bytes read from memory."""
+        """All bytes read from memory."""
         return self.sequential_bytes + self.pieces_bytes
 
     def dram_limit_s(self, device: Device) -> float | None:
-        """Time these bytes need at the memory's measured speeds; None where these were not measured."""
+        """Return the time of these bytes at the measured speeds of the memory; None if there are none."""
         speed = device.memory_speed
         if speed is None:
             return None
@@ -39,7 +42,7 @@ class Traffic:
         return self.sequential_bytes / speed.sequential_bytes_per_s + pieces_s
 
     def flash_limit_s(self, device: Device, depth: int) -> float | None:
-        """The same for flash, with reads of the size they had on average, `depth` under way."""
+        """Return the time of the flash reads at their mean size, `depth` at once; None if flash was not measured."""
         if not self.flash_reads:
             return 0.0
         if device.flash is None:
@@ -48,9 +51,10 @@ class Traffic:
 
 
 def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: float) -> Traffic:
-    """Of the steps that `cost` sums up. positions: whose keys and values were read, of one layer and head.
+    """Return the traffic of the steps whose counters `cost` sums up.
 
-    A step reads every matrix once. A neuron's row is taken to be read once in a step, however many tokens want it.
+    positions: number of positions whose keys and values were read, per layer
+    A step reads every matrix once, and a neuron's row at most once, however many tokens need it.
     """
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
@@ -58,12 +62,12 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted" or plan.compute.hints)
     kv_bytes = positions * position_bytes(manifest.model)
     steps = cost.get("steps", 0.0)
-    most_rows = steps * model.layers * model.experts * model.neurons
-    gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)
+    max_rows = steps * model.layers * model.experts * model.neurons
+    gates, ups, downs = (min(cost.get(name, 0.0), max_rows) * row_bytes for name in ROWS)
     if model.gated:
         gates *= trigger_row_bytes(manifest) / row_bytes
-    in_order = gates if plan.compute.mode != "predicted" else 0.0  # every gate, one after the other
-    part_bytes = layout.cluster_neurons * row_bytes  # a trigger's are about as long
+    in_order = gates if plan.compute.mode != "predicted" else 0.0  # all gates, in order
+    part_bytes = layout.cluster_neurons * row_bytes  # trigger parts are about as long
     return Traffic(
         sequential_bytes=steps * fixed_bytes + kv_bytes + in_order,
         pieces_bytes=gates - in_order + ups + downs,

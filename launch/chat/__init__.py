@@ -1,1 +1,1 @@
-"""Conversations in the terminal."""
+"""A chat in the terminal: the loop, its input and its options."""

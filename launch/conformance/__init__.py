@@ -1,1 +1,1 @@
-"""What every implementation of a role must bear, and the suite that tries it."""
+"""Tests of implementations of a role: the suite of `conformance`, and the trial run of `swap`."""

@@ -1,12 +1,12 @@
-"""When two sets of answers agree: the same bits within one numerics, close logits across two.
+"""Agreement of two sets of answers: equal bits within the same numerics, close logits across different numerics.
 
-Across numerics (another instruction set, another kind of processor) sums are rounded in another order, so logits differ
-a little, and a text may take another turn where two tokens were nearly as likely. What is compared then is logits of
-given tokens: how far apart two rows are, as a share of the row's spread, and the likeliest token.
+Across numerics (another instruction set, another kind of processor) sums are rounded in another order. Logits differ a
+little then, and a generated text may diverge where two tokens were nearly equally likely. So the logits of given tokens
+are compared: the distance of two rows, as a share of the row's spread, and the most likely token.
 
-    numerics             logits                                              texts
-    the same             every bit                                           every token
-    different            MAX_DIFFERENCE of the spread, MAX_OTHER_TOP rows    not compared
+    numerics     logits                                              generated texts
+    same         every bit                                           every token
+    different    MAX_DIFFERENCE of the spread, MAX_OTHER_TOP rows    not compared
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 MAX_DIFFERENCE = 0.04
-"""Root of the mean squared difference of two rows of logits, over the standard deviation of the first. Between numpy in
-float32 and the native engine, whose activations have 8 bits, it is 0.02 (q8, q4; tests/integration/test_backends.py).
+"""Largest root mean squared difference of two rows of logits, over the standard deviation of the first.
+
+Between numpy in float32 and the native engine, whose activations have 8 bits, it is 0.02 (q8, q4;
+tests/integration/test_backends.py).
 """
 
 MAX_OTHER_TOP = 0.2
-"""Share of the rows whose likeliest token may be another."""
+"""Largest share of rows with another most likely token."""
 
 
 @dataclass
 class Answers:
-    """What a run computed. rows: by the role that computes them, then by name, float32 [vocabulary]; texts: tokens in
-    words, by name; numerics: by role, as the processes declared it."""
+    """The answers of a run.
+
+    numerics: by role, as the processes declared them
+    rows: logits by the role that computes them and by name, float32 [vocabulary]
+    texts: generated tokens by name, as text
+    """
 
     numerics: dict[str, str]
     rows: dict[str, dict[str, NDArray[np.float32]]] = field(default_factory=dict)
@@ -41,7 +47,7 @@ class Answers:
 
 @frozen
 class Agreement:
-    """How near two sets of answers are. numerics: (expected, found) of the roles where they differ, by role."""
+    """The distance of two sets of answers. numerics: by role, if they differ, those of the first and of the second."""
 
     numerics: Mapping[str, tuple[str, str]]
     difference: float
@@ -56,27 +62,30 @@ class Agreement:
         )
 
 
-def compare(expected: Answers, found: Answers) -> Agreement | None:
-    """How near the two are, where numerics differ; None where all bits are the same. Raises UserError saying what does
-    not agree. What was not asked of both is passed over."""
+def compare(expected: Answers, actual: Answers) -> Agreement | None:
+    """Compare answers; return their distance if the numerics differ, None if all bits are equal.
+
+    Answers that only one of the two has are ignored. Raises UserError that names the first disagreement.
+    """
     changed = {
-        role: (numerics, found.numerics[role])
+        role: (numerics, actual.numerics[role])
         for role, numerics in expected.numerics.items()
-        if found.numerics[role] != numerics
+        if actual.numerics[role] != numerics
     }
-    other_bits = changed.keys() | ({"decode"} if ACCELERATOR in changed else set())  # whose steps it takes part in
+    # An accelerator takes part in the steps of the decode workers.
+    inexact = changed.keys() | ({"decode"} if ACCELERATOR in changed else set())
     differences: list[float] = []
     same_top = 0
-    for role, rows in found.rows.items():
+    for role, rows in actual.rows.items():
         for name, row in rows.items():
-            right = expected.rows[role][name]
-            if role not in other_bits:
-                _require_same(name, right.tobytes(), row.tobytes())
+            expected_row = expected.rows[role][name]
+            if role not in inexact:
+                _require_same(name, expected_row.tobytes(), row.tobytes())
                 continue
-            differences.append(_difference(name, right, row))
-            same_top += int(right.argmax() == row.argmax())
+            differences.append(_difference(name, expected_row, row))
+            same_top += int(expected_row.argmax() == row.argmax())
     if not changed:
-        for name, text in found.texts.items():
+        for name, text in actual.texts.items():
             _require_same(name, expected.texts[name], text)
         return None
     agreement = Agreement(changed, max(differences), same_top, len(differences))
@@ -85,12 +94,12 @@ def compare(expected: Answers, found: Answers) -> Agreement | None:
     return agreement
 
 
-def _require_same(name: str, expected: object, found: object) -> None:
-    if expected != found:
+def _require_same(name: str, expected: object, actual: object) -> None:
+    if expected != actual:
         raise UserError(f"computes other bits in the same numerics: {name}")
 
 
-def _difference(name: str, expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
-    if not np.all(np.isfinite(found)):
+def _difference(name: str, expected: NDArray[np.float32], actual: NDArray[np.float32]) -> float:
+    if not np.all(np.isfinite(actual)):
         raise UserError(f"computes no numbers: {name}")
-    return float(np.sqrt(np.mean(np.square(found - expected, dtype=np.float64))) / np.std(expected, dtype=np.float64))
+    return float(np.sqrt(np.mean(np.square(actual - expected, dtype=np.float64))) / np.std(expected, dtype=np.float64))

@@ -1,8 +1,8 @@
-"""Peers that behave badly, around the process that is tried; and one that writes down what it hears.
+"""Faulty peers around the tested process, and a coordinator that records what it receives and sends.
 
-Witness     a coordinator that keeps a record of the lives of its services
-Garbling    sends, before every message, what no peer should send, and with it a field that nobody knows
-Slow        comes late, does not hear the first word, and takes its time before every message
+Witness     a coordinator that records the messages of its services
+Garbling    sends invalid messages before every message, and adds an unknown field to it
+Slow        starts late, ignores the first message, and pauses before every message
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ GARBAGE = (
     (MAGIC, b"\x81\xa4type\x07"),
     (MAGIC, b"\x82\xa4type\xa4Step\xa4step\xa5seven"),
     (MAGIC, b"\x82\xa4type\xa5Grant\xaageneration\xcf\xff\xff\xff\xff\xff\xff\xff\xff"),
-    (MAGIC, b"\xdf\xff\xff\xff\xff"),  # a map of more entries than any message has
+    (MAGIC, b"\xdf\xff\xff\xff\xff"),  # a map with more entries than any message has
     (MAGIC, b"\x81" * 200),
-    (b"NP9", b"\x81\xa4type\xa5Drain"),  # of another major version: not for us
+    (b"NP9", b"\x81\xa4type\xa5Drain"),  # of another major version
     (b"XX1", b"\x81\xa4type\xa5Drain"),
 )
 _UNKNOWN_FIELD = b"\xa8unheard!\x93\x01\x02\xa1x"
 
 
 def with_unknown_field(message: Message) -> bytes:
-    """The message with a field that no version has, where its map is a short one."""
+    """Encode a message with a field that no version has; one with a long map stays as it is."""
     packed = encode(message)
     if 0x80 <= packed[0] < 0x8F:
         return bytes([packed[0] + 1]) + packed[1:] + _UNKNOWN_FIELD
@@ -51,7 +51,7 @@ def with_unknown_field(message: Message) -> bytes:
 
 
 class _Garbled:
-    """A channel that garbles whatever is sent through it."""
+    """A channel that sends garbage before every message."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel: Any = channel
@@ -67,7 +67,7 @@ class _Garbled:
 
 
 class GarblingCoordinator(CoordinatorService):
-    """Garbles towards services; clients are spared."""
+    """A coordinator that sends garbage to its services, but not to clients."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -96,7 +96,7 @@ class GarblingLoader(LoaderService):
 
 
 class SlowCoordinator(CoordinatorService):
-    """Comes late, does not hear anybody's first word, pauses before every message."""
+    """A coordinator that starts late, ignores the first Hello of each peer, and pauses before every message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -115,7 +115,7 @@ class SlowCoordinator(CoordinatorService):
 
 
 class SlowCache(CacheService):
-    """Comes late, pauses before every message."""
+    """A cache that starts late and pauses before every message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -127,7 +127,7 @@ class SlowCache(CacheService):
 
 
 class SlowLoader(LoaderService):
-    """Comes late, pauses before every message."""
+    """A loader that starts late and pauses before every message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -139,14 +139,14 @@ class SlowLoader(LoaderService):
 
 
 class Witness(CoordinatorService):
-    """Writes the lives of its services into the file that RECORD names: a JSON object in each line."""
+    """A coordinator that records its services' messages in the file that RECORD names, as lines of JSON."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._record = Path(os.environ[RECORD]).open("a", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        self._record = Path(os.environ[RECORD]).open("a", encoding="utf-8")  # noqa: SIM115 - open as long as the process
 
     def _take_over(self, peer: str, message: Message) -> None:
-        content: dict[str, Any] = {"peer": peer, "said": type(message).__name__, "at": time.monotonic()}
+        content: dict[str, Any] = {"peer": peer, "received": type(message).__name__, "at": time.monotonic()}
         if isinstance(message, Hello):
             content |= {"pid": message.pid, "incarnation": message.incarnation, "slots": message.slots}
             content |= {"role": message.role, "index": message.index, "protocol": message.protocol}
@@ -158,11 +158,11 @@ class Witness(CoordinatorService):
 
     def _send(self, peer: str, message: Message) -> None:
         if peer in self._processes:
-            self._write({"peer": peer, "told": type(message).__name__, "at": time.monotonic()})
+            self._write({"peer": peer, "sent": type(message).__name__, "at": time.monotonic()})
         super()._send(peer, message)
 
     def _look_around(self, now: float) -> None:
-        """Beats are asked for all the time, as in a run that is used."""
+        """Request beats all the time, as in a run that is in use."""
         self._wakefulness.used(now)
         super()._look_around(now)
 

@@ -1,4 +1,4 @@
-"""Questions to a live run whose answers must agree, whoever works for it and whatever happens meanwhile."""
+"""Questions to a live run, whose answers must agree for all implementations of its roles."""
 
 from __future__ import annotations
 
@@ -21,74 +21,77 @@ from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.segments import Mapping
 from numpy.typing import NDArray
 
-PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
+PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # small, because each step reads most weights
 ANSWERED_TOKENS = TEXT_TOKENS + DECODE_TOKENS + PREFILL_TOKENS
 SHARED_TOKENS = 8
 POLL_S = 0.01
 
 
-class Asked:
-    """What a client is waiting for, for who reads that it did not come in time.
+class PendingQuestion:
+    """The question that a client waits for, to explain an answer that comes too late.
 
-    question: what was asked for; answered: how much of it came, in words; notes: of whom the run waits in vain
+    question: what was asked for
+    answer: how much of the answer came, in words
+    notes: the processes that keep the run waiting
     """
 
     def __init__(self) -> None:
-        self.question, self.answered, self.notes = "whether the run is ready", "no", ""
+        self.question, self.answer, self.notes = "whether the run is ready", "no", ""
 
-    def ask(self, question: str) -> None:
-        """Something new is asked for."""
-        self.question, self.answered, self.notes = question, "nothing", ""
+    def begin(self, question: str) -> None:
+        """Note that a new question was asked."""
+        self.question, self.answer, self.notes = question, "nothing", ""
 
-    def heard(self, status: Status | None) -> None:
-        """How the run is meanwhile."""
+    def update(self, status: Status | None) -> None:
+        """Note the status of the run while the answer is awaited."""
         self.notes = "" if status is None else status.notes()
 
-    def overdue(self, limit_s: float) -> str:
-        """What to say when it did not come within the limit."""
-        why = f"; {self.notes}" if self.notes else ""
-        return f"asked for {self.question}, it answered {self.answered} within {limit_s:.0f} s{why}"
+    def describe_timeout(self, limit_s: float) -> str:
+        """Return the message if the answer did not come within the limit."""
+        notes = f"; {self.notes}" if self.notes else ""
+        return f"asked for {self.question}, it answered {self.answer} within {limit_s:.0f} s{notes}"
 
 
 class Probe:
-    """A live run, asked the same questions again and again. Its plan has one context of PREFILL_TOKENS at least."""
+    """A live run that gets the same questions repeatedly. Its plan has a context of at least PREFILL_TOKENS."""
 
     def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
         self._run, self._package, self._plan = run, package, plan
-        self._asked: dict[Client, Asked] = {}  # of each client there is
+        self._pending: dict[Client, PendingQuestion] = {}
 
     def answers(self, limit_s: float, computed: Callable[[int], None] = lambda tokens: None) -> Answers:
-        """What the run computes: rows of logits, and a text. computed: called with how many more of ANSWERED_TOKENS
-        there are. Raises UserError when it takes longer than `limit_s`, or when the processes of a role differ in their
-        numerics."""
+        """Return the run's answers: rows of logits, and a generated text.
+
+        computed: called with the number of further tokens, of ANSWERED_TOKENS in total
+        Raises UserError if an answer takes longer than `limit_s`, or if the processes of a role differ in numerics.
+        """
         with self.client(limit_s) as client:
             answers = Answers(_numerics(client.status()))
-            answers.texts["a text"] = self.text(client, seen=lambda: computed(1))
+            answers.texts["a text"] = self.text(client, on_token=lambda: computed(1))
             self._rows(client, answers, computed)
         return answers
 
     @contextlib.contextmanager
     def client(self, limit_s: float) -> Iterator[Client]:
-        """A client of the run, when it is ready. Raises UserError when that, or an answer, is not there in time."""
-        deadline, asked = time.monotonic() + limit_s, Asked()
+        """Yield a client of the run once it is ready. Raises UserError if the run or an answer is not ready in time."""
+        deadline, pending = time.monotonic() + limit_s, PendingQuestion()
 
         def failed() -> str | None:
             if (reason := self._run.failed()) is not None:
                 return reason
-            late = time.monotonic() > deadline
-            return asked.overdue(limit_s) if late else None
+            return pending.describe_timeout(limit_s) if time.monotonic() > deadline else None
 
         with Client(self._run.directory.endpoint(CONTROL), failed) as client:
             while not (status := client.status()).ready:
-                asked.heard(status)
+                pending.update(status)
                 time.sleep(POLL_S)
                 if (reason := failed()) is not None:
                     raise UserError(f"not ready: {reason}")
-            self._asked[client] = asked
+            self._pending[client] = pending
             try:
                 yield client
             finally:
-                del self._asked[client]
+                del self._pending[client]
 
     def _tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
         context, vocabulary = self._plan.compute.context_tokens, self._package.manifest.model.vocabulary
@@ -99,18 +102,22 @@ class Probe:
         client: Client,
         tokens: int = TEXT_TOKENS,
         first: int = 0,
-        seen: Callable[[], None] = lambda: None,
+        on_token: Callable[[], None] = lambda: None,
         *,
         like: int | None = None,
         share: bool = True,
     ) -> str:
-        """The likeliest tokens after a prompt, in words. first: which prompt; seen: called with every token; like: the
-        prompt with which it shares its beginning; share: whether its keys and values are taken then, where they are
-        still there."""
+        """Return the most likely tokens after a prompt, as text.
+
+        first: number of the prompt
+        on_token: called with every token
+        like: number of the prompt whose beginning this one shares
+        share: whether the keys and values of that beginning may be reused
+        """
         prompt = self._tokens(PROMPT_TOKENS, first)
         if like is not None:
             prompt = self._tokens(SHARED_TOKENS, like) + prompt[SHARED_TOKENS:]
-        ask = Generate(
+        request = Generate(
             request=f"text-{first}",
             tokens=prompt,
             max_tokens=tokens,
@@ -119,13 +126,13 @@ class Probe:
             share_prefix=share and like is not None,
         )
         chosen: dict[int, int] = {}
-        asked = self._asked[client]
-        asked.ask(f"a text of {tokens} tokens after a prompt of {len(prompt)}")
-        for message in client.request(ask, asked.heard):
+        pending = self._pending[client]
+        pending.begin(f"a text of {tokens} tokens after a prompt of {len(prompt)}")
+        for message in client.request(request, pending.update):
             if isinstance(message, Token):
                 chosen[message.index] = message.token
-                asked.answered = f"{len(chosen)} of them"
-                seen()
+                pending.answer = f"{len(chosen)} of them"
+                on_token()
             if isinstance(message, Finished):
                 return " ".join(str(chosen[n]) for n in sorted(chosen))
         raise AssertionError
@@ -141,9 +148,9 @@ class Probe:
                 tokens = self._tokens(count)
                 rows = answers.rows[path] = {}
                 keep = _keep_rows(logits, self._package.manifest.model.vocabulary, path, rows, computed)
-                asked = self._asked[client]
-                asked.ask(f"logits after {count} tokens by {path}")
-                score(client, tokens, window_tokens=len(tokens), path=path, keep=keep, quiet=asked.heard)
+                pending = self._pending[client]
+                pending.begin(f"logits after {count} tokens by {path}")
+                score(client, tokens, window_tokens=len(tokens), path=path, keep=keep, on_wait=pending.update)
 
     def _exchange(self) -> Mapping:
         run_file = self._run.directory.read()
@@ -152,15 +159,15 @@ class Probe:
 
 
 def _numerics(status: Status) -> dict[str, str]:
-    """By role. Raises UserError when a role's processes differ: what they compute would depend on who computes what."""
-    found = {process.role: process.numerics for process in status.processes if process.numerics}
+    """Return the numerics by role. Raises UserError if processes of a role differ."""
+    by_role = {process.role: process.numerics for process in status.processes if process.numerics}
     for process in status.processes:
-        if process.numerics != found.get(process.role, ""):
+        if process.numerics != by_role.get(process.role, ""):
             raise UserError(
                 f"{process.role}.{process.index} computes in {process.numerics}, another {process.role} worker in "
-                f"{found[process.role]}: replace all of them at once, `neuronpipe swap {process.role}`"
+                f"{by_role[process.role]}: replace all of them at once, `neuronpipe swap {process.role}`"
             )
-    return found
+    return by_role
 
 
 def _keep_rows(

@@ -1,7 +1,8 @@
-"""The suite: whole runs with the candidate as its role's processes, and around it peers that are ordinary, slow,
-garbling, stopped or killed. What counts is that every answer agrees with what our own implementations compute: to the
-bit in the same numerics, within stated tolerances in others, and then to the bit with what the candidate itself
-computed first.
+"""The test suite: whole runs with the candidate as its role's processes, among ordinary, slow, garbling, stopped or
+killed peers.
+
+Every answer must agree with those of the built-in implementations: to the bit in the same numerics, within stated
+tolerances in others. After that the candidate is compared, to the bit, with its own first answers.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from neuronpipe.services.runtime.implementations import SWAPPABLE, Implementatio
 
 TEXT_TOKENS = 24
 TEXTS = 3
-SOURCE, COPY = 1000, 2000  # prompts that no other question has, nor their beginnings
+SOURCE, COPY = 1000, 2000  # numbers of prompts that share no beginning with those of other questions
 COPIED = "a text that begins with another's keys and values"
-IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four are asked for in each second
+IDLE_S, BEATS = 1.5, 3  # at least so many beats in this time; four are requested per second
 STOPPED_S = 0.5
 DAMAGE_STRIDE_BYTES = 4096
 
 
 class Failed(Exception):
-    """A check found what must not be."""
+    """Raised when a check fails."""
 
 
 @frozen
 class Result:
-    """One check. why: empty when it passed."""
+    """The result of one check. why: the reason of a failure; empty if it passed."""
 
     name: str
     why: str
@@ -53,38 +54,46 @@ class Result:
 
 
 class Suite:
-    """All checks of one role. uses: the candidate, as all of the role's processes. patience_s: for any one answer."""
+    """All checks of one role.
+
+    use: the candidate, for all processes of the role; None tests the built-in implementation
+    patience_s: time limit of each answer
+    """
 
     def __init__(self, package: Package, plan: Plan, role: str, use: Implementation | None, patience_s: float) -> None:
         self._package, self._plan, self._role, self._patience_s = package, plan, role, patience_s
         self._uses = [] if use is None else [Use(role, None, use)]
-        there = {spec.role for spec in plan.compute.processes}
-        self._others = [other for other in ("coordinator", *SWAPPABLE) if other in there - {role}]
+        roles = {spec.role for spec in plan.compute.processes}
+        self._peer_roles = [peer for peer in ("coordinator", *SWAPPABLE) if peer in roles - {role}]
         self._expected = Answers({})
         self._results: list[Result] = []
-        self._tell: Callable[[Result], None] = lambda result: None
+        self._report: Callable[[Result], None] = lambda result: None
         self._progress: Callable[[int, int], None] = lambda done, total: None
 
-    def run(self, tell: Callable[[Result], None], progress: Callable[[int, int], None]) -> list[Result]:
-        """Try everything; `tell` hears of each check as it ends, `progress` of how many have ended, of how many there
-        are, and as often while nothing ends. Raises UserError when our own run cannot be."""
-        self._tell, self._progress = tell, progress
-        self._goes_on()
+    def run(self, report: Callable[[Result], None], progress: Callable[[int, int], None]) -> list[Result]:
+        """Run all checks.
+
+        report: called with each result
+        progress: called with the number of finished checks and of all checks, also while none finishes
+        Raises UserError if the run of the built-in implementations fails.
+        """
+        self._report, self._progress = report, progress
+        self._show_progress()
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
             with self._probe(self._plan, [], Path(folder)) as (probe, _):
                 self._expected = self._answers(probe)
-            self._with("ordinary peers", Path(folder), [], self._ordinary)
-            self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
-            self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits_slowly)
+            self._run_checks("ordinary peers", Path(folder), [], self._ordinary)
+            self._run_checks("garbling peers", Path(folder), self._faulty_peers("Garbling"), self._same_bits)
+            self._run_checks("slow peers", Path(folder), self._faulty_peers("Slow"), self._same_bits_slowly)
             if self._role == "loader":
-                self._with("damaged flash", Path(folder), [], self._refuses_damage, self._damaged(Path(folder)))
+                self._run_checks("damaged flash", Path(folder), [], self._refuses_damage, self._damaged(Path(folder)))
         return self._results
 
     @property
     def checks(self) -> int:
-        """How many there are when none fails: of an ordinary run, of two among bad peers, of damaged flash."""
-        own = sum(spec.role == self._role for spec in self._plan.compute.processes)
-        ordinary = 6 + (self._role == "prefill") + 2 * len(self._others) + own
+        """Number of checks if none fails: with ordinary peers, with two kinds of faulty peers, with damaged flash."""
+        processes = sum(spec.role == self._role for spec in self._plan.compute.processes)
+        ordinary = 6 + (self._role == "prefill") + 2 * len(self._peer_roles) + processes
         return ordinary + 2 + 2 * (self._role == "loader")
 
     # ---- runs ------------------------------------------------------------------------------------------------
@@ -99,7 +108,7 @@ class Suite:
         with started_run(package, plan, folder / "run", stays=False, uses=Implementations(uses)) as run:
             yield Probe(run, package, plan), record
 
-    def _with(
+    def _run_checks(
         self,
         name: str,
         folder: Path,
@@ -107,14 +116,13 @@ class Suite:
         checks: Callable[[Probe, Path], Iterator[str]],
         package: Package | None = None,
     ) -> None:
-        """The checks of one run, each of which ends with the name it yields. After one that fails the others of this
-        run would say nothing more."""
+        """Do the checks of one run; each ends when `checks` yields its name. The first failure ends them."""
         self._began = time.monotonic()
         witness = Use("coordinator", None, _peer("Witness"))
         try:
             with self._probe(self._plan, [witness, *uses, *self._uses], folder, package) as (probe, record):
-                for passed in checks(probe, record):
-                    self._note(f"{name}: {passed}", "")
+                for check in checks(probe, record):
+                    self._note(f"{name}: {check}", "")
             if name == "ordinary peers":
                 self._drained(record)
                 self._note(f"{name}: drains when told to", "")
@@ -125,25 +133,25 @@ class Suite:
         result = Result(name, why, time.monotonic() - self._began)
         self._began = time.monotonic()
         self._results.append(result)
-        self._tell(result)
-        self._goes_on()
+        self._report(result)
+        self._show_progress()
 
-    def _goes_on(self, *_: int) -> None:
+    def _show_progress(self, *_: int) -> None:
         self._progress(len(self._results), self.checks)
 
-    def _bad(self, kind: str) -> list[Use]:
-        """Whom of the others the candidate speaks with, misbehaving."""
+    def _faulty_peers(self, kind: str) -> list[Use]:
+        """Return faulty implementations of the roles that the candidate communicates with."""
         roles = {"loader": ("coordinator", "cache"), "cache": ("coordinator", "loader")}
         return [Use(role, None, _peer(kind + role.capitalize())) for role in roles.get(self._role, ("coordinator",))]
 
     def _damaged(self, folder: Path) -> Package:
-        """A copy of the package with a wrong bit in every part of every cluster."""
+        """Return a copy of the package with a wrong bit in every part of every cluster."""
         copy = folder / "damaged"
         shutil.copytree(self._package.path, copy)
         with (copy / BUNDLES).open("r+b") as stream:
             content = bytearray(stream.read())
-            for place in range(0, len(content), DAMAGE_STRIDE_BYTES):
-                content[place] ^= 4
+            for offset in range(0, len(content), DAMAGE_STRIDE_BYTES):
+                content[offset] ^= 4
             stream.seek(0)
             stream.write(content)
         return Package.open(copy)
@@ -162,13 +170,13 @@ class Suite:
             yield "copies keys and values when told to"
         self._beats(record)
         yield "gives signs of life while idle"
-        for role in self._others:
-            self._through(probe, f"{role}.0", signal.SIGSTOP)
+        for role in self._peer_roles:
+            self._disturb(probe, f"{role}.0", signal.SIGSTOP)
             yield f"bears {role}.0 standing still"
-            self._through(probe, f"{role}.0", signal.SIGKILL)
+            self._disturb(probe, f"{role}.0", signal.SIGKILL)
             yield f"bears {role}.0 being killed"
-        for name in self._own(status):
-            self._through(probe, name, signal.SIGKILL)
+        for name in self._role_processes(status):
+            self._disturb(probe, name, signal.SIGKILL)
             yield f"is started again after {name} was killed"
         self._compare(self._answers(probe))
         yield "computes the same bits after all that"
@@ -178,7 +186,7 @@ class Suite:
         yield "computes the same bits"
 
     def _same_bits_slowly(self, probe: Probe, record: Path) -> Iterator[str]:
-        """With one text: each of its reads waits for somebody who takes his time."""
+        """Compare a single text, because each of its reads waits for slow peers."""
         self._compare(self._answers(probe, texts=1))
         yield "computes the same bits"
 
@@ -197,16 +205,16 @@ class Suite:
         yield "the run lives on"
 
     def _agrees(self, answers: Answers) -> str:
-        """From now on the candidate is compared with itself: in the same numerics that is no difference."""
+        """Compare with the built-in implementations, and take the answers as the expectation of later comparisons."""
         agreement = compare(self._expected, answers)
         self._expected = answers
         return "computes the bits that our own implementations compute" if agreement is None else str(agreement)
 
     def _answers(self, probe: Probe, texts: int = TEXTS) -> Answers:
-        answers = probe.answers(self._patience_s, self._goes_on)
+        answers = probe.answers(self._patience_s, self._show_progress)
         with probe.client(self._patience_s) as client:
             for number in range(texts):
-                answers.texts[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
+                answers.texts[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number, self._show_progress)
         return answers
 
     def _compare(self, answers: Answers) -> None:
@@ -217,110 +225,113 @@ class Suite:
 
     def _at_once(self, probe: Probe) -> None:
         answers: dict[str, str] = {}
-        problems: list[str] = []
+        errors: list[str] = []
 
-        def ask(number: int) -> None:
+        def generate(number: int) -> None:
             try:
                 with probe.client(self._patience_s) as client:
                     answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number)
             except UserError as error:
-                problems.append(str(error))
+                errors.append(str(error))
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(TEXTS)]
+        threads = [threading.Thread(target=generate, args=(number,)) for number in range(TEXTS)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if len(answers) < TEXTS:
-            why = "".join(f": {problem}" for problem in problems[:1])
+            why = "".join(f": {error}" for error in errors[:1])
             raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered{why}")
         self._compare_texts(answers)
 
     def _copy(self, probe: Probe) -> None:
-        """The first text is so much longer than what both share that the second gets a slot of its own."""
+        """Compare texts with and without a shared prefix.
+
+        The first text is much longer than the shared prefix, so that the second one gets its own KV slot.
+        """
         with probe.client(self._patience_s) as client:
             probe.text(client, TEXT_TOKENS, SOURCE)
-            copied = probe.text(client, TEXT_TOKENS, COPY, like=SOURCE)
+            text = probe.text(client, TEXT_TOKENS, COPY, like=SOURCE)
             self._expected.texts[COPIED] = probe.text(client, TEXT_TOKENS, COPY, like=SOURCE, share=False)
-            self._compare_texts({COPIED: copied})
+            self._compare_texts({COPIED: text})
 
-    def _through(self, probe: Probe, name: str, number: signal.Signals) -> None:
-        """A text, while this process is stopped for a while or killed."""
-        under_way = threading.Event()
-        said: list[str] = []
+    def _disturb(self, probe: Probe, name: str, number: signal.Signals) -> None:
+        """Compare a text during which the process `name` is stopped for a while, or killed."""
+        is_under_way = threading.Event()
+        texts: list[str] = []
+        errors: list[str] = []
 
-        def ask() -> None:
+        def generate() -> None:
             try:
                 with probe.client(self._patience_s) as client:
-                    said.append(probe.text(client, TEXT_TOKENS, 0, under_way.set))
+                    texts.append(probe.text(client, TEXT_TOKENS, 0, is_under_way.set))
             except UserError as error:
-                said.append(str(error))
-            under_way.set()
+                errors.append(str(error))
+            is_under_way.set()
 
         with probe.client(self._patience_s) as client:
             pid = next(p.pid for p in client.status().processes if f"{p.role}.{p.index}" == name)
-        asking = threading.Thread(target=ask)
-        asking.start()
-        under_way.wait()
+        thread = threading.Thread(target=generate)
+        thread.start()
+        is_under_way.wait()
         os.kill(pid, number)
         if number == signal.SIGSTOP:
             time.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
-        asking.join()
-        self._compare_texts({"text 0": said[0]}) if said[0][:1].isdigit() else self._fail(said[0])
+        thread.join()
+        if errors:
+            raise Failed(errors[0])
+        self._compare_texts({"text 0": texts[0]})
 
-    def _fail(self, why: str) -> None:
-        raise Failed(why)
-
-    # ---- what the witness wrote down -------------------------------------------------------------------------
-    def _own(self, status: Status) -> list[str]:
+    # ---- the witness's record -------------------------------------------------------------------------
+    def _role_processes(self, status: Status) -> list[str]:
         return [f"{p.role}.{p.index}" for p in status.processes if p.role == self._role]
 
-    def _heard(self, record: Path) -> list[dict[str, Any]]:
+    def _messages(self, record: Path) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
         return [line for line in lines if line["peer"].rpartition("-")[0] == self._role]
 
     def _greeted(self, record: Path, status: Status) -> None:
-        for name in self._own(status):
+        for name in self._role_processes(status):
             role, _, index = name.partition(".")
-            lines = [line for line in self._heard(record) if line["peer"] == f"{role}-{index}"]
-            said = [line.get("said") or line["told"] for line in lines]
-            if said[0] != "Hello":
-                raise Failed(f"{name}: its first word was {said[0]}")
+            lines = [line for line in self._messages(record) if line["peer"] == f"{role}-{index}"]
+            names = [line.get("received") or line["sent"] for line in lines]
+            if names[0] != "Hello":
+                raise Failed(f"{name}: its first message was {names[0]}")
             hello = lines[0]
-            for field, right in (
+            for field, expected in (
                 ("role", role),
                 ("index", int(index)),
                 ("incarnation", 0),
                 ("pid", hello["expected_pid"]),
             ):
-                if hello[field] != right:
-                    raise Failed(f"{name}: Hello.{field} is {hello[field]!r}, expected {right!r}")
+                if hello[field] != expected:
+                    raise Failed(f"{name}: Hello.{field} is {hello[field]!r}, expected {expected!r}")
             if role in ("decode", "prefill") and hello["slots"] < 1:
                 raise Failed(f"{name}: Hello.slots is {hello['slots']}: it takes no work")
-            welcome = said.index("Welcome")
-            if early := {word for word in said[:welcome] if word != "Hello"}:
-                raise Failed(f"{name}: said {min(early)} before it was welcomed")
-            if said[welcome:].count("Ready") < 1:
-                raise Failed(f"{name}: was welcomed and never said Ready")
+            welcome = names.index("Welcome")
+            if early := {message for message in names[:welcome] if message != "Hello"}:
+                raise Failed(f"{name}: sent {min(early)} before it was welcomed")
+            if names[welcome:].count("Ready") < 1:
+                raise Failed(f"{name}: was welcomed and never sent Ready")
 
     def _beats(self, record: Path) -> None:
         began = time.monotonic()
         time.sleep(IDLE_S)
         for index in range(len([spec for spec in self._plan.compute.processes if spec.role == self._role])):
             peer = f"{self._role}-{index}"
-            heard = [line for line in self._heard(record) if line["peer"] == peer and line["at"] > began]
-            count = sum(line.get("said") == "Beat" for line in heard)
+            lines = [line for line in self._messages(record) if line["peer"] == peer and line["at"] > began]
+            count = sum(line.get("received") == "Beat" for line in lines)
             if count < BEATS:
-                raise Failed(f"{peer}: {count} beats in {IDLE_S} s, without work; it is asked four times a second")
+                raise Failed(f"{peer}: {count} beats in {IDLE_S} s, without work; four are requested per second")
 
     def _drained(self, record: Path) -> None:
-        lines = self._heard(record)
-        told = {line["peer"] for line in lines if line.get("told") == "Drain"}
-        said = {line["peer"] for line in lines if line.get("said") == "Drained"}
-        if silent := told - said:
-            raise Failed(f"{min(silent)} was told Drain, and was gone without Drained")
-        if not told:
+        lines = self._messages(record)
+        drain_sent = {line["peer"] for line in lines if line.get("sent") == "Drain"}
+        drained = {line["peer"] for line in lines if line.get("received") == "Drained"}
+        if silent := drain_sent - drained:
+            raise Failed(f"{min(silent)} got Drain, and ended without Drained")
+        if not drain_sent:
             raise Failed("the run ended without Drain")
 
 

@@ -1,8 +1,12 @@
-"""The trial of an implementation before it replaces another: a small run of the same package beside the live one.
+"""The trial run of an implementation before it replaces another: a small run of the same package beside the live one.
 
-It shares nothing with the live run but the sealed fixed tensors, so that whatever goes wrong there goes wrong there.
-The present implementations answer first. Then the processes are replaced as they will be on the live run, and the same
-questions are asked again: the answers must agree (agreement.py), to the bit where the numerics are the same.
+It shares only the sealed fixed tensors with the live run, so that no failure can reach the live run. The current
+implementations answer first. Then the processes are replaced as they will be in the live run, and the same questions
+are asked again: the answers must agree (agreement.py), to the bit if the numerics are the same.
+
+One procedure serves all roles: a live run can have only one loader, and a read window, a ring and a routing id have one
+owner. The price is that the tested process is not the one that does the work later, and some memory beside the run's
+limit for a second.
 """
 
 from __future__ import annotations
@@ -29,14 +33,14 @@ from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.runtime.implementations import Implementations
 
 CONTEXT_TOKENS = 64
-SLOTS_BYTES = 128 << 20  # at most, where that is enough; and half of the neurons, so that some are always missing
-SLOWER = 4  # than the present implementation, and the patience besides: later than that is too late
+SLOTS_BYTES = 128 << 20  # at most, and at most half of the neurons, so that some are always missing
+MAX_SLOWDOWN = 4  # compared with the current implementation; the candidate's patience is added
 FOLDER = "trial"
 
 
 @frozen
 class Candidate:
-    """What is to replace which processes. use None: fresh processes of the same implementations."""
+    """An implementation, and the processes that it shall replace. use: None starts the same implementations anew."""
 
     processes: tuple[str, ...]
     use: str | None
@@ -44,7 +48,7 @@ class Candidate:
     patience_s: float
 
     def request(self) -> dict[str, Any]:
-        """What the supervisor is asked for."""
+        """Return the request to the supervisor."""
         return {
             "ask": "swap",
             "processes": list(self.processes),
@@ -54,12 +58,12 @@ class Candidate:
         }
 
     def replace_processes(self, directory: RunDirectory) -> dict[str, int]:
-        """Have them replaced; returns the new process ids. Raises UserError with the supervisor's reason."""
+        """Replace the processes, and return the new process ids. Raises UserError with the supervisor's reason."""
         return dict(control.ask(directory.path, self.request(), 2 * self.patience_s + 10)["pids"])
 
 
 def small_plan(package: Package, plan: Plan) -> Plan:
-    """A plan with the same processes for one short text, in as little memory as will do and without pinning."""
+    """Return a plan with the same processes for one short sequence, with little memory and without core pinning."""
     manifest, workers = package.manifest, len(plan.compute.decode_workers())
     specs = tuple(replace(spec, core=None) for spec in plan.compute.processes if spec.role != GATEWAY)
     facts = DeviceFacts(
@@ -70,27 +74,27 @@ def small_plan(package: Package, plan: Plan) -> Plan:
         accelerator=_accelerator(plan),
     )
     slots_bytes = max(2 * Budgets(manifest).min_slots_bytes(workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
-    wanted = PlanOptions(
+    options = PlanOptions(
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
         context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),
         mode=plan.compute.mode,
         offloaded_blocks=(plan.compute.max_offloaded_blocks(),) if plan.compute.held_blocks else None,
     )
-    made = make_plan(manifest, facts, wanted)
-    return replace(made, compute=replace(made.compute, spin_us=0))
+    small = make_plan(manifest, facts, options)
+    return replace(small, compute=replace(small.compute, spin_us=0))
 
 
 def _accelerator(plan: Plan) -> Accelerator | None:
-    """The plan's, with the room that it has there."""
+    """Return the plan's accelerator, with the memory that the plan gives it."""
     if not plan.compute.held_blocks:
         return None
-    has_bytes = plan.memory.accelerator_bytes
+    accelerator_bytes = plan.memory.accelerator_bytes
     return Accelerator(
         name=plan.compute.device_name,
-        memory_bytes=2 * has_bytes,
-        max_buffer_bytes=2 * has_bytes,
+        memory_bytes=2 * accelerator_bytes,
+        max_buffer_bytes=2 * accelerator_bytes,
         shares_memory=plan.compute.device_shares_memory,
-        limit_bytes=has_bytes,
+        limit_bytes=accelerator_bytes,
     )
 
 
@@ -102,8 +106,11 @@ def run_trial(
     candidate: Candidate,
     progress: Callable[[int, int], None],
 ) -> Agreement | None:
-    """How near the candidate's answers are, if it computes in other numerics. Raises UserError saying what it did
-    wrong. progress: tokens computed, of how many."""
+    """Run the trial; return the distance of the candidate's answers if it computes in other numerics.
+
+    progress: called with the computed tokens and their total
+    Raises UserError that says what the candidate did wrong.
+    """
     done = 0
 
     def computed(tokens: int) -> None:
@@ -113,14 +120,14 @@ def run_trial(
 
     computed(0)
     small = small_plan(package, plan)
-    present = Implementations.from_facts(control.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
+    current = Implementations.from_facts(control.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
     with (
         run_file.open_segment("fixed") as fixed,
-        started_run(package, small, live.path / FOLDER, stays=False, uses=present, fixed=fixed) as run,
+        started_run(package, small, live.path / FOLDER, stays=False, uses=current, fixed=fixed) as run,
     ):
         probe = Probe(run, package, small)
         began = time.monotonic()
         expected = probe.answers(math.inf, computed)
-        limit_s = candidate.patience_s + SLOWER * (time.monotonic() - began)
+        limit_s = candidate.patience_s + MAX_SLOWDOWN * (time.monotonic() - began)
         candidate.replace_processes(run.directory)
         return compare(expected, probe.answers(limit_s, computed))

@@ -1,1 +1,1 @@
-"""What this machine can and cannot do for neuronpipe: checks.py; its neural processor: npu.py."""
+"""Checks of this machine for `doctor`."""

@@ -1,7 +1,7 @@
-"""What this machine can and cannot do for neuronpipe, and what to do about it.
+"""Checks of this machine, with advice.
 
-Each check answers one question a run depends on. "fail": nothing runs until it is put right; "warn": it runs, slower or
-with less. A check that breaks is itself a finding, so that the doctor always has something to say.
+Each check answers one question that a run depends on. "fail": no run can start; "warn": runs are slower or lack
+something. A check that raises is a finding as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 @frozen(kw_only=True)
 class Check:
-    """One finding; `advice` says what to do next and is empty when all is well."""
+    """One finding. advice: what to do next; empty if all is well."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -41,11 +41,13 @@ class Check:
 
 
 def checks(directory: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Check]:
-    """All checks, for a package in `directory`. Measures flash and memory anew (seconds). progress: called with the
-    number of steps that are done, and of all."""
+    """Run all checks, for a package in `directory`. Measures flash and memory, which takes seconds.
+
+    progress: called with the number of finished steps and of all steps
+    """
     steps: list[Callable[[], list[Check]]] = [
         lambda: [_guarded("python", _python), _guarded("compiler", _compiler), _guarded("kernels", _kernels)],
-        lambda: _device_checks(directory) if made[-1].state != "fail" else [],
+        lambda: _device_checks(directory) if findings[-1].state != "fail" else [],
         lambda: [
             _guarded("shared memory", _shared_memory),
             _guarded("run directory", _run_directory),
@@ -54,11 +56,11 @@ def checks(directory: Path, progress: Callable[[int, int], None] = lambda done, 
         ],
         lambda: _npu_checks(directory),
     ]
-    made: list[Check] = []
+    findings: list[Check] = []
     for number, step in enumerate(steps):
         progress(number, len(steps))
-        made += step()
-    return made
+        findings += step()
+    return findings
 
 
 def _npu_checks(directory: Path) -> list[Check]:
@@ -67,22 +69,22 @@ def _npu_checks(directory: Path) -> list[Check]:
 
         return npu.npu_checks(directory)
     except (UserError, OSError, ImportError) as error:
-        return [Check(name="neural chip", state="warn", found=str(error), advice="prompts are computed by the cores")]
+        return [Check(name="neural chip", state="warn", found=str(error), advice="prompts are computed by the CPU")]
 
 
-def render(made: list[Check]) -> str:
-    """The findings for a person, one per line, each advice below its finding."""
+def render(findings: list[Check]) -> str:
+    """Return the findings as text, one per line, with each advice below its finding."""
     lines = []
-    for check in made:
+    for check in findings:
         lines.append(f"{MARKS[check.state]}  {check.name:<14} {check.found}")
         if check.advice:
             lines.append(f"{'':21}-> {check.advice}")
     return "\n".join(lines) + "\n"
 
 
-def _guarded(name: str, make: Callable[[], Check]) -> Check:
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
-        return make()
+        return check()
     except UserError as error:
         return Check(name=name, state="fail", found=str(error), advice="put this right, then run the doctor again")
     except (OSError, ImportError) as error:
@@ -105,55 +107,55 @@ _ADVICE_WHEN_BROKEN = {
 
 
 def _settings() -> Check:
-    """Of every verb, not of this one alone: a mistake would show when that verb is typed."""
-    from neuronpipe.launch.cli import settings, verb_parser
+    """Check the settings of all verbs: otherwise a mistake would only show when its verb is used."""
+    from neuronpipe.launch.arguments.verbs import read_settings, verb_parser
 
-    made = settings()
-    for verb in made.verbs:
-        made.apply(verb, verb_parser(verb))
-    said = "; ".join(f"{verb}: {', '.join(made.of(verb)) or 'nothing'}" for verb in made.verbs)
-    return Check(name="settings", state="ok", found=f"{made.file or 'no file'}: {said or 'none'}")
+    settings = read_settings()
+    for verb in settings.verbs:
+        settings.apply(verb, verb_parser(verb))
+    options = "; ".join(f"{verb}: {', '.join(settings.of(verb)) or 'nothing'}" for verb in settings.verbs)
+    return Check(name="settings", state="ok", found=f"{settings.file or 'no file'}: {options or 'none'}")
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}"
-    return Check(name="python", state="ok" if sys.version_info >= MIN_PYTHON else "fail", found=found)
+    summary = f"{platform.python_version()} at {sys.executable}"
+    return Check(name="python", state="ok" if sys.version_info >= MIN_PYTHON else "fail", found=summary)
 
 
 def _compiler() -> Check:
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if found is None:
+    path = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if path is None:
         advice = "only needed to change the kernels; install gcc or clang then"
         return Check(name="compiler", state="warn", found="none", advice=advice)
-    return Check(name="compiler", state="ok", found=found)
+    return Check(name="compiler", state="ok", found=path)
 
 
 def _kernels() -> Check:
     from neuronpipe.native import ffi, lib
 
-    offered, name = ffi.string(lib.np_isa_names()).decode(), lib.np_isa_name()
+    supported, name = ffi.string(lib.np_isa_names()).decode(), lib.np_isa_name()
     if name == ffi.NULL:
-        found = f"NEURONPIPE_ISA={os.environ.get('NEURONPIPE_ISA')} is not one of {offered}"
-        return Check(name="kernels", state="fail", found=found, advice="unset NEURONPIPE_ISA, or name one of these")
+        summary = f"NEURONPIPE_ISA={os.environ.get('NEURONPIPE_ISA')} is not one of {supported}"
+        return Check(name="kernels", state="fail", found=summary, advice="unset NEURONPIPE_ISA, or name one of these")
     used = ffi.string(name).decode()
-    found = f"{used} in use, this machine runs {offered}; prompts {_prompts(used)}"
+    summary = f"{used} in use, this machine runs {supported}; prompts {_prompt_kernels(used)}"
     if used == "scalar":
         advice = "slow: there are no kernels for this processor's vector instructions, or NEURONPIPE_ISA says scalar"
-        return Check(name="kernels", state="warn", found=found, advice=advice)
-    return Check(name="kernels", state="ok", found=found)
+        return Check(name="kernels", state="warn", found=summary, advice=advice)
+    return Check(name="kernels", state="ok", found=summary)
 
 
-def _prompts(used: str) -> str:
-    """Which kernel many tokens at once go through, and why not a faster one."""
+def _prompt_kernels(used: str) -> str:
+    """Return which kernels compute prompts, and why not faster ones."""
     from neuronpipe.native import ffi, lib
 
     if used == "amx":
         return "on the matrix engine (AMX)"
     if used != "avx512":
         return "row by row"
-    lacks = lib.np_isa_amx_lacks()
-    why = "NEURONPIPE_ISA says avx512" if lacks == ffi.NULL else ffi.string(lacks).decode()
-    return f"as panels (AVX-512): {why}"
+    missing = lib.np_isa_amx_lacks()
+    reason = "NEURONPIPE_ISA says avx512" if missing == ffi.NULL else ffi.string(missing).decode()
+    return f"as panels (AVX-512): {reason}"
 
 
 def _device_checks(directory: Path) -> list[Check]:
@@ -170,7 +172,7 @@ def _device_checks(directory: Path) -> list[Check]:
         _io_uring(device),
         _flash(device, directory),
         _memory_speed(device),
-        _guarded("kept figures", lambda: _kept_figures(directory)),
+        _guarded("kept figures", lambda: _cached_figures(directory)),
     ]
 
 
@@ -179,26 +181,26 @@ def _cores(device: Device) -> Check:
     kinds = ", ".join(
         f"{count} {kind}" for kind in ("big", "mid", "little") if (count := sum(core.kind == kind for core in allowed))
     )
-    found = f"{kinds}; {len(allowed)} of {len(device.cores)} allowed, {device.architecture}"
+    summary = f"{kinds}; {len(allowed)} of {len(device.cores)} allowed, {device.architecture}"
     if device.cpu_quota is not None and device.cpu_quota < len(allowed):
-        advice = "the control group's CPU quota stops all workers at once now and then; raise it for even speed"
-        return Check(name="cores", state="warn", found=f"{found}, quota {device.cpu_quota:g} cores", advice=advice)
-    return Check(name="cores", state="ok", found=found)
+        advice = "the control group's CPU quota stops all workers at times; raise it for even speed"
+        return Check(name="cores", state="warn", found=f"{summary}, quota {device.cpu_quota:g} cores", advice=advice)
+    return Check(name="cores", state="ok", found=summary)
 
 
 def _memory(device: Device) -> Check:
-    found = f"{show_bytes(device.memory_available_bytes)} of {show_bytes(device.memory_total_bytes)} available"
+    summary = f"{show_bytes(device.memory_available_bytes)} of {show_bytes(device.memory_total_bytes)} available"
     if device.memory_available_bytes < LOW_MEMORY_BYTES:
         advice = "close other programs, or name a limit that fits with --memory"
-        return Check(name="memory", state="warn", found=found, advice=advice)
-    return Check(name="memory", state="ok", found=found)
+        return Check(name="memory", state="warn", found=summary, advice=advice)
+    return Check(name="memory", state="ok", found=summary)
 
 
 def _locked_memory(device: Device) -> Check:
     limit = device.memlock_bytes
     if limit is None or limit >= device.memory_total_bytes:
         return Check(name="locked memory", state="ok", found="no limit" if limit is None else show_bytes(limit))
-    advice = "weights may be swapped out when memory is short; where you may, raise it with `ulimit -l unlimited`"
+    advice = "weights may be swapped out when memory is short; raise the limit with `ulimit -l unlimited` if you may"
     return Check(name="locked memory", state="warn", found=f"at most {show_bytes(limit)}", advice=advice)
 
 
@@ -212,14 +214,14 @@ def _io_uring(device: Device) -> Check:
 def _flash(device: Device, directory: Path) -> Check:
     curve = device.flash
     if curve is None:
-        found = f"not measured: {directory} holds no package, or a very small one"
-        return Check(name="flash", state="warn", found=found, advice="name a package: `neuronpipe doctor PACKAGE`")
+        summary = f"not measured: {directory} holds no package, or a very small one"
+        return Check(name="flash", state="warn", found=summary, advice="name a package: `neuronpipe doctor PACKAGE`")
     speeds = ", ".join(f"{size} KiB {curve.bytes_per_s(size << 10, 32) / 1e6:.0f}" for size in (4, 8, 64, 256, 1024))
-    found = f"random reads at depth 32, MB/s: {speeds}; one 4 KiB read {4096e6 / curve.bytes_per_s(4096, 1):.0f} us"
+    summary = f"random reads at depth 32, MB/s: {speeds}; one 4 KiB read {4096e6 / curve.bytes_per_s(4096, 1):.0f} us"
     if curve.direct:
-        return _unless_doubtful("flash", found, curve)
+        return _checked_figures("flash", summary, curve)
     advice = "no direct I/O on this file system: copies also fill the page cache; put the package on internal storage"
-    return Check(name="flash", state="warn", found=found, advice=advice)
+    return Check(name="flash", state="warn", found=summary, advice=advice)
 
 
 def _memory_speed(device: Device) -> Check:
@@ -228,15 +230,15 @@ def _memory_speed(device: Device) -> Check:
         advice = "name a package, and close other programs when memory is short"
         return Check(name="memory speed", state="warn", found="not measured", advice=advice)
     pieces = ", ".join(f"{point.piece_bytes:,} B {point.bytes_per_s / 1e9:.1f}" for point in speed.pieces)
-    found = (
+    summary = (
         f"reading, GB/s: one core {speed.one_thread_bytes_per_s / 1e9:.1f}, "
         f"{speed.threads} decode core(s) {speed.sequential_bytes_per_s / 1e9:.1f}; in pieces of {pieces}"
     )
-    return _unless_doubtful("memory speed", found, device.profile)
+    return _checked_figures("memory speed", summary, device.profile)
 
 
-def _kept_figures(directory: Path) -> Check:
-    """What starts go by: when it was measured, how busy the machine was, whether it is measured again."""
+def _cached_figures(directory: Path) -> Check:
+    """Check the cached measurements that runs use: their age, how busy the machine was, when they are repeated."""
     from neuronpipe.plans.measure.probe import cache_state
 
     state, now = cache_state(directory), time.time()
@@ -247,29 +249,30 @@ def _kept_figures(directory: Path) -> Check:
     ]
     profile = state.profile
     if profile is None:
-        found = "; ".join(parts) or "none: every start measures"
+        summary = "; ".join(parts) or "none: every start measures"
         advice = "`neuronpipe profile device PACKAGE` measures this machine more closely, in a minute"
-        return Check(name="kept figures", state="ok", found=found, advice=advice if parts else "")
-    of_profile = f"device profile of {_when(profile.taken_at, profile.busy)}"
+        return Check(name="kept figures", state="ok", found=summary, advice=advice if parts else "")
+    profile_age = f"device profile of {_when(profile.taken_at, profile.busy)}"
     if state.why_not is not None:
-        found = "; ".join([f"{of_profile}, not used: {state.why_not}", *parts])
+        summary = "; ".join([f"{profile_age}, not used: {state.why_not}", *parts])
         advice = "`neuronpipe profile device` measures it again; until then starts measure briefly"
-        return Check(name="kept figures", state="warn", found=found, advice=advice)
-    found = "; ".join([f"{of_profile}; figures of later quiet starts replace its own where they are better", *parts])
-    return Check(name="kept figures", state="ok", found=found)
+        return Check(name="kept figures", state="warn", found=summary, advice=advice)
+    summary = "; ".join([f"{profile_age}; figures of later quiet starts replace its own where they are better", *parts])
+    return Check(name="kept figures", state="ok", found=summary)
 
 
 def _when(taken_at: float, busy: float) -> str:
-    return f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(taken_at))} (others kept it {busy:.0%} busy)"
+    return f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(taken_at))} (other programs kept it {busy:.0%} busy)"
 
 
-def _unless_doubtful(name: str, found: str, measured: FlashCurve | DeviceProfile) -> Check:
+def _checked_figures(name: str, summary: str, measured: FlashCurve | DeviceProfile) -> Check:
+    """Warn if other programs have disturbed the measurement."""
     from neuronpipe.plans.measure.cached_profile import doubt
 
-    if (why := doubt(measured)) is None:
-        return Check(name=name, state="ok", found=found)
-    advice = f"these figures may be too low: {why}; run the doctor again when the machine is quiet"
-    return Check(name=name, state="warn", found=found, advice=advice)
+    if (reason := doubt(measured)) is None:
+        return Check(name=name, state="ok", found=summary)
+    advice = f"these figures may be too low: {reason}; run the doctor again when the machine is quiet"
+    return Check(name=name, state="warn", found=summary, advice=advice)
 
 
 def _shared_memory() -> Check:
@@ -292,8 +295,8 @@ def _run_directory() -> Check:
 
 def _free_disk(directory: Path) -> Check:
     free_bytes = shutil.disk_usage(directory).free
-    found = f"{show_bytes(free_bytes)} at {directory}"
+    summary = f"{show_bytes(free_bytes)} at {directory}"
     if free_bytes < LOW_DISK_BYTES:
         advice = "make room before converting a model there"
-        return Check(name="free disk", state="warn", found=found, advice=advice)
-    return Check(name="free disk", state="ok", found=found)
+        return Check(name="free disk", state="warn", found=summary, advice=advice)
+    return Check(name="free disk", state="ok", found=summary)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.launch.formats import parse_bytes, show_bytes
-from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
+from neuronpipe.launch.arguments.values import parse_bytes
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.planning.options import PlanOptions
+from neuronpipe.launch.planning.plan import package_and_plan
 from neuronpipe.launch.profile.profile_arguments import is_demo, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
@@ -121,7 +123,8 @@ def _measured(arguments: argparse.Namespace, package: Package) -> Package:
     from neuronpipe.plans.activity.stored_profile import add_profile
 
     name, windows = _windows(arguments, package)
-    package, plan = package_and_plan(_plan_arguments(arguments))
+    options = PlanOptions(memory_bytes=arguments.memory, mode=arguments.mode)
+    package, plan = package_and_plan(arguments.package, options, plain=arguments.json)
     mode: ProfileMode = plan.compute.mode
     with RecordingFolder(package, mode, windows) as folder:
         if folder.windows_done:
@@ -147,14 +150,6 @@ def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Wind
     elif is_demo(package):
         calibration_texts = texts.from_demo(package, tokens)
     return text_name(package, arguments.text), texts.activity_windows(package, calibration_texts, tokens)
-
-
-def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
-    options = parser.parse_args([])
-    options.package, options.mode, options.memory = arguments.package, arguments.mode, arguments.memory
-    return options
 
 
 def _imported(arguments: argparse.Namespace, package: Package) -> Package:
@@ -195,7 +190,7 @@ def record(
     progress: in tokens.
     """
     from neuronpipe.launch.client import Client
-    from neuronpipe.launch.planning import implementations
+    from neuronpipe.launch.planning.implementations import implementations
     from neuronpipe.launch.scoring import score
     from neuronpipe.launch.supervisor.start import started_run
     from neuronpipe.plans.activity.recording import token_record

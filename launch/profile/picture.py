@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from neuronpipe.launch.formats import show_bytes
-from neuronpipe.launch.svg import FAINT, GRID, Svg, add_line, add_text, finished, new_page, round_above
+from neuronpipe.launch.trace.svg import FAINT, GRID, Svg, add_line, add_text, finish_page, new_page, round_above
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import SEQUENTIAL_PIECE_BYTES
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
@@ -74,7 +74,7 @@ def draw(profile: DeviceProfile) -> str:
     add_text(svg, MARGIN, 52, f"{profile.decode_workers} decode workers{engine}{direct}; {busy}", size=13, fill=FAINT)
     for number, panel in enumerate(panels):
         _panel(svg, panel, MARGIN + number % COLUMNS * PANEL_WIDTH, HEAD + number // COLUMNS * PANEL_HEIGHT)
-    return finished(svg, width, height)
+    return finish_page(svg, width, height)
 
 
 def _memory(profile: DeviceProfile) -> Iterator[Panel]:

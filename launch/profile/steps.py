@@ -22,8 +22,8 @@ import psutil
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.progress import passing
-from neuronpipe.launch.searching import measured_accelerator
+from neuronpipe.launch.planning.accelerator import measured_accelerator
+from neuronpipe.launch.progress import refreshing
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.io_wait import IssueTime
@@ -73,7 +73,7 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
         device, profile=without_overhead, flash=profile.flash_curve(), memory_speed=memory_speed
     )
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
-        with passing():
+        with refreshing():
             package = _make_package(Path(folder) / "package")
         progress()
         steps = tuple(_measured(package, device, mode, workers, progress) for mode, workers in cases)
@@ -265,11 +265,11 @@ def _repetitions(
         wait_until_warm(client)
         bench = Bench(package, plan_document, device, Prompts(package, None), client)
         case = Case(name=f"tg{tokens}", prefill_tokens=0, decode_tokens=tokens)
-        warm_up = bench.ask(case, 0)
+        warm_up = bench.repeat(case, 0)
         progress()
         for number in range(1, REPETITIONS + 1):
             before_s = _loading_s(client)
-            answer = bench.ask(case, number)
+            answer = bench.repeat(case, number)
             yield bench.row(case, warm_up, [answer], None), _loading_s(client) - before_s
             progress()
 

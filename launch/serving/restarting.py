@@ -1,9 +1,8 @@
-"""Between two runs of `serve`: how long it waits before it starts another, and what clients hear meanwhile.
+"""The time between two runs of `serve`: how long it waits, and what clients get meanwhile.
 
-A run ends when one of its processes dies more often than the supervisor starts it again. Where that was a storm of
-kills, by the system for want of memory, say, the next run is served as if nothing had been. Where it is a defect,
-starting at once and for ever would only use up the machine. So each wait is twice the one before, until a run has
-lasted.
+A run ends when one of its processes dies more often than the supervisor starts it again. After many kills at once, by
+the system for lack of memory for instance, the next run may serve as if nothing had happened. After a defect, starting
+again at once would only load the machine. So each wait is twice the one before, until a run has lasted.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.runtime.listener import Listener
 
-FIRST_S, MOST_S = 1.0, 60.0
-STEADY_S = 300.0  # a run that was served for so long owes nothing to the ones before it
-CLIENT_S = 1.0  # for a request: others wait behind it
-MAX_BODY_BYTES = 64 << 10  # read before the answer: a connection that is closed with bytes unread loses it
+MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+STEADY_S = 300.0  # a run that lasted so long resets the wait
+CLIENT_S = 1.0  # to read a request: other clients wait behind it
+MAX_BODY_BYTES = 64 << 10  # read before the answer: closing a connection with unread bytes would lose it
 
 
 class Backoff:
-    """How long to wait before the next run. Pure."""
+    """The wait before the next run; without side effects."""
 
     def __init__(self) -> None:
         self.runs_ended = 0
-        self._next_s = FIRST_S
+        self._next_s = MIN_WAIT_S
 
-    def after(self, lasted_s: float) -> float:
-        """Seconds to wait, now that a run has ended which was served for so long."""
+    def after(self, duration_s: float) -> float:
+        """Return the seconds to wait after a run that lasted `duration_s`."""
         self.runs_ended += 1
-        if lasted_s >= STEADY_S:
-            self._next_s = FIRST_S
-        wait_s, self._next_s = self._next_s, min(MOST_S, 2 * self._next_s)
+        if duration_s >= STEADY_S:
+            self._next_s = MIN_WAIT_S
+        wait_s, self._next_s = self._next_s, min(MAX_WAIT_S, 2 * self._next_s)
         return wait_s
 
 
-def refuse_for(listener: Listener, seconds: float, why: str, clock: Callable[[], float] = time.monotonic) -> None:
-    """Answer whoever comes to the listener's socket with 503, the reason and when to try again, for so long."""
-    end = clock() + seconds
+def refuse_for(listener: Listener, wait_s: float, reason: str, clock: Callable[[], float] = time.monotonic) -> None:
+    """Answer requests at the listener with status 503, the reason and when to try again, for `wait_s` seconds."""
+    end = clock() + wait_s
 
     class Refusal(BaseHTTPRequestHandler):
-        """Any method, any path: there is no run. A HEAD gets no body."""
+        """The answer to any method and any path; HEAD gets no body."""
 
         timeout = CLIENT_S
 
@@ -55,7 +54,7 @@ def refuse_for(listener: Listener, seconds: float, why: str, clock: Callable[[],
         def _refuse(self) -> None:
             length = self.headers.get("content-length", "")
             self.rfile.read(min(int(length), MAX_BODY_BYTES) if length.isdecimal() else 0)
-            problem = _problem(why, end - clock())
+            problem = _restarting(reason, end - clock())
             body = problem.body()
             self.send_response(problem.status)
             for header, value in (*problem.headers, ("content-type", "application/json"), ("connection", "close")):
@@ -66,7 +65,7 @@ def refuse_for(listener: Listener, seconds: float, why: str, clock: Callable[[],
                 self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing: it is said once that the run has ended."""
+            """Log nothing: the end of the run was reported once."""
 
     server = HTTPServer((listener.host, listener.port), Refusal, bind_and_activate=False)
     server.socket.close()
@@ -80,6 +79,6 @@ def refuse_for(listener: Listener, seconds: float, why: str, clock: Callable[[],
         server.server_close()
 
 
-def _problem(why: str, left_s: float) -> ApiError:
-    message = f"the run has ended and is started again in {max(0.0, left_s):.0f} s: {why}"
+def _restarting(reason: str, left_s: float) -> ApiError:
+    message = f"the run has ended and is started again in {max(0.0, left_s):.0f} s: {reason}"
     return ApiError(503, "restarting", message, kind="server_error", retry_after_s=left_s)

@@ -1,1 +1,1 @@
-"""The process above a run: how it is started, what it does, and how it is asked to do something."""
+"""The supervisor process of a run: starting it, its work, and its control socket."""

@@ -1,6 +1,6 @@
-"""The supervisor's control socket: a Unix socket in the run directory, through which the run's user asks for changes.
+"""The supervisor's control socket: a Unix socket in the run directory that takes requests to change the run.
 
-The supervisor forks, so it has no ZeroMQ. One packet of JSON each way, at most PACKET_BYTES:
+The supervisor forks, so it has no ZeroMQ. Request and answer are one packet of JSON each, at most PACKET_BYTES:
 
     {"ask": "implementations"}                                      {"decode.0": ["package.module:Class", FOLDER], ...}
     {"ask": "end"}                                                  {"ending": true}
@@ -8,7 +8,8 @@ The supervisor forks, so it has no ZeroMQ. One packet of JSON each way, at most 
      "use": "argv:./decoder", "folder": "/home/me",
      "patience_s": 20}                                              {"pids": {"decode.1": 4711}}
 
-or {"error": "why not"}. A client that leaves before the answer changes nothing.
+or {"error": REASON}. The mode of the run directory guards the access. A client that leaves before the answer changes
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.progress import TICK_S, passes
+from neuronpipe.launch.progress import TICK_S, refresh
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.run_directory import SUPERVISOR_SOCKET
 
@@ -30,7 +31,7 @@ MAX_WAITING = 8
 
 
 class ControlSocket:
-    """The supervisor's end."""
+    """The supervisor's end of the control socket."""
 
     def __init__(self, directory: Path) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -39,18 +40,20 @@ class ControlSocket:
         self._clients: list[socket.socket] = []
 
     def descriptors(self) -> list[int]:
-        """Readable when a client connects, or asks."""
-        return [one.fileno() for one in (self._listening, *self._clients)]
+        """Return the descriptors that become readable when a client connects or sends a request."""
+        return [connection.fileno() for connection in (self._listening, *self._clients)]
 
     def requests(self) -> list[tuple[socket.socket, dict[str, Any]]]:
-        """What was asked since the last call, each with the connection to answer on. Anything but a request closes its
-        connection."""
+        """Return the requests since the last call, each with the connection to answer on.
+
+        Invalid requests are dropped, and their connections closed.
+        """
         with contextlib.suppress(BlockingIOError):
             while len(self._clients) < MAX_WAITING:
                 client, _ = self._listening.accept()
                 client.setblocking(False)
                 self._clients.append(client)
-        asked = []
+        requests = []
         for client in list(self._clients):
             try:
                 request = json.loads(client.recv(PACKET_BYTES))
@@ -60,27 +63,30 @@ class ControlSocket:
                 request = None
             self._clients.remove(client)
             if isinstance(request, dict):
-                asked.append((client, request))
+                requests.append((client, request))
             else:
                 client.close()
-        return asked
+        return requests
 
 
 def answer(client: socket.socket, content: dict[str, Any]) -> None:
-    """Answer and close the connection; a client that has left does not matter."""
+    """Send an answer and close the connection; a client that has left is ignored."""
     with client, contextlib.suppress(OSError):
         client.send(json.dumps(content).encode())
 
 
 def _wait(control: socket.socket, timeout_s: float) -> None:
-    """Until there is an answer, or it was waited for so long."""
+    """Wait until there is an answer, or until the time limit."""
     deadline = time.monotonic() + timeout_s
     while not select.select([control], [], [], TICK_S)[0] and time.monotonic() < deadline:
-        passes()
+        refresh()
 
 
 def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Ask the supervisor of a run. Raises UserError with its reason when it refuses."""
+    """Send a request to the supervisor of a run, and return its answer.
+
+    Raises UserError with the reason if the supervisor refuses, NotRunning if the run has ended.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.settimeout(timeout_s)
         try:

@@ -1,4 +1,4 @@
-"""The deaths of a run's processes: how many of them it bears, and which were a process's own doing."""
+"""The restart budget of a run's processes, and whether a death was caused from outside."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RESTARTS, WITHIN_S = 5, 30.0
 
 
 class RestartBudget:
-    """How often each process may die: RESTARTS times within WITHIN_S. Without clock."""
+    """Counts deaths: each process may die RESTARTS times within WITHIN_S. It has no clock of its own."""
 
     def __init__(self, processes: Iterable[ProcessKey]) -> None:
         self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in processes}
         self._refused_requests = 0
 
     def count(self, process: ProcessKey, now: float) -> int | None:
-        """Count a death at this time in seconds. Returns how many there were lately where they are too many."""
+        """Count a death at the time `now`, in seconds. Return the number of recent deaths if it exceeds the budget."""
         deaths = self._deaths[process]
         deaths.append(now)
         while deaths[0] < now - WITHIN_S:
@@ -28,12 +28,15 @@ class RestartBudget:
         return len(deaths) if len(deaths) > RESTARTS else None
 
     def clear(self, process: ProcessKey) -> None:
-        """Another implementation does this process's work now."""
+        """Forget the deaths of a process whose implementation was replaced."""
         self._deaths[process].clear()
 
     def pardon(self, refused_requests: int, replaced: Collection[ProcessKey]) -> None:
-        """Forget the deaths whose cause was a request, once it is refused. refused_requests: how many there were so
-        far; replaced: processes whose implementation came by `swap`, whose deaths count: the one before it is better.
+        """Forget all deaths when another request was refused, because that request was their cause.
+
+        refused_requests: the number of refused requests so far
+        replaced: processes whose implementation came by `swap`. Their deaths still count, because the implementation
+            before may be better
         """
         if refused_requests != self._refused_requests:
             self._refused_requests = refused_requests
@@ -42,13 +45,16 @@ class RestartBudget:
 
 
 class Causes:
-    """Tells kills from outside from a process's own doing."""
+    """Distinguishes kills from outside from crashes."""
 
     def __init__(self) -> None:
         self._oom_kills = read_oom_kills(Path("/"))
 
     def signal_from_outside(self, code: int) -> int:
-        """The signal that ended a process, if somebody may have sent it; 0 where the process ended by its own doing,
-        which taking too much memory is. code: of its end, as `os.waitstatus_to_exitcode` has it."""
+        """Return the signal that another process may have sent; 0 if the process crashed or exited.
+
+        code: the exit code as `os.waitstatus_to_exitcode` returns it
+        A kill for lack of memory counts as a crash, because the process took the memory.
+        """
         before, self._oom_kills = self._oom_kills, read_oom_kills(Path("/"))
         return max(0, -code) if self._oom_kills == before else 0

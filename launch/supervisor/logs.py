@@ -1,4 +1,4 @@
-"""What the processes of a run leave to be read: their logs, and why one could not go on."""
+"""The logs of a run's processes, and the message of a process that could not go on."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ from neuronpipe.plans.plan.document import ProcessSpec
 
 FAILURE = "failure"
 FAILURE_BYTES = 1 << 12
-KEPT_LOG_BYTES = 1 << 16
+SAVED_LOG_BYTES = 1 << 16
 SILENT = "it left no message; was it killed by the system for lack of memory?"
 
 
 class ProcessLogs:
-    """Files in the run directory: a log for each process of the plan, which goes on when it is started again, and
-    `failure`, whose space is taken at the start: a full disk is a reason as well. Raises OSError when there is none."""
+    """Files in the run directory: a log for each process of the plan, and the file `failure`.
+
+    A restarted process appends to its log. The space of `failure` is allocated at the start, because a full disk may
+    be the reason to report. Raises OSError if there is no space.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         (directory / FAILURE).write_bytes(b" " * FAILURE_BYTES)
-        self._starts: dict[ProcessSpec, int] = {}  # where the present process's part of its log begins
+        self._starts: dict[ProcessSpec, int] = {}  # where the log of the current incarnation begins
 
     def begin(self, spec: ProcessSpec) -> None:
-        """A process is about to be started."""
+        """Note where the log of an incarnation begins, just before the process is started."""
         try:
             self._starts[spec] = self._log(spec).stat().st_size
         except OSError:
             self._starts[spec] = 0
 
-    def take_streams(self, spec: ProcessSpec, kept: set[int]) -> None:
-        """In the child: nothing to read, and a log to write, if there is room for one. Closes what came from the
-        parent, but for memory and `kept`: the client's pipes and terminals stay with the client."""
+    def redirect_streams(self, spec: ProcessSpec, inherited: set[int]) -> None:
+        """In the child: read from nowhere and write to the log, if there is room for one.
+
+        Closes the parent's descriptors, except segments and `inherited`: the client's pipes and terminals stay with the
+        client.
+        """
         null = os.open(os.devnull, os.O_RDWR)
         try:
             descriptor = os.open(self._log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -43,44 +49,48 @@ class ProcessLogs:
             descriptor = null
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
             os.dup2(source, target)
-        close_descriptors(lambda number, target: number not in {0, 1, 2, *kept} and not target.startswith("/memfd:"))
+        close_descriptors(
+            lambda number, target: number not in {0, 1, 2, *inherited} and not target.startswith("/memfd:")
+        )
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, force=True)
 
-    def fail(self, why: str) -> None:
-        """In the child: what the person who started the run is to read. It exits with status 2 then."""
-        with (self._directory / FAILURE).open("r+b") as file:  # what is truncated could not be had again
-            file.write(why.encode()[:FAILURE_BYTES].ljust(FAILURE_BYTES))
+    def fail(self, message: str) -> None:
+        """In the child, before it exits with status 2: write the message for the user who started the run."""
+        with (self._directory / FAILURE).open("r+b") as file:  # not truncated, which would give the space back
+            file.write(message.encode()[:FAILURE_BYTES].ljust(FAILURE_BYTES))
 
     def failure(self) -> str | None:
-        """What a process that exited with status 2 left; taken away."""
+        """Return and clear the message of a process that exited with status 2."""
         path = self._directory / FAILURE
-        said = ""
+        message = ""
         with contextlib.suppress(OSError):
-            said = path.read_text(encoding="utf-8", errors="replace").strip()
+            message = path.read_text(encoding="utf-8", errors="replace").strip()
             path.write_bytes(b" " * FAILURE_BYTES)
-        return said or None
+        return message or None
 
     def note(self, spec: ProcessSpec, line: str) -> None:
-        """Add a line to a process's log, from outside."""
+        """Append a line to the log of a process."""
         with contextlib.suppress(OSError), self._log(spec).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def kept(self, spec: ProcessSpec) -> str:
-        """Copy the end of a process's log to the user's cache folder, over the one of an earlier run: the run directory
-        goes with the run. Returns where it is as the end of a line for a person; empty if it could not be written."""
+    def save(self, spec: ProcessSpec) -> str:
+        """Copy the end of a process's log to the user's cache folder, because the run directory is removed.
+
+        Replaces the copy of an earlier run. Returns the path as the end of a message; empty if it cannot be written.
+        """
         folder = cache_folder()
         if folder is None:
             return ""
         copy = folder / "logs" / self._log(spec).name
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(self._log(spec).read_bytes()[-KEPT_LOG_BYTES:])
+            copy.write_bytes(self._log(spec).read_bytes()[-SAVED_LOG_BYTES:])
         except OSError:
             return ""
         return f"; its log is {copy}"
 
     def last_words(self, spec: ProcessSpec) -> str:
-        """The last line that the present process wrote."""
+        """Return the last line that the current incarnation wrote."""
         return last_line(self._log(spec), self._starts[spec])
 
     def _log(self, spec: ProcessSpec) -> Path:
@@ -88,8 +98,10 @@ class ProcessLogs:
 
 
 def close_descriptors(unwanted: Callable[[int, str], bool]) -> None:
-    """Close the descriptors of this process that are unwanted. A forked child has those of its parent, also the ones
-    that close on exec. unwanted: called with each number and what it refers to, as /proc says."""
+    """Close descriptors of this process: a fork inherits all, also those that close on exec.
+
+    unwanted: called with each number and its target as in /proc; returns True to close it
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor that listed the directory
             if unwanted(int(name), os.readlink(f"/proc/self/fd/{name}")):
@@ -97,7 +109,7 @@ def close_descriptors(unwanted: Callable[[int, str], bool]) -> None:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """The last line of a log from this byte on."""
+    """Return the last line of a log, from the byte `start` on."""
     try:
         with log.open("rb") as stream:
             stream.seek(start)

@@ -1,9 +1,9 @@
-"""What the supervisor watches of memory, and when it looks: often while the run is used, hardly while it sleeps.
+"""Watches the memory of a run: often while the run is in use, rarely while it sleeps.
 
-the run is used, fills up or warms up    memory is measured every MemoryUsage.due_at
-slots give memory back, or take it again the same, until nothing changes any more
-neither                                  a look every IDLE_LOOK_S; and at once when the kernel reports that tasks
-                                         wait for memory (PSI)
+the run is in use, fills up or warms up    memory is measured whenever MemoryUsage.due_at has come
+slots give memory back or take it again    the same, until nothing changes any more
+neither                                    every IDLE_LOOK_S, and at once when the kernel reports that tasks wait for
+                                           memory (PSI)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.cache.memory_pressure import Pressure
 from neuronpipe.services.runtime.run_memory import RunMemory
 
-USED_S = 2.5  # a coordinator says every second that the run is used
+USED_S = 2.5  # the coordinator reports every second that the run is in use
 IDLE_LOOK_S = 5.0
 WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
 ROOT = Path("/")
@@ -30,10 +30,10 @@ TRIGGER = b"some 200000 2000000\0"
 
 
 class MemoryWatch:
-    """Writes what it measures on the board, and how much slots are to give back.
+    """Writes to the board the memory that it measures, and how much the weight slots must give back.
 
-    due_at: when to look again, by the monotonic clock
-    stall_trigger: a descriptor, on which poll reports POLLPRI when tasks wait for memory; None where there is none
+    due_at: when to call `look` again (monotonic clock)
+    stall_trigger: descriptor on which poll reports POLLPRI when tasks wait for memory; None if the kernel has none
     """
 
     def __init__(self, plan: Plan, segments: Mapping[str, Segment], memory: RunMemory) -> None:
@@ -44,24 +44,26 @@ class MemoryWatch:
         self._board[2] = plan.memory.limit_bytes
         self._withheld = memory.view("board", "withheld")
         self._flash = memory.view("board", "flash")
-        self._usage = MemoryUsage([one.fd for one in segments.values()], plan.memory.limit_bytes)
+        self._usage = MemoryUsage([segment.fd for segment in segments.values()], plan.memory.limit_bytes)
         self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.max_borrowed_bytes, follows=plan.memory.follows)
         machine = read_memory(ROOT)
         self._pressure.begin(machine.total_bytes, machine.available_bytes, plan.memory.total_bytes())
         self._withheld[0] = self._pressure.withheld_bytes
 
-    def used(self) -> None:
-        """The coordinator says that the run is used."""
+    def note_use(self) -> None:
+        """Note that the run is in use, as the coordinator reports."""
         self._used_until = time.monotonic() + USED_S
         self.due_at = min(self.due_at, self._usage.due_at)
 
-    def stalled(self) -> None:
-        """The kernel says that tasks wait for memory."""
+    def note_stall(self) -> None:
+        """Look at once, because the kernel reports that tasks wait for memory."""
         self.due_at = 0.0
 
     def look(self, pids: Sequence[int], *, always_used: bool = False) -> bool:
-        """Measure these processes, if that is due. Returns whether slots are to give back more or less than before.
-        always_used: nobody would say that the run is used."""
+        """Measure these processes if that is due. Return True if the amount that slots must give back has changed.
+
+        always_used: treat the run as in use, for a coordinator that does not report it
+        """
         if time.monotonic() < self.due_at:
             return False
         used = always_used or self._is_used()
@@ -84,8 +86,10 @@ class MemoryWatch:
 
 
 def open_stall_trigger(files: Iterable[Path]) -> int | None:
-    """The descriptor, on which poll reports POLLPRI, of the first of these pressure files that takes a trigger; None
-    where none does: on old kernels, and on phones, where only the system may."""
+    """Return a descriptor of the first pressure file that accepts a trigger; poll reports POLLPRI on it.
+
+    None if there is no such file: on old kernels, and on phones, where only the system may set one.
+    """
     for path in files:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

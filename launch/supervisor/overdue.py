@@ -1,10 +1,9 @@
-"""Processes that keep the run waiting, as the coordinator says on the board
-(services/coordinator/scheduling/overdue_processes.py): who is suspected,
-and who is not started again.
+"""Processes that keep the run waiting, as the coordinator reports on the board
+(services/coordinator/scheduling/overdue_processes.py): which are suspected, and which are not started again.
 
-Where several processes are named, those that are not ours are suspected first. A process that was never ready is not
-started again, nor one that keeps the run waiting for the OVERDUE_TIMES-th time within OVERDUE_WITHIN_S. When a request
-was refused because it ended processes, that is forgotten of processes that are ours: the request was the cause.
+If several processes are reported, foreign implementations are suspected first. A process that was never ready is not
+started again, nor one that kept the run waiting OVERDUE_TIMES times within OVERDUE_WITHIN_S. When a request is refused
+because it ended processes, this count is cleared for built-in implementations: the request was the cause.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ UNKNOWN = "keeps the run waiting"
 
 
 class Overdue:
-    """lines: of the board, by process. directory: the run's."""
+    """Reads reports about overdue processes. lines: the board's line of each process; directory: the run's."""
 
     def __init__(self, lines: Mapping[ProcessKey, int], memory: RunMemory, directory: Path) -> None:
         self._lines, self._directory = lines, directory
@@ -37,20 +36,22 @@ class Overdue:
         implementations: Mapping[ProcessKey, Implementation],
         replaced: Collection[ProcessKey],
     ) -> dict[ProcessKey, str]:
-        """The suspects since the last call, and what each has not done. replaced: processes that are being replaced,
-        which have a time limit of their own."""
-        named = [key for key, line in self._lines.items() if self._words[line] == incarnations[key] + 1]
-        for key in named:
+        """Return the suspects since the last call, and what each has not done.
+
+        replaced: processes that are being replaced, which have a time limit of their own
+        """
+        reported = [key for key, line in self._lines.items() if self._words[line] == incarnations[key] + 1]
+        for key in reported:
             self._words[self._lines[key]] = 0
-        named = [key for key in named if key not in replaced]
-        if not named:
+        reported = [key for key in reported if key not in replaced]
+        if not reported:
             return {}
-        suspects = [key for key in named if not _is_ours(key, implementations)] or named
+        suspects = [key for key in reported if not _is_built_in(key, implementations)] or reported
         reasons = self._reasons()
         return {key: reasons.get(f"{key[0]}.{key[1]}", UNKNOWN) for key in suspects}
 
     def is_hopeless(self, key: ProcessKey, now_s: float) -> bool:
-        """Whether this suspect is not to be started again. Call it once for each time that a process is one."""
+        """Return True if a suspect must not be started again. Call it once each time that a process is suspected."""
         times = self._times[key]
         times.append(now_s)
         while times[0] < now_s - OVERDUE_WITHIN_S:
@@ -58,16 +59,18 @@ class Overdue:
         return len(times) >= OVERDUE_TIMES or not self._ready[self._lines[key]]
 
     def pardon(self, refused_requests: int, implementations: Mapping[ProcessKey, Implementation]) -> None:
-        """Forget how often our own processes were suspected, once a request is refused that may have been the cause.
-        refused_requests: how many there were so far."""
+        """Forget how often built-in processes were suspected when another request was refused, the possible cause.
+
+        refused_requests: the number of refused requests so far
+        """
         if refused_requests != self._refused_requests:
             self._refused_requests = refused_requests
             for key, times in self._times.items():
-                if _is_ours(key, implementations):
+                if _is_built_in(key, implementations):
                     times.clear()
 
     def _reasons(self) -> dict[str, str]:
-        """What the coordinator has written, by the names of processes."""
+        """Return the coordinator's reasons, by the names of processes."""
         try:
             lines = (self._directory / OVERDUE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -75,5 +78,5 @@ class Overdue:
         return {name: reason for name, tab, reason in (line.partition("\t") for line in lines) if tab}
 
 
-def _is_ours(key: ProcessKey, implementations: Mapping[ProcessKey, Implementation]) -> bool:
+def _is_built_in(key: ProcessKey, implementations: Mapping[ProcessKey, Implementation]) -> bool:
     return implementations[key] == Implementations().of(*key)

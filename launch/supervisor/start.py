@@ -1,4 +1,4 @@
-"""A run started by this command: the forked supervisor, and how to stop it."""
+"""Start a run from this command by forking its supervisor, and stop it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.logs import close_descriptors
-from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, Supervisor, preload
+from neuronpipe.launch.supervisor.supervisor import EXHAUSTED, HASTEN, STOPPING, Supervisor, preload
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
@@ -31,32 +31,42 @@ MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 
 @dataclasses.dataclass
 class LiveRun:
-    """The supervisor's process and the pipe on which it reports. overcome: it has ended because a process died too
-    often, known when the run was stopped."""
+    """A run that this command has started.
+
+    pid: of the supervisor
+    report: descriptor of the pipe on which the supervisor reports the end
+    is_exhausted: whether the run ended because a process exceeded its restart budget; known once the run is stopped
+    """
 
     directory: RunDirectory
     pid: int
     report: int
-    overcome: bool = False
+    is_exhausted: bool = False
     _reason: str | None = None
 
     def failed(self, timeout_s: float | None = 0.0) -> str | None:
-        """The reason when the run is over; None while it lives. timeout_s: how long to wait for it; None: for ever."""
+        """Return the reason once the run has ended, and None while it is live.
+
+        timeout_s: how long to wait for the end; None waits without limit
+        """
         if self._reason is None and select.select([self.report], [], [], timeout_s)[0]:
             self._reason = os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
         return self._reason
 
     def begin_to_stop(self) -> None:
-        """Tell the run to end. When nothing of it is left, `report` can be read; `stop` is then done at once."""
+        """Tell the run to end. When nothing is left of it, `report` becomes readable, and `stop` returns at once."""
         self._send(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End the run and wait until nothing of it is left. A second signal means that the user does
-        not want to wait: then the run's processes are killed, and this waits for their end."""
-        with answered(STOPPING, lambda _: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
+        """End the run and wait until nothing is left of it.
+
+        A second signal means that the user does not want to wait: the processes of the run are killed then. It is sent
+        on as SIGQUIT, because a service manager sends SIGTERM to the command and to the supervisor at once.
+        """
+        with handle_signals(STOPPING, lambda _: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
             self.begin_to_stop()
             _, status = os.waitpid(self.pid, 0)
-            self.overcome = os.waitstatus_to_exitcode(status) == OVERCOME
+            self.is_exhausted = os.waitstatus_to_exitcode(status) == EXHAUSTED
         if self.report >= 0:
             self._reason = self.failed() or "the run has ended"
             os.close(self.report)
@@ -78,23 +88,28 @@ def started_run(
     listener: Listener | None = None,
     fixed: Segment | None = None,
 ) -> Iterator[LiveRun]:
-    """A new run, by a forked supervisor; it ends with the context. stays: it outlives a context that was left without
-    an error, and this command; otherwise this process's memory counts as the run's. uses: what does the roles' work,
-    where it is not ours. fixed: the fixed tensors, where another run has loaded them. Raises UserError when the run
-    directory cannot be made.
+    """Start a run by forking its supervisor; end it with the context.
 
-    Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
+    path: the run directory; None makes a new one
+    stays: the run outlives this command, unless an error leaves the context; otherwise the memory of this process
+        counts in the run's
+    uses: implementations that replace built-in ones
+    listener: the gateway's, if the plan has a gateway
+    fixed: the fixed tensors, if another run has loaded them
+    Raises UserError if the run cannot be started.
+
+    Signals are blocked until there is something to stop, so that Ctrl-C cannot leave a run without an owner.
     """
     _require_open_files(len(plan.compute.processes))
     preload({spec.role for spec in plan.compute.processes})
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
-    with _inherited_untouched():
+    with _frozen_heap():
         try:
             live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
             try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # signals that were blocked are raised here
                 yield live
             except BaseException:
                 live.stop()
@@ -106,9 +121,8 @@ def started_run(
 
 
 @contextlib.contextmanager
-def _inherited_untouched() -> Iterator[None]:
-    """While the run lives, this process's collector leaves alone what the run inherits: it would write to every object,
-    and so copy the pages that both share."""
+def _frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector from objects that the run inherits: it writes to each, which copies shared pages."""
     gc.collect()
     gc.freeze()
     try:
@@ -118,8 +132,11 @@ def _inherited_untouched() -> Iterator[None]:
 
 
 def _require_open_files(processes: int) -> None:
-    """Raise the limit to what a run needs. Raises UserError when it cannot be: some process would fail later, less
-    clearly, and without a descriptor a folder cannot even be removed."""
+    """Raise the limit of open files to what a run needs. Raises UserError if that is not allowed.
+
+    Otherwise a process would fail later with a less clear error, and without a free descriptor not even a folder can be
+    removed.
+    """
     needed = MIN_OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -149,8 +166,8 @@ def _fork(
         os.setsid()
         if stays:
             _detach()
-        kept = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
-        close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
+        inherited = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
+        close_descriptors(lambda number, target: number not in inherited and target.startswith(("pipe:", "socket:")))
         supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
     os.close(write_end)
     directory.release()
@@ -167,14 +184,16 @@ def supervise(
     listener: Listener | None = None,
     fixed: Segment | None = None,
 ) -> None:
-    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
-    could not go on; its end means that the run is over. Never returns."""
+    """Be the supervisor of a run, in a forked child. Never returns.
+
+    report: pipe that gets the reason if the run cannot start or go on; it is closed when the run has ended
+    """
     message, status = "", 1
     try:
         lib.np_process_name(b"np-supervisor")
         supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
         supervisor.run()
-        message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
+        message, status = supervisor.failure or "", EXHAUSTED if supervisor.is_exhausted else 1
     except UserError as error:
         message = str(error)
         directory.remove()
@@ -187,29 +206,29 @@ def supervise(
         message = f"the supervisor failed: {traceback.format_exc()}"
         directory.remove()
     finally:
-        with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
+        with contextlib.suppress(BrokenPipeError):  # the command that started a run with `up` has ended
             os.write(report, message.encode())
         os._exit(status if message else 0)
 
 
 @contextlib.contextmanager
-def answered(numbers: tuple[signal.Signals, ...], answer: Callable[[int], object]) -> Iterator[None]:
-    """Call `answer` with the number of each of these signals, whatever else they do; one that is ignored stays so."""
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-    before = {number: signal.signal(number, lambda number, _: answer(number)) for number in heard}
+def handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int], object]) -> Iterator[None]:
+    """Call `handler` with the numbers of these signals within the context; an ignored signal stays ignored."""
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    before = {number: signal.signal(number, lambda number, _: handler(number)) for number in handled}
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        for number, previous in before.items():
+            signal.signal(number, previous)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _detach() -> None:
-    """Let go of the terminal: a run that stays must not keep the shell's pipes open."""
+    """Detach from the terminal: a run that stays must not keep the shell's pipes open."""
     null = os.open(os.devnull, os.O_RDWR)
     for target in (0, 1, 2):
         os.dup2(null, target)

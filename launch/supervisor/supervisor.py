@@ -1,23 +1,22 @@
-"""The supervisor: starts the processes of a run, watches them, starts them again, and leaves nothing behind.
+"""The supervisor: starts the processes of a run, watches and restarts them, and cleans up at the end.
 
-It is also the warmed parent: everything a role needs is imported once, before the first fork, so that the pages are
-shared. It holds all segments, so that no worker's death loses one; it opens no ZeroMQ context, whose threads would
-not survive a fork.
+It imports everything that a role needs before the first fork, so that all processes share these pages. It holds all
+segments, so that no worker's death loses one. It opens no ZeroMQ context, whose threads would not survive a fork.
 
-    event                     what it does
-    a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
-    it does not answer        it is killed (watchdog.py), and dies so; the same where the coordinator says that it keeps
-                              the run waiting. The third time, or where it never was ready, the run ends
-    it dies too often         the run ends with a message, and with status OVERCOME; without an accelerator it goes on
-    it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
-    a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
-                              again later, the one before it comes back
-    SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; processes that are left get SIGTERM,
-    an "end" request          then SIGKILL. The gateway ends last: it answers clients until then
-    SIGURG                    the run is used: memory is measured, for a while; without use, and while memory is not
-                              short, it sleeps but for a look every IDLE_LOOK_S
-    SIGQUIT                   the same without waiting. A second SIGTERM does not mean that: a service manager sends
-                              SIGTERM to the command and to the supervisor at once
+    event                     reaction
+    a process ends            its line on the board is cleared, the epoch advances (all others leave the step), and it
+                              is started again
+    it does not answer        it is killed (watchdog.py) and restarted; the same if the coordinator reports that it
+                              keeps the run waiting. The third time, or if it never was ready, the run ends
+    its restart budget ends   the run ends with a message and status EXHAUSTED; only an accelerator is done without
+    it exits with status 2    a mistake of the user: the run ends with the message in the file `failure`
+    a request (control.py)    processes are replaced (replacement.py); if the new implementation dies again and again,
+                              the one before it comes back
+    SIGTERM, SIGINT, SIGHUP,  the coordinator ends the other processes and then itself; what is left gets SIGTERM, then
+    an "end" request          SIGKILL. The gateway ends last, because it answers clients until then
+    SIGURG                    the run is in use: memory is measured for a while. Otherwise, unless memory is short, the
+                              supervisor sleeps and looks every IDLE_LOOK_S
+    SIGQUIT                   the same as SIGTERM without waiting
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.overdue import Overdue
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
-from neuronpipe.launch.supervisor.watchdog import Watchdog, sights_of
+from neuronpipe.launch.supervisor.watchdog import Watchdog, observe_run
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
@@ -61,7 +60,7 @@ from neuronpipe.services.runtime.run_memory import Epoch, RunMemory, create_segm
 from neuronpipe.services.runtime.run_summary import run_summary
 from neuronpipe.services.steps.backend import BACKENDS
 
-OVERCOME = 3  # exit status: a process died too often, which another run may be spared
+EXHAUSTED = 3  # exit status: a process exceeded its restart budget; another run may fare better
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
 REPLACEMENT_POLL_S = 0.002
@@ -70,16 +69,23 @@ HASTEN = signal.SIGQUIT
 
 
 def preload(roles: Container[str] = OURS) -> None:
-    """Import what these roles need, once, in the parent of all: a run without a gateway needs no HTTP server."""
+    """Import what these roles need, once, in the parent of all processes; without a gateway no HTTP server."""
     needed = [implementation for role, implementation in OURS.items() if role in roles]
     for implementation in (*needed, BACKENDS[DEFAULT_BACKEND]):
         importlib.import_module(implementation.partition(":")[0])
 
 
 class Supervisor:
-    """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run. report: a pipe whose reader is that client. uses: what does the roles' work. listener: the gateway's, if the
-    plan has one. fixed: the fixed tensors, where another run has loaded them."""
+    """The supervisor of one run.
+
+    watched: processes that are not children but whose memory counts: the command that started the run
+    uses: implementations that replace built-in ones
+    listener: the gateway's, if the plan has a gateway
+    fixed: the fixed tensors, if another run has loaded them
+    report: pipe whose reader is the command that started the run
+    failure: why the run ends, if not on request
+    is_exhausted: whether a process exceeded its restart budget
+    """
 
     def __init__(
         self,
@@ -98,12 +104,12 @@ class Supervisor:
         self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.processes)}
         self._processes: dict[int, ProcessSpec] = {}
         self._implementations = {key: uses.of(*key) for key in self._lines}
-        self._earlier: dict[ProcessKey, Implementation] = {}  # of processes that were replaced
+        self._earlier: dict[ProcessKey, Implementation] = {}  # before the replacements of this run
         self._replacement: Replacement | None = None
         self._control = ControlSocket(directory.path)
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
-        self._verdicts: dict[ProcessKey, str] = {}  # why processes that were killed are not started again
+        self._fatal: dict[ProcessKey, str] = {}  # why processes that were killed must not be started again
         self._budget, self._causes = RestartBudget(self._incarnations), Causes()
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
@@ -119,21 +125,21 @@ class Supervisor:
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
-        self.overcome = False
+        self.is_exhausted = False
 
     def run(self) -> None:
-        """Start everything, serve until told to stop, end everything."""
+        """Start all processes, supervise them until the end of the run, and end them."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, BOARD_CHANGED):
-            signal.signal(number, lambda *_: None)  # the wake-up is all
+            signal.signal(number, lambda *_: None)  # only for the wake-up
         for number in (*STOPPING, HASTEN):
-            signal.signal(number, self._told_to_stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # they waited since the fork
+            signal.signal(number, self._on_stop_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # blocked since the fork
         self._publish()
         preload({role for role, _ in self._lines})
         gc.collect()
-        gc.freeze()  # the collector would touch, and so copy, every shared page
+        gc.freeze()  # the collector would write to every shared page, and so copy it
         try:
             for spec in self._specs:
                 if not self._stopping:
@@ -141,9 +147,9 @@ class Supervisor:
             while not self._stopping and self.failure is None:
                 ready = self._sleep(wake_read)
                 if wake_read in ready and BOARD_CHANGED in os.read(wake_read, 4096):
-                    self._memory_watch.used()
+                    self._memory_watch.note_use()
                 if self._memory_watch.stall_trigger in ready:
-                    self._memory_watch.stalled()
+                    self._memory_watch.note_stall()
                 self._reap()
                 self._watch(at_once=wake_read in ready)
                 self._replace_overdue()
@@ -157,32 +163,32 @@ class Supervisor:
             self._shut_down()
 
     def _sleep(self, wake: int) -> set[int]:
-        """Wait for something to happen, or for the next look. Returns the descriptors on which it happened."""
+        """Wait for an event or for the next look. Return the descriptors that are ready."""
         poller = select.poll()
         for descriptor in (wake, *self._control.descriptors()):
             poller.register(descriptor, select.POLLIN)
         if self._memory_watch.stall_trigger is not None:
             poller.register(self._memory_watch.stall_trigger, select.POLLPRI)
         if self._watched and self._report is not None:
-            poller.register(self._report, 0)  # it fails when the client that reads it is gone
-        patience_s = min(self._memory_watch.due_at, self._watchdog.due_at) - time.monotonic()
+            poller.register(self._report, 0)  # an error means that the command that reads it is gone
+        timeout_s = min(self._memory_watch.due_at, self._watchdog.due_at) - time.monotonic()
         if self._replacement is not None:
-            patience_s = min(patience_s, REPLACEMENT_POLL_S)
-        return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * patience_s))}
+            timeout_s = min(timeout_s, REPLACEMENT_POLL_S)
+        return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * timeout_s))}
 
     def _nudge_coordinator(self) -> None:
-        """The board has changed: a coordinator that sleeps looks at it."""
+        """Wake the coordinator: the board has changed."""
         for pid, spec in self._processes.items():
             if spec.role == "coordinator":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, BOARD_CHANGED)
 
-    def _told_to_stop(self, number: int, _: object) -> None:
+    def _on_stop_signal(self, number: int, _: object) -> None:
         self._stopping = True
         self._hasty |= number == HASTEN
 
     def _publish(self) -> None:
-        """run.json: clients get descriptors they can only read."""
+        """Write run.json, with read-only descriptors for clients."""
         handles = {
             name: SegmentHandle(
                 fd=segment.read_only().fd, total_bytes=segment.layout.total_bytes, layout=segment.layout.text
@@ -208,7 +214,7 @@ class Supervisor:
             self._plan.to_json(),
         )
 
-    # ---- requests, and processes that are replaced -----------------------------------------------------------
+    # ---- requests and replacements -----------------------------------------------------------
     def _answer_requests(self) -> None:
         for client, request in self._control.requests():
             try:
@@ -218,9 +224,9 @@ class Supervisor:
                     answer(client, {"ending": True})
                     self._stopping = True
                 elif request.get("ask") != "swap":
-                    raise ValueError("ask: none of implementations, swap, end")
+                    raise ValueError("ask: expected implementations, swap or end")
                 elif self._replacement is not None:
-                    raise ValueError("other processes are being replaced just now; try again")
+                    raise ValueError("other processes are being replaced; try again")
                 else:
                     self._replacement = Replacement.parse(request, self._implementations, client, time.monotonic())
                     for key in self._replacement.phases:
@@ -230,7 +236,7 @@ class Supervisor:
                 answer(client, {"error": str(error)})
 
     def _watch_replacement(self) -> None:
-        """Whether the new processes are welcomed by now, or late."""
+        """Finish the replacement when the new processes are ready, and undo it when they are late."""
         replacement = self._replacement
         if replacement is None:
             return
@@ -246,10 +252,10 @@ class Supervisor:
                 replacement.deadline = time.monotonic() + replacement.patience_s
                 self._kill(draining)
             else:
-                self._give_up(f"was not ready within {replacement.patience_s:.0f} s")
+                self._undo_replacement(f"was not ready within {replacement.patience_s:.0f} s")
 
-    def _give_up(self, why: str) -> None:
-        """The old implementations come back; the new processes are killed."""
+    def _undo_replacement(self, reason: str) -> None:
+        """Kill the new processes, and go back to the old implementations."""
         replacement, self._replacement = self._replacement, None
         assert replacement is not None
         self._implementations |= replacement.before
@@ -257,11 +263,10 @@ class Supervisor:
             self._leaving[self._lines[key]] = 0
         self._nudge_coordinator()
         self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
-        answer(replacement.client, {"error": why})
+        answer(replacement.client, {"error": reason})
 
     def _watch(self, *, at_once: bool) -> None:
-        """End processes that do not answer: they are then replaced as dead ones are. at_once: a signal has come, which
-        may mean that a process was stopped."""
+        """Kill processes that do not answer. at_once: a signal has come, perhaps because a process was stopped."""
         now = time.monotonic()
         if now < self._watchdog.due_at and not at_once:
             return
@@ -269,13 +274,13 @@ class Supervisor:
             pid: (spec.role in BACKEND_ROLES, self._pulses[self._lines[spec.role, spec.index]])
             for pid, spec in self._processes.items()
         }
-        for overdue in self._watchdog.look(sights_of(words, sum(self._spans)), now):
+        for overdue in self._watchdog.look(observe_run(words, sum(self._spans)), now):
             self._logs.note(self._processes[overdue.pid], f"ended by the watchdog: {overdue.why}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
 
     def _replace_overdue(self) -> None:
-        """Kill processes that keep the run waiting, as the coordinator says."""
+        """Kill processes that keep the run waiting, as the coordinator reports."""
         self._pardon()
         replaced = self._replacement.phases.keys() if self._replacement is not None else set()
         for key, reason in self._overdue.take(self._incarnations, self._implementations, replaced).items():
@@ -283,8 +288,8 @@ class Supervisor:
             self._logs.note(spec, f"ended by the supervisor: it {reason}")
             if self._overdue.is_hopeless(key, time.monotonic()):
                 command = self._implementations[key].text
-                self._verdicts[key] = f"{spec.role}.{spec.index} ({command}) {reason}{self._logs.kept(spec)}"
-            # What a worker computes may be the cause: that is a crash, and counts against the request.
+                self._fatal[key] = f"{spec.role}.{spec.index} ({command}) {reason}{self._logs.save(spec)}"
+            # For a worker the request may be the cause: SIGABRT is a crash, and counts against the request.
             self._kill({key}, signal.SIGABRT if key[0] in BACKEND_ROLES else signal.SIGKILL)
 
     def _kill(self, keys: set[ProcessKey], number: signal.Signals = signal.SIGKILL) -> None:
@@ -308,17 +313,17 @@ class Supervisor:
         self._board[line] = pid
 
     def _become(self, spec: ProcessSpec, parent: int) -> None:
-        """In the child: be the service, and never return."""
+        """Serve as the process, in the child; never return."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD, BOARD_CHANGED):
                 signal.signal(number, signal.SIG_DFL)
-            os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
+            os.setsid()  # Ctrl-C is for the command, which ends the run in order
             lib.np_process_die_with(parent)
             lib.np_process_name(f"np-{spec.role}.{spec.index}".encode())
             listener = self._listener if spec.role == GATEWAY else None
-            self._logs.take_streams(spec, set() if listener is None else {listener.descriptor})
+            self._logs.redirect_streams(spec, set() if listener is None else {listener.descriptor})
             pin(spec.core)
             job = Job(
                 run=self._run,
@@ -339,7 +344,7 @@ class Supervisor:
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError):  # a child that got past here would be a second supervisor
+            with contextlib.suppress(OSError):  # an exception here would make the child a second supervisor
                 sys.stderr.flush()
             os._exit(code)
 
@@ -349,10 +354,10 @@ class Supervisor:
             if pid == 0:
                 return
             if pid in self._processes:
-                self._lost(self._processes.pop(pid), pid, os.waitstatus_to_exitcode(status))
+                self._handle_end(self._processes.pop(pid), os.waitstatus_to_exitcode(status))
 
-    def _lost(self, spec: ProcessSpec, pid: int, code: int) -> None:
-        """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
+    def _handle_end(self, spec: ProcessSpec, code: int) -> None:
+        """Make all processes leave the step, and start the process that has ended again unless that is hopeless."""
         key = (spec.role, spec.index)
         line = self._lines[key] * LINE_WORDS
         replacement = self._replacement
@@ -360,10 +365,8 @@ class Supervisor:
         self._board[line + BOARD_WORDS.index("signal")] = self._causes.signal_from_outside(code)
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
-        self._board[line], self._board[line + 1] = (
-            0,
-            self._incarnations[key],
-        )  # before the epoch: readers then see which
+        # Before the epoch, so that those who see the new epoch also see which process has ended.
+        self._board[line], self._board[line + 1] = 0, self._incarnations[key]
         if spec.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
         self._nudge_coordinator()
@@ -374,19 +377,19 @@ class Supervisor:
             self._implementations[key] = replacement.old_process_ended(key, time.monotonic())
             self._start(spec)
             return
-        said = self._verdicts.pop(key, None) or (self._logs.failure() if code == 2 else None)
+        reason = self._fatal.pop(key, None) or (self._logs.failure() if code == 2 else None)
         if replacement is not None and key in replacement.phases:
-            self._give_up(f"ended before it was ready: {said or self._logs.last_words(spec)}")
+            self._undo_replacement(f"ended before it was ready: {reason or self._logs.last_words(spec)}")
             self._start(spec)
             return
-        if said is not None:
-            self._hopeless(spec, said)
+        if reason is not None:
+            self._fall_back_or_fail(spec, reason)
             return
         self._pardon()
         if (deaths := self._budget.count(key, time.monotonic())) is not None:
-            often = f"{spec.role}.{spec.index} died {deaths} times within {WITHIN_S:.0f} s"
-            self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
-            self.overcome = self.failure is not None
+            summary = f"{spec.role}.{spec.index} died {deaths} times within {WITHIN_S:.0f} s"
+            self._fall_back_or_fail(spec, f"{summary}: {self._logs.last_words(spec)}")
+            self.is_exhausted = self.failure is not None
             return
         self._start(spec)
 
@@ -395,14 +398,16 @@ class Supervisor:
         self._budget.pardon(refused_requests, self._earlier.keys())
         self._overdue.pardon(refused_requests, self._implementations)
 
-    def _hopeless(self, spec: ProcessSpec, why: str) -> None:
-        """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that
-        was there once is done without."""
+    def _fall_back_or_fail(self, spec: ProcessSpec, reason: str) -> None:
+        """Go back to the implementation before the replacement, or end the run.
+
+        An accelerator that was ready once is done without: the decode workers compute its blocks from then on.
+        """
         key = (spec.role, spec.index)
         if key not in self._earlier:
             if spec.role != ACCELERATOR or not self._ready[self._lines[key]]:
-                self.failure = why
-            else:  # what an accelerator did at first, the decode workers do from now on
+                self.failure = reason
+            else:
                 self._board[self._lines[key] * LINE_WORDS + BOARD_WORDS.index("gone")] = 1
                 self._nudge_coordinator()
             return
@@ -411,35 +416,35 @@ class Supervisor:
         self._start(spec)
 
     def _measure(self) -> None:
-        foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
-        if self._memory_watch.look(
-            [*self._processes, *helpers_of(self._processes), *self._watched], always_used=foreign
-        ):
+        # A foreign coordinator need not report that the run is in use.
+        is_foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
+        pids = [*self._processes, *helpers_of(self._processes), *self._watched]
+        if self._memory_watch.look(pids, always_used=is_foreign):
             self._nudge_coordinator()
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
-        """Drain, then terminate, then kill; then remove the run directory."""
+        """Drain, terminate, then kill the processes; then remove the run directory."""
         self._stopping = True
         if self._replacement is not None:
             answer(self._replacement.client, {"error": "the run is ending"})
-        first = [pid for pid, spec in self._processes.items() if spec.role == "coordinator"]
-        self._leaving[self._lines["coordinator", 0]] = 1  # it has no successor: the run ends with it
+        coordinator = [pid for pid, spec in self._processes.items() if spec.role == "coordinator"]
+        self._leaving[self._lines["coordinator", 0]] = 1  # it is not started again: the run ends with it
         drain_s = DRAIN_S if self.failure is None else 0.0  # a failed run has nothing to finish
-        for pids, number, patience_s, hurries in (
-            (first, signal.SIGTERM, drain_s, True),
+        for pids, number, timeout_s, can_be_skipped in (
+            (coordinator, signal.SIGTERM, drain_s, True),
             (list(self._processes), signal.SIGTERM, TERMINATE_S, True),
             (list(self._processes), signal.SIGKILL, KILL_S, False),
         ):
             for pid in pids:
                 if pid in self._processes:
                     os.kill(pid, number)
-            deadline = time.monotonic() + (patience_s if pids else 0.0)
-            while self._awaited(pids) and time.monotonic() < deadline and not (hurries and self._hasty):
+            deadline = time.monotonic() + (timeout_s if pids else 0.0)
+            while self._must_wait_for(pids) and time.monotonic() < deadline and not (can_be_skipped and self._hasty):
                 self._reap()
                 time.sleep(0.002)
         self._directory.remove()
 
-    def _awaited(self, told: list[int]) -> bool:
-        """Whether anybody is left who is to go now: of the gateway nothing is expected before it is told."""
-        return any(spec.role != GATEWAY or pid in told for pid, spec in self._processes.items())
+    def _must_wait_for(self, signalled: list[int]) -> bool:
+        """Return True while there are processes that should end now; the gateway ends only when it is signalled."""
+        return any(spec.role != GATEWAY or pid in signalled for pid, spec in self._processes.items())

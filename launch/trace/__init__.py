@@ -1,1 +1,1 @@
-"""What the processes of a run did when: read from their rings of spans, drawn, and written for other programs."""
+"""Traces of a run: spans from the processes' rings, drawn as a picture or written as trace events."""

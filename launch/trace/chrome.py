@@ -1,4 +1,4 @@
-"""Spans as trace events, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing read.
+"""Write spans as trace events, the JSON that Perfetto (ui.perfetto.dev) and chrome://tracing read.
 
 Format: "Trace Event Format", complete events (`ph` X) with times in microseconds, metadata events (`ph` M) with names.
 """
@@ -16,14 +16,14 @@ _KINDS = {kind.number: kind for kind in KINDS}
 
 
 def write_chrome(file: TextIO, rows: Sequence[Row]) -> None:
-    """One JSON object. Times begin with the earliest span."""
+    """Write one JSON object. Times are relative to the earliest span."""
     origin_ns = min((span.start_ns for row in rows for span in row.spans), default=0)
     events = [event for number, row in enumerate(rows) for event in _events(row, number, origin_ns)]
     json.dump({"traceEvents": events, "displayTimeUnit": "ns"}, file)
 
 
 def _events(row: Row, number: int, origin_ns: int) -> Iterable[dict[str, Any]]:
-    pid = row.pid or -number - 1  # a process that is being started again has none
+    pid = row.pid or -number - 1  # a process that is being restarted has none
     for name, value in (
         ("process_name", {"name": row.name}),
         ("process_sort_index", {"sort_index": number}),

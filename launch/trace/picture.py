@@ -1,7 +1,8 @@
-"""The pipeline drawn as SVG: time runs to the right, a row for each process, reading from flash under computing.
+"""Draw a trace as SVG: time runs to the right, each process has a row.
 
-Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart; waiting is
-pale, so that what is dark is work.
+The colours are from Okabe and Ito's palette, which people with the common kinds of colour blindness can distinguish.
+Waiting is pale, so that dark areas are work. Pictures are SVG, written with the standard library: text stays sharp and
+can be searched, and there is no dependency.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from neuronpipe.launch.svg import FAINT, GRID, INK, Svg, add_line, add_text, finished, new_page, round_above
+from neuronpipe.launch.trace.svg import FAINT, GRID, INK, Svg, add_line, add_text, finish_page, new_page, round_above
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
@@ -22,8 +23,8 @@ from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
 EDGE = 0.8
-ROW, GAP, HEAD, FOOT = 34, 8, 46, 34  # heights: a row, between rows, above and under the rows of a panel
-MAX_LANES = 4  # of spans of one process that overlap: reads in flight
+ROW, GAP, HEAD, FOOT = 34, 8, 46, 34  # heights: a row, the space between rows, above and below the rows of a panel
+MAX_LANES = 4  # for overlapping reads of one process
 
 
 _NAME = {kind.number: kind.name for kind in KINDS}
@@ -33,7 +34,7 @@ CLOSE_MARGIN = 0.15  # of the layers' time, on either side
 
 
 def write_picture(file: Path, rows: Sequence[Row], title: str) -> None:
-    """Draw the last tokens. Raises UserError when the file's name does not end in .svg, or it cannot be written."""
+    """Draw the last tokens. Raises UserError if the file's name does not end in .svg, or if it cannot be written."""
     if file.suffix != ".svg":
         raise UserError(f"{file}: pictures are SVG; give a name that ends in .svg")
     with whole_file(file) as place:
@@ -41,39 +42,39 @@ def write_picture(file: Path, rows: Sequence[Row], title: str) -> None:
 
 
 def draw(rows: Sequence[Row], title: str) -> str:
-    """The SVG's text."""
+    """Return the picture as the text of an SVG file."""
     window = last_steps(rows)
-    shown = sorted(
+    visible = sorted(
         (row for row in rows if any(window.shows(span) for span in row.spans)),
         key=lambda row: (_ORDER.index(row.role) if row.role in _ORDER else len(_ORDER), row.index),
     )
     svg = new_page()
     add_text(svg, MARGIN, 34, title, size=19, weight="600")
     y = 52
-    y = _panel(svg, shown, window, y, _steps_title(shown, window))
-    close = middle_layers(shown, window)
+    y = _panel(svg, visible, window, y, _steps_title(visible, window))
+    close = middle_layers(visible, window)
     if close is not None:
-        layers = "the middle layers of the last step as decode.0 came through them"
-        y = _panel(svg, shown, close, y, f"a closer look: {layers}, {close.ns / 1e6:.2f} ms")
-    y = _legend(svg, shown, window, y + 4)
-    return finished(svg, WIDTH, y)
+        layers = "the middle layers of the last step in decode.0"
+        y = _panel(svg, visible, close, y, f"a closer look: {layers}, {close.ns / 1e6:.2f} ms")
+    y = _legend(svg, visible, window, y + 4)
+    return finish_page(svg, WIDTH, y)
 
 
 def _steps_title(rows: Sequence[Row], window: TimeWindow) -> str:
-    count = len(_sent(rows, window))
-    what = f"the last {count} steps" if count > 1 else "the last step" if count else "no whole step"
-    return f"{what}, {window.ns / 1e6:.1f} ms"
+    count = len(_steps(rows, window))
+    extent = f"the last {count} steps" if count > 1 else "the last step" if count else "no whole step"
+    return f"{extent}, {window.ns / 1e6:.1f} ms"
 
 
-def _sent(rows: Sequence[Row], window: TimeWindow) -> list[Span]:
-    """The sending of each step that the window shows to its last answer; the next one is sent before its end."""
+def _steps(rows: Sequence[Row], window: TimeWindow) -> list[Span]:
+    """Return the `send` span of each step that lies within the window up to its last answer."""
     spans = [span for row in rows for span in row.spans]
     answered = {s.step for s in spans if s.kind == NUMBER["await"] and s.end_ns <= window.to_ns}
     return sorted(s for s in spans if s.kind == NUMBER["send"] and s.start_ns >= window.from_ns and s.step in answered)
 
 
 def _panel(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int, title: str) -> int:
-    """One stretch of time; returns where the next thing may start."""
+    """Draw a window of time; return the y coordinate below it."""
     scale = (WIDTH - LEFT - RIGHT) / window.ns
     top, bottom = y + HEAD, y + HEAD + len(rows) * (ROW + GAP)
     add_text(svg, LEFT, y + 18, title, size=14, fill=FAINT)
@@ -86,21 +87,26 @@ def _panel(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int, title: str
         add_text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
         placed = list(_lanes([span for span in row.spans if window.shows(span)]))
         for (span, lane, lanes), after in itertools.zip_longest(placed, placed[1:]):
-            whole = after is None or after[0].start_ns >= span.end_ns  # nothing is drawn over it
-            _span(svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes, named=whole and lanes == 1)
+            is_uncovered = after is None or after[0].start_ns >= span.end_ns
+            _span(
+                svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes, has_name=is_uncovered and lanes == 1
+            )
         _shares(svg, row, window, row_y)
     _step_marks(svg, rows, window, scale, top, bottom)
     return bottom + FOOT
 
 
 def _lanes(spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
-    """(span, its lane, number of lanes): whole steps across all lanes, first; of the others, those that overlap side by
-    side. A lane that waits inside a piece of work is drawn over it."""
+    """Yield each span, its lane and the number of lanes, in drawing order.
+
+    Whole steps come first and cover all lanes. Reads that overlap lie side by side. A wait within a piece of work is
+    drawn over it.
+    """
     wholes = [span for span in spans if _is_whole(span)]
-    rest = sorted((span for span in spans if not _is_whole(span)), key=lambda span: (span.start_ns, -span.end_ns))
+    parts = sorted((span for span in spans if not _is_whole(span)), key=lambda span: (span.start_ns, -span.end_ns))
     free_at: list[int] = []
     placed = []
-    for span in rest:
+    for span in parts:
         if span.kind != NUMBER["read"]:
             placed.append((span, 0))
             continue
@@ -118,11 +124,11 @@ def _is_whole(span: Span) -> bool:
     return span.kind in (NUMBER["step"], NUMBER["await"])
 
 
-def _span(svg: Svg, span: Span, window: TimeWindow, scale: float, y: float, height: float, *, named: bool) -> None:
+def _span(svg: Svg, span: Span, window: TimeWindow, scale: float, y: float, height: float, *, has_name: bool) -> None:
     group = GROUP_OF.get(span.kind)
     from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
     x, width = LEFT + (from_ns - window.from_ns) * scale, (to_ns - from_ns) * scale
-    edge = EDGE if width > 8 * EDGE else 0.0  # a gap between neighbours, where they are wide enough to have one
+    edge = EDGE if width > 8 * EDGE else 0.0  # the gap between wide neighbours
     rect = ElementTree.SubElement(
         svg,
         "rect",
@@ -135,7 +141,7 @@ def _span(svg: Svg, span: Span, window: TimeWindow, scale: float, y: float, heig
         },
     )
     name = _NAME.get(span.kind, str(span.kind))
-    if named and not _is_whole(span) and width > 16 + 6.6 * len(name):
+    if has_name and not _is_whole(span) and width > 16 + 6.6 * len(name):
         ink = "#ffffff" if group is None or group.dark else INK
         add_text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
     tip = ElementTree.SubElement(rect, "title")
@@ -146,16 +152,16 @@ def _span(svg: Svg, span: Span, window: TimeWindow, scale: float, y: float, heig
 
 
 def _shares(svg: Svg, row: Row, window: TimeWindow, y: float) -> None:
-    """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
+    """Write to the right of a row the share of time that it worked and waited. Waiting lies within work."""
     spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in GROUP_OF]
     waiting = [span for span in spans if not GROUP_OF[span.kind].works]
     works_ns = _covered_ns(spans, window) - _covered_ns(waiting, window)
     lines = [f"{'reading' if row.role == 'loader' else 'working'} {_percent(works_ns / window.ns)}"]
-    words = []
+    waits = []
     for kind, name in ((NUMBER["flash"], "flash"), (NUMBER["barrier"], "participants")):
         ns = _covered_ns([span for span in waiting if span.kind == kind], window)
-        words += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
-    lines += ["waits: " + ", ".join(words)] * bool(words)
+        waits += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
+    lines += ["waits: " + ", ".join(waits)] * bool(waits)
     for n, text in enumerate(lines):
         add_text(
             svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT
@@ -163,7 +169,7 @@ def _shares(svg: Svg, row: Row, window: TimeWindow, y: float) -> None:
 
 
 def _covered_ns(spans: Sequence[Span], window: TimeWindow) -> int:
-    """Time in which at least one of the spans is under way."""
+    """Return the time that at least one of the spans covers."""
     total = 0
     reached = window.from_ns
     for span in sorted(spans):
@@ -179,8 +185,8 @@ def _percent(share: float) -> str:
 
 
 def _step_marks(svg: Svg, rows: Sequence[Row], window: TimeWindow, scale: float, top: int, bottom: int) -> None:
-    """Where a step is sent: a line through all rows, and its number, where the next one leaves room for it."""
-    step_starts = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
+    """Draw a line through all rows where a step is sent, and the step's number if there is room."""
+    step_starts = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _steps(rows, window)]
     for (x, step), (after, _) in itertools.zip_longest(step_starts, step_starts[1:], fillvalue=(math.inf, 0)):
         add_line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
         name = f"step {step}"
@@ -189,11 +195,11 @@ def _step_marks(svg: Svg, rows: Sequence[Row], window: TimeWindow, scale: float,
 
 
 def _legend(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
-    """What the colours mean, of those that occur."""
-    there = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
+    """Draw the meanings of the colours that occur."""
+    labels = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
     x = float(LEFT)
     for group in GROUPS:
-        if group.label not in there:
+        if group.label not in labels:
             continue
         width = 22 + 7.4 * len(group.label) + 18
         if x + width > WIDTH - MARGIN:
@@ -210,7 +216,7 @@ def _legend(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
 
 
 def _ticks(length_ns: int) -> Iterator[tuple[int, str]]:
-    """Six to twelve round times within the window."""
+    """Yield six to twelve round times within the window, with labels."""
     step = int(round_above(length_ns / 9, (1, 2, 5, 10)))
     unit, ns_per_unit = ("ms", 1e6) if step >= 100_000 else ("us", 1e3)
     for ns in range(0, length_ns + 1, max(1, step)):
@@ -218,8 +224,7 @@ def _ticks(length_ns: int) -> Iterator[tuple[int, str]]:
 
 
 def middle_layers(rows: Sequence[Row], window: TimeWindow) -> TimeWindow | None:
-    """A few layers in the middle of the window's last step, as the first decode worker computed them; None where its
-    spans do not tell."""
+    """Return the window of a few middle layers of the last step in the first decode worker; None without its spans."""
     for row in rows:
         step = max((span.step for span in row.spans if row.role == "decode" and window.shows(span)), default=0)
         spans = [span for span in row.spans if span.step == step and span.kind == NUMBER["neurons"]]

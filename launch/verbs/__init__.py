@@ -1,1 +1,1 @@
-"""One file per verb: its arguments, what it does, how it prints."""
+"""The verbs by group. Each module declares its arguments in `add_arguments` and does its work in `main`."""

@@ -19,7 +19,7 @@ from typing import Any
 import disk
 import dram
 import llama
-from neuronpipe.launch.formats import parse_bytes
+from neuronpipe.launch.arguments.values import parse_bytes
 from neuronpipe.native import ffi, lib
 
 PARTS = ("memory", "prefill", "limited", "disk")

@@ -27,7 +27,8 @@ from neuronpipe.launch.bench.cases import Case, Prompts, parse_cases  # noqa: E4
 from neuronpipe.launch.bench.planned import relative_error  # noqa: E402
 from neuronpipe.launch.bench.report import show_error  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
-from neuronpipe.launch.planning import add_plan_arguments, planned  # noqa: E402
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
+from neuronpipe.launch.planning.plan import plan_here  # noqa: E402
 from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
 from neuronpipe.plans.lab.simulate.device_file import this_machine  # noqa: E402
 from neuronpipe.plans.lab.simulate.recording import record  # noqa: E402
@@ -83,10 +84,9 @@ def _together(ids: tuple[Ids, ...]) -> Ids:
 def simulate_cell(package: Package, words: list[str], case: Case, sequences: list[SequenceDemand]) -> dict[str, float]:
     """Simulate what `bench` would measure with these options."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("package", type=Path)
     add_plan_arguments(parser)
     device = probe(package.path)
-    plan_result = planned(parser.parse_args([str(package.path), *words]))
+    plan_result = plan_here(package, plan_options(parser.parse_args([*words])), plain=False)
     assert plan_result.search is not None
     run = PlannedRun(
         device=this_machine(device),

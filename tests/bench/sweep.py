@@ -30,8 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from neuronpipe.launch.formats import parse_bytes, parse_share, parse_speed, show_bytes  # noqa: E402
-from neuronpipe.launch.planning import DEMO, Planned, add_package_argument, add_plan_arguments, planned  # noqa: E402
+from neuronpipe.launch.arguments.values import parse_bytes, parse_share, parse_speed  # noqa: E402
+from neuronpipe.launch.formats import show_bytes  # noqa: E402
+from neuronpipe.launch.planning import DEMO  # noqa: E402
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
+from neuronpipe.launch.planning.package_argument import open_package  # noqa: E402
+from neuronpipe.launch.planning.plan import PlanResult, plan_here  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402
 from neuronpipe.plans.plan.document import Plan  # noqa: E402
 from neuronpipe.plans.planner.candidates import USUAL, Candidate, SearchResult  # noqa: E402
@@ -115,12 +119,11 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     return cases_so_far
 
 
-def planned_case(package: Path, words: Iterable[str]) -> Planned:
+def planned_case(package: Path, words: Iterable[str]) -> PlanResult:
     """Return the result of `neuronpipe plan` with these options."""
     parser = argparse.ArgumentParser()
-    add_package_argument(parser)
     add_plan_arguments(parser)
-    return planned(parser.parse_args([str(package), *words]))
+    return plan_here(open_package(package), plan_options(parser.parse_args([*words])), plain=False)
 
 
 def measure_all(

@@ -286,7 +286,7 @@ def test_calibrating_keeps_the_factors_and_measures_them(tmp_path: Path, capsys:
     (tmp_path / "text").write_bytes(letters.tobytes())
     words = ["profile", str(package.path), "--text", str(tmp_path / "text"), "--tokens", "2048"]
     assert main([*words, "--calibrate", "--rank", "64"]) == 2
-    assert "--calibrate: keeps the package's own factors" in capsys.readouterr().err
+    assert "--calibrate: keeps the package's factors" in capsys.readouterr().err
     assert main([*words, "--calibrate", "--recall", "0.9"]) == 0
     measured = Package.open(package.path)
     old, new = package.manifest.predictor, measured.manifest.predictor

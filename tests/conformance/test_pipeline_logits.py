@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from neuronpipe.launch.client import attach
-from neuronpipe.launch.scoring import kept_logits, score
+from neuronpipe.launch.scoring import score, stored_logits
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -38,7 +38,7 @@ def test_logits_agree_with_transformers(
     with shell.up(package.path, "--plan", file) as run, attach(run.path) as client:
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
-            with kept_logits(out, RunDirectory(run.path), package, len(text)) as keep:
+            with stored_logits(out, RunDirectory(run.path), package, len(text)) as keep:
                 score(client, text, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     logits = np.load(shell.folder / "decode.npy")
     assert np.array_equal(logits, np.load(shell.folder / "prefill.npy"))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from neuronpipe.launch.client import attach
-from neuronpipe.launch.scoring import kept_logits, score
+from neuronpipe.launch.scoring import score, stored_logits
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import read_plan
@@ -234,7 +234,7 @@ def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[st
     with (
         shell.up(package.path, "--plan", file) as run,
         attach(run.path) as client,
-        kept_logits(out, RunDirectory(run.path), package, len(TEXT)) as keep,
+        stored_logits(out, RunDirectory(run.path), package, len(TEXT)) as keep,
     ):
         score(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     return np.asarray(np.load(out))

@@ -17,21 +17,13 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from neuronpipe.launch import cli, client, progress
+from neuronpipe.launch import client, progress
+from neuronpipe.launch.arguments.verbs import VERBS, verb_module
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.supervisor import start
-from neuronpipe.launch.verbs import (
-    ask,
-    bench,
-    chat,
-    conformance,
-    convert,
-    doctor,
-    perplexity,
-    run,
-    serve,
-    throttle,
-    up,
-)
+from neuronpipe.launch.verbs.measurements import bench, conformance, doctor, perplexity
+from neuronpipe.launch.verbs.packages import convert
+from neuronpipe.launch.verbs.runs import ask, chat, run, serve, throttle, up
 from neuronpipe.plans.device.thermal import ThermalState
 from neuronpipe.plans.lab.synth import gguf_counterpart
 from neuronpipe.plans.lab.synth import measured_statistics as measure
@@ -72,11 +64,11 @@ def nowhere(*_: object) -> NoReturn:
 def actions_of(verb: str) -> list[argparse.Action]:
     """The arguments of a verb."""
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"neuronpipe.launch.verbs.{verb}").add_arguments(parser)
+    verb_module(verb).add_arguments(parser)
     return parser._actions
 
 
-ACTIONS = {verb: actions_of(verb) for verb in cli.VERBS}
+ACTIONS = {verb: actions_of(verb) for verb in VERBS}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,7 +89,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(doctor, "checks", begun)
         patch.setattr(conformance, "Suite", begun)
         patch.setattr(convert, "convert", begun)
-        patch.setattr(convert, "package_as_asked", begun)
+        patch.setattr(convert, "convert_with_options", begun)
         patch.setattr(make, "synthesize", begun)
         patch.setattr(gguf_counterpart, "write_gguf_counterpart", begun)
         patch.setattr(profiling, "profile", begun)
@@ -128,7 +120,7 @@ def words_of(draw: st.DrawFn, action: argparse.Action) -> list[str]:
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A verb, mostly one that there is, what it needs, and some of what it takes."""
-    verb = draw(st.one_of(st.sampled_from(sorted(cli.VERBS)), st.sampled_from(sorted(cli.VERBS)), VALUES))
+    verb = draw(st.one_of(st.sampled_from(sorted(VERBS)), st.sampled_from(sorted(VERBS)), VALUES))
     actions = ACTIONS.get(verb, ACTIONS["run"])
     needed = [action for action in actions if action.required and draw(st.integers(0, 9))]
     chosen = [*needed, *draw(st.lists(st.sampled_from(actions), max_size=4))]
@@ -144,7 +136,7 @@ def test_any_words_are_obeyed_or_refused_in_one_line(words: list[str], piped: st
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         patch.setattr("sys.stdin", io.StringIO(piped))
         try:
-            code = cli.main(words)
+            code = main(words)
         except Begun:
             return
         except SystemExit as asked:  # --help and --version

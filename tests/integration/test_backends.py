@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.conformance.agreement import MAX_DIFFERENCE
-from neuronpipe.launch.scoring import kept_logits, score
+from neuronpipe.launch.scoring import score, stored_logits
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import read_plan
@@ -108,7 +108,7 @@ def disagreement(
         context_tokens = read_plan(run.path / "plan.json").compute.context_tokens
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
-            with kept_logits(out, RunDirectory(run.path), package, len(text)) as keep:
+            with stored_logits(out, RunDirectory(run.path), package, len(text)) as keep:
                 nll = score(client, text, window_tokens=context_tokens, path=path, keep=keep)
             assert np.allclose(score(client, text, window_tokens=context_tokens, path=path), nll, rtol=1e-4, atol=1e-5)
             rows[path] = np.load(out)

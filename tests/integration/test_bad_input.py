@@ -175,8 +175,8 @@ def test_a_model_file_is_run_by_the_package_that_is_made_of_it(
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "data"))
     source = write_gguf(tmp_path / "model.gguf", TINY)
     first, again, named = (shell.call("run", model, *ASK, "--json") for model in (source, source, "model"))
-    assert f"{source}: a package is made of it, once" in first.errors
-    assert "is made of it" not in again.errors
+    assert f"{source}: converting it, once" in first.errors
+    assert "converting" not in again.errors
     texts = {json.loads(done.out)["text"] for done in (first, again, named)}
     assert len(texts) == 1
 

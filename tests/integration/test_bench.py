@@ -114,9 +114,9 @@ def test_what_bench_needs_for_itself_does_not_count_in_the_runs_memory(shell: Sh
         (("--repetitions", "0"), "--repetitions 0: between"),
         (("--workload", "default"), "--workload default: "),
         (("--batch", "0"), "--batch 0: between"),
-        (("--batch", "4", "--tests", "pp32"), "--batch 4 and --tests pp32: prompts are read one after the other"),
+        (("--batch", "4", "--tests", "pp32"), "--batch 4 and --tests pp32: prompts are computed one after the other"),
         (("--batch", "4", "--tests", "tg7"), "--batch 4 and --tests tg7: too short; take tg8 or more"),
-        (("--batch", "4", "--sequences", "2"), "--batch 4: the plan has room for 2 text(s) at once"),
+        (("--batch", "4", "--sequences", "2"), "--batch 4: the plan has 2 sequence(s)"),
         (("--compare", "nothing.json"), "nothing.json: cannot be read"),
     ],
 )

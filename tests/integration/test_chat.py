@@ -116,7 +116,7 @@ def test_a_chat_in_a_terminal(long_shell: Shell, run: Run, tmp_path: Path) -> No
     """Several lines at once, an answer that is stopped, and the end by Ctrl-D."""
     file = tmp_path / "talk.json"
     chat = Terminal(long_shell, "--run", run.path, "--temperature", "0", "--ignore-end", columns=40)
-    chat.expect("typed]\n> ")
+    chat.expect("commands]\n> ")
     with attach(run.path) as client:
         client.send(Throttle(share=0.95, for_s=60.0))
         client.status()

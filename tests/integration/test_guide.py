@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import OF_TWO_WORDS, verb_parser
+from neuronpipe.launch.arguments.verbs import TWO_WORD_VERBS, verb_parser
 from neuronpipe.launch.planning import DEMO
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
@@ -76,7 +76,7 @@ def test_the_guide_has_commands_on_most_pages() -> None:
 @pytest.mark.parametrize("command", sorted({command for _, command in ALL if our_words(command)}))
 def test_the_parser_accepts_every_command_of_the_guide(command: str) -> None:
     words = our_words(command) or []
-    verb = " ".join(words[:2]) if " ".join(words[:2]) in OF_TWO_WORDS else words[0]
+    verb = " ".join(words[:2]) if " ".join(words[:2]) in TWO_WORD_VERBS else words[0]
     _, unknown = verb_parser(verb).parse_known_args(words[len(verb.split()) :])
     assert [word for word in unknown if word.startswith("-")] == []
 

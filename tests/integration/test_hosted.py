@@ -139,7 +139,7 @@ def test_runs_that_come_and_go_leave_no_descriptor_behind(shell: Shell, packages
 
     before = after_runs(2)
     assert after_runs(4) == before
-    assert sum("is ended" in line for line in ended(server)) == 6
+    assert sum("has ended: its memory is free" in line for line in ended(server)) == 6
 
 
 def test_within_a_limit_for_one_runs_take_turns_and_no_text_is_broken_off(
@@ -232,7 +232,7 @@ def test_a_run_that_cannot_be_started_is_the_last_event_of_a_stream_that_waits(
 def test_two_packages_of_one_name_and_options_of_one_run_are_refused(shell: Shell, packages: list[Package]) -> None:
     path = packages[0].path
     assert "both models are called" in shell.refused("serve", path, path)
-    assert "--run /tmp/x: is of one run" in shell.refused("serve", path, packages[1].path, "--run", "/tmp/x")
+    assert "--run /tmp/x: applies to one run" in shell.refused("serve", path, packages[1].path, "--run", "/tmp/x")
     too_little = shell.refused("serve", path, packages[1].path, "--memory", "60MiB")
     assert f"{path.name}: --memory" in too_little
     assert "of 60.0 MiB the gateway takes" in too_little

@@ -68,15 +68,15 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 def test_a_file_is_converted_once_and_called_by_its_name(store: Store) -> None:
     first = store.call("inspect", store.gguf, "--json")
-    assert f"{store.gguf}: a package is made of it, once" in first.errors
+    assert f"{store.gguf}: converting it, once" in first.errors
     package = json.loads(first.out)["path"]
-    assert "made of it" not in store.call("inspect", store.gguf).errors
+    assert "converting" not in store.call("inspect", store.gguf).errors
     assert store.inspected("my-m-we") == store.inspected(store.gguf) == package
     (listed,) = json.loads(store.call("list", "--json").out)["packages"]
     assert (listed["name"], listed["source"]) == ("my-m-we", str(store.gguf))
     assert store.call("rm", "my-m-we").code == 0
     assert package_names() == []
-    assert "a package is made of it, once" in store.call("inspect", store.gguf).errors
+    assert "converting it, once" in store.call("inspect", store.gguf).errors
 
 
 def test_a_folder_is_as_good_as_a_file_and_another_of_its_name_has_another(store: Store, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_changed_model_replaces_its_package(store: Store) -> None:
     before = Package.open(Path(store.inspected(store.gguf))).manifest.model.layers
     write_gguf(store.gguf, replace(TINY, layers=before + 1))
     done = store.call("inspect", store.gguf, "--json")
-    assert "the model has changed: its package is made anew" in done.errors
+    assert "the model has changed: converting it again" in done.errors
     assert Package.open(Path(json.loads(done.out)["path"])).manifest.model.layers == before + 1
     assert package_names() == ["my-m-we"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.planning import FIRST_MODEL
+from neuronpipe.plans.pull.package_library import FIRST_MODEL
 from selenium import webdriver
 
 from tests.browser import Page, needs_browser, new_tab, troubles

@@ -6,7 +6,7 @@ import os
 import signal
 
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.verbs.ps import render, show_age
+from neuronpipe.launch.verbs.runs.ps import render, show_age
 
 from tests.http_client import served
 from tests.pipeline import Shell
@@ -40,7 +40,7 @@ def test_a_person_sees_a_paragraph_for_each_run() -> None:
     facts |= {"warming_up": "43 %", "addresses": ["http://127.0.0.1:8080"]}
     shown = render([facts], [])
     assert shown.splitlines() == [
-        "/run/r", "  m, exact mode", "  up 3 s", "  1.00 GiB of 2.00 GiB", "  4 of 4 texts under way, 2 waiting",
+        "/run/r", "  m, exact mode", "  up 3 s", "  1.00 GiB of 2.00 GiB", "  4 of 4 sequences active, 2 waiting",
         "  warming up: 43 %", "  http://127.0.0.1:8080",
     ]  # fmt: skip
     assert "neuronpipe up" in render([], [])

@@ -57,7 +57,7 @@ def test_a_pull_that_is_ended_goes_on(number: signal.Signals, shell: Shell, mirr
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - began < PATIENCE_S / 4, "it waited for the network"
     if number != signal.SIGKILL:
-        assert "what has come is kept: the same command goes on from here" in errors
+        assert "the download is kept: the same command continues it" in errors
     assert shell.json("list")["packages"] == []
     mirror.hold.clear()
     mirror.let_go.set()

@@ -84,7 +84,7 @@ def test_a_place_where_no_run_is_live_gets_a_new_one_and_serve_says_so(shell: Sh
 
 
 def test_a_live_run_is_joined_and_serve_says_so(shell: Shell, run: Run) -> None:
-    assert said(shell, "--run", run.path)[1] == f"run:             one that was live already, {run.path}"
+    assert said(shell, "--run", run.path)[1] == f"run:             a live one, {run.path}"
 
 
 def test_what_a_live_run_cannot_give_any_more_is_refused(shell: Shell, run: Run, converted: Converted) -> None:

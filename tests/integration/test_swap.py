@@ -243,10 +243,10 @@ def test_what_is_no_request_gets_no_answer_and_what_makes_no_sense_is_refused(sm
             client.send(packet)
             assert client.recv(100) == b""
     for request, why in (
-        ({"ask": "money"}, "none of implementations, swap, end"),
+        ({"ask": "money"}, "expected implementations, swap or end"),
         ({"ask": "swap", "processes": ["coordinator.0"], "patience_s": 1}, "processes: "),
         ({"ask": "swap", "processes": ["cache.0"], "patience_s": -1}, "patience_s: "),
-        ({"ask": "swap", "processes": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: no text"),
+        ({"ask": "swap", "processes": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: expected text"),
     ):
         with pytest.raises(UserError, match=why):
             control.ask(small.path, request, 5.0)

@@ -73,7 +73,7 @@ class Load:
             try:
                 getattr(self, f"_{kind}")(draw)
             except Exception as error:  # told in the main thread
-                if "was restarted and has forgotten this text" not in str(error):  # a score may have to be asked again
+                if "was restarted and has lost this request" not in str(error):  # a score may have to be asked again
                     self.failure = f"{kind}: {error!r}"
             self.done[kind] += 1
 

@@ -197,7 +197,7 @@ def test_folders_that_do_not_fit_the_model_are_refused(package: Package, folder:
         (("--activity", "--import-activity", "x"), "measure or import"),
         (("--import-tokens", "5"), "--import-activity; give that too"),
         (("--reorder", "--text", "x"), "--reorder and --text"),
-        (("--mode", "exact"), "--mode: is of the run of --activity"),
+        (("--mode", "exact"), "--mode: applies to the run of --activity"),
         (("--activity", "--tokens", "3"), "--tokens 3: between 64 and"),
     ],
 )

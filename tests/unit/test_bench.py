@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.bench.asking import Repetition, Text, take
 from neuronpipe.launch.bench.cases import LEAD_TOKENS, Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.energy import EnergyMeter
 from neuronpipe.launch.bench.measure import miss_rate
+from neuronpipe.launch.bench.repetition import Repetition, SequenceTimes, record
 from neuronpipe.launch.bench.report import compare, read_rows
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.planning import DEMO
@@ -31,7 +31,7 @@ def test_tests_are_named_by_what_they_count() -> None:
 
 @pytest.mark.parametrize("text", ["", "pp", "pp0", "tg-1", "pp8tg8", "+tg8", "pp8+", "tg8+pp8", "pp8,,tg8", "xx8"])
 def test_a_test_without_meaning_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no test; write pp512, tg128 or"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a test; write pp512, tg128 or"):
         parse_cases(text)
 
 
@@ -157,13 +157,13 @@ def finished(request: str) -> Finished:
 
 
 def test_only_what_texts_decode_together_counts_as_their_speed() -> None:
-    texts = {"a": Text(), "b": Text()}
+    texts = {"a": SequenceTimes(), "b": SequenceTimes()}
     for message in (
         token("a", 0, 5.0), token("a", 1, 1.0), token("b", 0, 9.0), token("a", 2, 30.0),
         token("b", 1, 4.0), token("a", 3, 4.0), token("a", 3, 99.0), token("c", 0, 1.0),
         finished("a"), token("b", 2, 2.0), finished("b"),
     ):  # fmt: skip
-        take(texts, message)
+        record(texts, message)
     # The third token of `a` came after a prompt of `b`, and the last of `b` was computed alone.
     assert (texts["a"].gaps_ms, texts["a"].counted_ms) == ([1.0, 30.0, 4.0], [4.0])
     assert (texts["b"].gaps_ms, texts["b"].counted_ms) == ([4.0, 2.0], [4.0])
@@ -173,9 +173,9 @@ def test_only_what_texts_decode_together_counts_as_their_speed() -> None:
 
 
 def test_every_gap_of_a_single_text_counts() -> None:
-    texts = {"a": Text()}
+    texts = {"a": SequenceTimes()}
     for message in (token("a", 0, 5.0), token("a", 1, 1.0), token("a", 2, 3.0), finished("a")):
-        take(texts, message)
+        record(texts, message)
     alone = Repetition(tuple(texts.values()))
     assert alone.gaps_ms == [1.0, 3.0]
     assert alone.tokens_per_s(Case("tg2", 0, 2)) == 1000 * 2 / 4.0

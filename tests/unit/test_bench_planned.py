@@ -141,7 +141,7 @@ ROW: dict[str, Any] = {"test": "tg8", "tokens_per_s": 10.0, "miss_rate": 0.0, "p
 def test_the_table_shows_each_planned_figure_with_its_error() -> None:
     plan = {"tokens_per_s": 12.0, "miss_rate": 0.1}
     shown = planned_table([{**ROW, "planned": plan, "error": errors(ROW, plan)}]).splitlines()
-    assert [line.split("  ")[0] for line in shown[2:]] == ["tokens/s", "not resident, of what was wanted"]
+    assert [line.split("  ")[0] for line in shown[2:]] == ["tokens/s", "miss rate"]
     assert shown[2].split()[-3:] == ["10.0", "12.0", "+20%"]
     assert shown[3].split()[-3:] == ["0.0%", "10.0%", "-"]
     far = {"tokens_per_s": 250.0}

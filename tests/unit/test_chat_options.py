@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from neuronpipe.launch.chat.options import OPTIONS, list_options, shown, with_option, without_option
+from neuronpipe.launch.chat.options import OPTIONS, list_options, reset_option, set_option, show_option
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS, Generate
 
@@ -21,17 +21,17 @@ def test_every_declared_option_is_there() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_is_set_within_its_range_and_set_back(name: str) -> None:
     option = OPTIONS[name]
-    value, text = (True, "on") if option.range is None else (option.range.maximum, str(option.range.maximum))
-    changed, line = with_option(ASK, f"{name} {text}")
+    value, text = (True, "on") if option.range is None else (option.range.most, str(option.range.most))
+    changed, line = set_option(ASK, f"{name} {text}")
     assert getattr(changed, name) == value
     assert line == ("max_tokens as many as fit" if name == "max_tokens" else f"{name} {text}")
-    assert line == shown(changed, name)
-    assert without_option(changed, ASK, name)[0] == ASK == without_option(changed, ASK, "")[0]
+    assert line == show_option(changed, name)
+    assert reset_option(changed, ASK, name)[0] == ASK == reset_option(changed, ASK, "")[0]
     with pytest.raises(UserError, match=f"{name} '?sometimes'?: "):
-        with_option(ASK, f"{name} sometimes")
+        set_option(ASK, f"{name} sometimes")
     if option.range is not None:
         with pytest.raises(UserError, match=r"expected a .* (between|above)"):
-            with_option(ASK, f"{name} {2 * option.range.maximum + 1}")
+            set_option(ASK, f"{name} {2 * option.range.most + 1}")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_option_is_set_within_its_range_and_set_back(name: str) -> None:
     ],
 )
 def test_an_option_is_known_by_several_spellings(text: str, name: str, value: float) -> None:
-    assert getattr(with_option(ASK, text)[0], name) == value
+    assert getattr(set_option(ASK, text)[0], name) == value
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_an_option_is_known_by_several_spellings(text: str, name: str, value: fl
 )
 def test_what_cannot_be_set_is_told_what_can(text: str, complaint: str) -> None:
     with pytest.raises(UserError) as refused:
-        with_option(ASK, text)
+        set_option(ASK, text)
     assert complaint in str(refused.value)
 
 

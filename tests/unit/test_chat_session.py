@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from neuronpipe.launch.chat.conversation import Conversation
 from neuronpipe.launch.chat.lines import Lines
 from neuronpipe.launch.chat.session import HELP, Chat, show_help
 from neuronpipe.launch.client import Client, Declined
+from neuronpipe.launch.generation.conversation import Conversation
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.codec import Message
@@ -60,7 +60,7 @@ def chat(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Scripted, list[
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         said: list[str] = []
         client, conversation = Scripted(answer, reason), Conversation(Package.open(DEMO))
-        Chat(cast(Client, client), conversation, Generate(request="1", prompt=""), said.append).hold()
+        Chat(cast(Client, client), conversation, Generate(request="1", prompt=""), said.append).run()
         return client, said, conversation
 
     return held
@@ -103,14 +103,14 @@ def test_what_is_refused_was_not_said_and_the_end_of_the_run_ends_the_chat(chat:
 
 def test_what_ends_an_answer_early_is_said(chat: Any) -> None:
     assert chat("one\n", reason="context")[1] == ["the context is full; /clear begins a new conversation"]
-    assert "nothing to say" in chat("one\n", lambda ask: "")[1][0]
+    assert "answer is empty" in chat("one\n", lambda ask: "")[1][0]
 
 
 def test_a_conversation_is_cleared_and_answered_again(chat: Any) -> None:
     client, said, _ = chat("/again\none\n/again\n/clear\ntwo\n")
     assert [ask.prompt for ask in client.asked] == ["one", "one", "two"]
     assert client.asked[0].seed != client.asked[1].seed
-    assert said == ["nothing was answered yet", "a new conversation"]
+    assert said == ["there is no answer yet", "a new conversation"]
 
 
 def test_a_conversation_is_saved_but_over_no_other_file(chat: Any, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_conversation_is_saved_but_over_no_other_file(chat: Any, tmp_path: Pat
 def test_a_base_model_has_no_place_for_a_system_message(chat: Any) -> None:
     _, said, _ = chat("/system Be brief.\n/system\n")
     assert "base model" in said[0]
-    assert said[1] == "the model is told nothing before"
+    assert said[1] == "no system message"
 
 
 def test_a_mistyped_command_is_not_said_to_the_model(chat: Any) -> None:

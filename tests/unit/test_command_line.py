@@ -7,7 +7,8 @@ import re
 
 import pytest
 from neuronpipe.launch import progress
-from neuronpipe.launch.cli import OF_TWO_WORDS, VERBS, main, verb_parser
+from neuronpipe.launch.arguments.verbs import TWO_WORD_VERBS, VERBS, verb_parser
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 
 
@@ -26,7 +27,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [("stauts", "status"), ("RUN", "run"), ("doc", "doctor"), ("con", "convert"), ("perplexty", "perplexity")],
 )
 def test_a_mistyped_verb_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
-    assert f"{word!r} is no verb; did you mean `{meant}`?" in refused(capsys, word)
+    assert f"{word!r} is not a verb; did you mean `{meant}`?" in refused(capsys, word)
 
 
 def test_a_verb_like_no_other_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +76,7 @@ OUTPUTS = re.compile(r"(write|save|draw|make)\b|.* to make\b|where they go\b")
 """How the help begins of what a verb writes."""
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *OF_TWO_WORDS])
+@pytest.mark.parametrize("verb", [*VERBS, *TWO_WORD_VERBS])
 def test_packages_outputs_pictures_and_runs_have_the_same_names_in_every_verb(verb: str) -> None:
     for action in verb_parser(verb)._actions:
         names, shown, meaning = tuple(action.option_strings), str(action.metavar), action.help or ""
@@ -94,9 +95,11 @@ def test_packages_outputs_pictures_and_runs_have_the_same_names_in_every_verb(ve
 
 def test_a_word_in_place_of_a_number_is_told_so_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "run", "-p", "x", "--temperature", "hot").startswith(
-        "argument --temperature: 'hot' is no number; see"
+        "argument --temperature: 'hot' is not a number; see"
     )
-    assert "argument -n/--max-tokens: '1.5' is no whole number; see" in refused(capsys, "run", "-p", "x", "-n", "1.5")
+    assert "argument -n/--max-tokens: '1.5' is not a whole number; see" in refused(
+        capsys, "run", "-p", "x", "-n", "1.5"
+    )
 
 
 def test_what_is_missing_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +109,8 @@ def test_what_is_missing_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_the_demo_is_not_changed_by_whoever_names_no_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "profile: name the package that is to be changed" in refused(capsys, "profile")
-    assert "profile: name the package that is to be changed" in refused(capsys, "profile", "--activity")
+    assert "profile: name the package to change" in refused(capsys, "profile")
+    assert "profile: name the package to change" in refused(capsys, "profile", "--activity")
     assert "compile: name the package" in refused(capsys, "compile")
 
 
@@ -207,9 +210,9 @@ def test_a_quality_and_what_decides_the_mode_are_refused_together(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (("--target-speed", "10"), "--target-speed 10.0: a baseline is planned for a limit"),
+        (("--target-speed", "10"), "--target-speed 10.0: a baseline is planned for a memory limit"),
         (("--mode", "exact"), "--mode exact: a baseline computes in mode predicted"),
-        (("--hints",), "--hints: a baseline reads nothing ahead"),
+        (("--hints",), "--hints: a baseline does not prefetch"),
     ],
 )
 def test_a_baseline_and_what_it_is_not_are_refused_together(
@@ -222,17 +225,17 @@ def test_a_baseline_and_what_it_is_not_are_refused_together(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--target-speed", "0"), "'0' is no speed; write tokens per second, e.g. 10"),
-        (("--target-speed", "nan"), "'nan' is no speed"),
-        (("--quality", "best"), "'best': write exact, predicted, or by how much perplexity may grow, e.g. 1%"),
-        (("--cores", "1-0"), "'1-0' is no list of cores; write 0,2-3"),
-        (("--cores", "a"), "'a' is no list of cores"),
+        (("--target-speed", "0"), "'0' is not a speed; write tokens per second, e.g. 10"),
+        (("--target-speed", "nan"), "'nan' is not a speed"),
+        (("--quality", "best"), "'best': write exact, predicted, or the allowed rise in perplexity, e.g. 1%"),
+        (("--cores", "1-0"), "'1-0' is not a list of cores; write 0,2-3"),
+        (("--cores", "a"), "'a' is not a list of cores"),
         (("--cores", "9999"), "--cores: core 9999 is none that this process may use; these are 0"),
         (("--target-speed", "1e12"), "--target-speed 1e+12: "),
         (("--target-speed", "1000000"), "--target-speed 1000000: the most that is expected"),
         (("--context", "0"), "--context 0: between 1 and 512, the package's context"),
-        (("--context", "1.5"), "'1.5' is no whole number; write e.g. 4"),
-        (("--workers", "two"), "'two' is no whole number"),
+        (("--context", "1.5"), "'1.5' is not a whole number; write e.g. 4"),
+        (("--workers", "two"), "'two' is not a whole number"),
         (("--memory", "1PB"), "'1PB' is not a size; write bytes, or a number with MiB or GiB, or auto"),
         (("--memory", "0"), "'0': a size must be above zero, and up to 1 EiB"),
         (("--memory", "inf"), "'inf' is not a size"),

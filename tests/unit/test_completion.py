@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import ALIASES, OF_TWO_WORDS, VERBS, main, verb_parser
-from neuronpipe.launch.verbs.completion import SHELLS
-from neuronpipe.launch.verbs.man import page
+from neuronpipe.launch.arguments.verbs import ALIASES, TWO_WORD_VERBS, VERBS, verb_parser
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.verbs.command.completion import SHELLS
+from neuronpipe.launch.verbs.command.man import page
 
 OPTIONS = {option for verb in VERBS for option in verb_parser(verb).options if option.startswith("--")}
 
@@ -48,7 +49,7 @@ def test_every_verb_and_option_is_completed(script: Path) -> None:
         (["help", "stat"], ["status"]),
         (["show", "tiny"], ["tiny-model"]),
         (["run", "tiny"], ["tiny-model"]),
-        (["run", "--plan", ""], []),  # files, by bash itself
+        (["run", "--plan", "READ"], ["README.md"]),
     ],
 )
 def test_bash_offers_what_fits(
@@ -56,9 +57,11 @@ def test_bash_offers_what_fits(
 ) -> None:
     (tmp_path / "packages" / "tiny-model").mkdir(parents=True)
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path))
-    ask = (
-        'source "$1"; shift; COMP_WORDS=(neuronpipe "$@"); COMP_CWORD=$#; _neuronpipe; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
+    (tmp_path / "README.md").touch()
+    monkeypatch.chdir(tmp_path)
+    ask = """source "$1"; shift; COMP_WORDS=(neuronpipe "$@"); COMP_CWORD=$#
+        _shtab_neuronpipe neuronpipe "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+        printf "%s\\n" "${COMPREPLY[@]}" """
     ran = subprocess.run(["bash", "-c", ask, "bash", str(script), *typed], capture_output=True, text=True, check=True)
     assert (ran.stdout.split(), ran.stderr) == (offered, "")
 
@@ -80,7 +83,7 @@ def test_zsh_reads_it(script: Path) -> None:
 
 def test_the_manual_has_every_verb_and_option() -> None:
     shown = page().replace("\\-", "-")
-    assert all(f'.SS "neuronpipe {verb}"' in shown for verb in (*VERBS, *OF_TWO_WORDS))
+    assert all(f'.SS "neuronpipe {verb}"' in shown for verb in (*VERBS, *TWO_WORD_VERBS))
     assert {option for option in OPTIONS if f"\\fB{option}\\fR" not in shown} - {"--help"} == set()
     assert not re.search(r"(?m)^['.](?!TH|SH|SS|TP|PP|B |I |nh|ad)", shown)
 

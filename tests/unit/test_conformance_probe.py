@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.launch.conformance.probe import Asked
+from neuronpipe.launch.conformance.probe import PendingQuestion
 from neuronpipe.protocol.messages.client import ProcessStatus, Status
 
 
@@ -14,12 +14,12 @@ def test_it_says_what_was_asked_what_came_and_who_is_waited_for() -> None:
     status = Status(
         run="r", ready=True, plan="p", mode="exact", processes=(late, prompt), uptime_s=1.0, **figures, **counts
     )
-    asked = Asked()
-    assert asked.overdue(3) == "asked for whether the run is ready, it answered no within 3 s"
-    asked.ask("a text of 5 tokens after a prompt of 12")
-    asked.answered = "2 of them"
-    asked.heard(status)
+    pending = PendingQuestion()
+    assert pending.describe_timeout(3) == "asked for whether the run is ready, it answered no within 3 s"
+    pending.begin("a text of 5 tokens after a prompt of 12")
+    pending.answer = "2 of them"
+    pending.update(status)
     said = "asked for a text of 5 tokens after a prompt of 12, it answered 2 of them within 30 s"
-    assert asked.overdue(30) == f"{said}; decode.0 has not answered step 7 for 6 s"
-    asked.heard(None)
-    assert asked.overdue(30) == said
+    assert pending.describe_timeout(30) == f"{said}; decode.0 has not answered step 7 for 6 s"
+    pending.update(None)
+    assert pending.describe_timeout(30) == said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from neuronpipe.launch.chat.conversation import NO_ROLES, Conversation, asked_in_conversation
+from neuronpipe.launch.generation.conversation import NO_ROLES, Conversation, with_chat_template
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
@@ -32,16 +32,16 @@ def with_template(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def test_a_prompt_is_the_first_message_where_the_package_has_a_template(with_template: Package) -> None:
-    asked = asked_in_conversation(ASK, with_template, None)
+    asked = with_chat_template(ASK, with_template, None)
     assert (asked.prompt, asked.frame) == ("[user]hello[assistant]", False)
-    told = asked_in_conversation(ASK, with_template, "Be brief.")
+    told = with_chat_template(ASK, with_template, "Be brief.")
     assert told.prompt == "[system]Be brief.[user]hello[assistant]"
 
 
 def test_to_a_base_model_a_prompt_goes_as_it_stands() -> None:
-    assert asked_in_conversation(ASK, Package.open(DEMO), None) == ASK
+    assert with_chat_template(ASK, Package.open(DEMO), None) == ASK
     with pytest.raises(UserError, match=NO_ROLES):
-        asked_in_conversation(ASK, Package.open(DEMO), "Be brief.")
+        with_chat_template(ASK, Package.open(DEMO), "Be brief.")
 
 
 def test_a_base_model_continues_its_own_answers() -> None:
@@ -57,7 +57,7 @@ def test_what_the_model_is_told_before_can_be_taken_back(with_template: Package)
     talk = Conversation(with_template, "a")
     talk.turns.append(("user", "b"))
     assert [m["role"] for m in talk.messages] == ["system", "user"]
-    talk.instruct("")
+    talk.set_system("")
     assert (talk.system, talk.prompt().text) == (None, "[user]b[assistant]")
 
 
@@ -73,5 +73,5 @@ def test_a_template_that_refuses_or_grows_beyond_all_bounds_is_one_line(with_tem
 def test_a_conversation_is_saved_as_messages_or_to_read(with_template: Package) -> None:
     talk = Conversation(with_template, "Be brief.")
     talk.turns += [("user", "Hä?"), ("assistant", " Yes.\n")]
-    assert json.loads(talk.saved(as_json=True)) == {"messages": talk.messages}
-    assert talk.saved(as_json=False) == "## system\n\nBe brief.\n\n## user\n\nHä?\n\n## assistant\n\nYes.\n"
+    assert json.loads(talk.export(as_json=True)) == {"messages": talk.messages}
+    assert talk.export(as_json=False) == "## system\n\nBe brief.\n\n## user\n\nHä?\n\n## assistant\n\nYes.\n"

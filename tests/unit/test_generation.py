@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -13,9 +12,11 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch import progress
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.generation import add_generation_arguments, awaited, generate, generate_request
+from neuronpipe.launch.generation.answer import generate
+from neuronpipe.launch.generation.prompt import checked_prompt
+from neuronpipe.launch.generation.stream import describe_wait
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.verbs import status as verb
+from neuronpipe.launch.verbs.runs import status as verb
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
@@ -67,10 +68,10 @@ def shown(
     before: Status = STATUS,
     after: Status = STATUS,
     stays: bool = False,
-    **options: Any,
+    json: bool = False,
 ) -> None:
     client = Scripted(*said, before=before, after=after)
-    generate(cast(Client, client), argparse.Namespace(**{"json": False, **options}), ASK, stays=stays)
+    generate(cast(Client, client), ASK, as_json=json, run_stays=stays)
 
 
 def test_the_prompt_comes_with_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,18 +96,18 @@ def test_a_text_that_waited_for_cold_memory_says_so_once(
 ) -> None:
     def said(**how: Any) -> list[str]:
         shown(ACCEPTED, token(0, " falls"), FINISHED, **how)
-        return [line for line in capsys.readouterr().err.splitlines() if "warming up" in line]
+        return [line for line in capsys.readouterr().err.splitlines() if " % warm " in line]
 
     assert said(before=COLD, after=WARM) == []  # it did not take long
     assert said(before=WARM, after=WARM, stays=True) == []
     assert len(said(before=COLD, after=WARM, stays=True)) == 1  # the next text is asked of the same run
-    monkeypatch.setattr("neuronpipe.launch.generation.SILENT_S", -1.0)
-    whole = "memory was warming up when this was asked, 25 % of it"
-    assert said(before=COLD, after=WARM) == [f"neuronpipe: {whole}; it is warm now. The next text takes less time"]
+    monkeypatch.setattr("neuronpipe.launch.generation.answer.SILENT_S", -1.0)
+    whole = "memory was 25 % warm when the request began"
+    assert said(before=COLD, after=WARM) == [f"neuronpipe: {whole}; it is warm now. The next request takes less time"]
     (line,) = said(
         before=COLD, after=dataclasses.replace(COLD, warm_up=WarmUp(loaded_bytes=2 << 30, total_bytes=4 << 30))
     )
-    assert line == f"neuronpipe: {whole}; now 50 %, 2.00 GiB of 4.00 GiB. The next text takes less time"
+    assert line == f"neuronpipe: {whole}; now 50 %, 2.00 GiB of 4.00 GiB. The next request takes less time"
     assert said(before=WARM, after=WARM) == []
     assert said(before=COLD, after=WARM, json=True) == []
 
@@ -128,7 +129,7 @@ def test_what_the_first_token_waits_for_is_said(
     assert lines == [
         "neuronpipe: starting, 2 s",
         "neuronpipe: reading the prompt, 1,234 tokens, 4 s",
-        "neuronpipe: waiting for a place, or reading the prompt, 1,234 tokens; 2 texts wait, 8 s",
+        "neuronpipe: waiting for a KV slot, or reading the prompt, 1,234 tokens; 2 sequences are waiting, 8 s",
     ]
 
 
@@ -145,11 +146,11 @@ def test_what_was_said_of_the_wait_is_wiped_when_the_first_token_comes(
 
 def test_whatever_a_run_is_asked_for_waits_for_its_start_and_for_warm_memory() -> None:
     starting = dataclasses.replace(STATUS, ready=False)
-    assert [awaited(status, "scoring") for status in (None, starting, STATUS, WARM)] == [
+    assert [describe_wait(status, "scoring") for status in (None, starting, STATUS, WARM)] == [
         *["starting"] * 2,
         *["scoring"] * 2,
     ]
-    assert awaited(COLD, "scoring") == "scoring, while memory warms up: 25 %, 1.00 GiB of 4.00 GiB"
+    assert describe_wait(COLD, "scoring") == "scoring, while memory warms up: 25 %, 1.00 GiB of 4.00 GiB"
 
 
 def test_status_says_that_memory_warms_up_until_it_is_warm() -> None:
@@ -172,10 +173,5 @@ def test_who_gives_no_prompt_is_told_of_a_chat_with_that_model(
 ) -> None:
     monkeypatch.setenv("NEURONPIPE_DATA", "/data/neuronpipe")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    parser = argparse.ArgumentParser()
-    add_generation_arguments(parser)
-    arguments = parser.parse_args([])
-    if package is not None:
-        arguments.package = package
     with pytest.raises(UserError, match=f"`neuronpipe {chat}` holds a conversation"):
-        generate_request(arguments)
+        checked_prompt(None, package)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.verbs.throttle import MAX_SHARE, Throttling, render
+from neuronpipe.launch.verbs.runs.throttle import MAX_SHARE, Throttling, render
 from neuronpipe.plans.device.thermal import Sensor, ThermalState, read_thermal_state
 
 
@@ -108,21 +108,21 @@ def at(celsius: float) -> ThermalState:
 
 def test_rest_grows_while_it_is_hot_stays_while_it_is_warm_and_goes_when_it_is_cool() -> None:
     throttling = Throttling()
-    assert throttling.look(at(60)) == 0
-    shares = [throttling.look(at(91)) for _ in range(9)]
+    assert throttling.update(at(60)) == 0
+    shares = [throttling.update(at(91)) for _ in range(9)]
     assert shares == sorted(shares)
     assert shares[0] > 0
     assert shares[-1] == MAX_SHARE
-    assert throttling.look(at(85)) == MAX_SHARE
-    shares = [throttling.look(at(70)) for _ in range(40)]
+    assert throttling.update(at(85)) == MAX_SHARE
+    shares = [throttling.update(at(70)) for _ in range(40)]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] == 0
 
 
 def test_rest_ends_when_the_sensors_fall_silent() -> None:
     throttling = Throttling()
-    throttling.look(at(95))
-    assert [throttling.look(ThermalState(sensors=(), clock_share=None)) for _ in range(5)][-1] == 0
+    throttling.update(at(95))
+    assert [throttling.update(ThermalState(sensors=(), clock_share=None)) for _ in range(5)][-1] == 0
 
 
 def test_a_person_is_told_what_to_do() -> None:

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.launch.serving import host
-from neuronpipe.launch.serving.host import Host, Offer
+from neuronpipe.launch.serving.host import Host
+from neuronpipe.launch.serving.offers import Offer
 from neuronpipe.services.runtime.listener import bind
 
 
@@ -92,7 +93,7 @@ def test_a_run_that_takes_long_to_end_does_not_hold_up_another(play: Play) -> No
         os.write(runs["a"].theirs, b"\n")
         assert link.heard() == {"ended": "a", "why": "it was ended", "again_in_s": 0.0}
 
-    assert play(gateway) == ["a is started: /run", "b is started: /run", "a is ended: its memory is free"]
+    assert play(gateway) == ["a is started: /run", "b is started: /run", "a has ended: its memory is free"]
 
 
 def test_a_run_that_ends_while_it_is_told_to_is_told_of_once(play: Play) -> None:
@@ -108,8 +109,8 @@ def test_a_run_that_ends_while_it_is_told_to_is_told_of_once(play: Play) -> None
 
     said = play(gateway)
     assert [line for line in said if line.startswith("a ")][1:] in (
-        ["a is ended: its memory is free"],
-        ["a has ended: out of luck\n; the next request starts it again, 1 s from now at the earliest"],
+        ["a has ended: its memory is free"],
+        ["a has ended: out of luck\n; the next request starts it again, in 1 s at the earliest"],
     )
 
 

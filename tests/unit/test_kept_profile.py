@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.doctor.checks import _kept_figures
+from neuronpipe.launch.doctor.checks import _cached_figures
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.process_limits import Memory
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -181,7 +181,7 @@ def test_diff_without_anything_kept_says_what_to_do(
     before = tmp_path / "before.json"
     before.write_text(profile().to_json())
     assert main(["profile", "diff", str(before), str(package)]) == 2
-    assert "none is kept of this device" in capsys.readouterr().err
+    assert "there is no stored profile of this device" in capsys.readouterr().err
     kept(package)
     assert main(["profile", "diff", str(before), str(package), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_device"] is False
@@ -236,12 +236,12 @@ def test_the_doctor_says_when_figures_were_measured_and_whether_they_are_again(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(package, monkeypatch, brief(2.0, busy=0.3))
-    found = _kept_figures(package)
+    found = _cached_figures(package)
     assert found.state == "ok"
     assert "device profile of " in found.found
-    assert "(others kept it 30% busy), measured again at the next start" in found.found
+    assert "(other programs kept it 30% busy), measured again at the next start" in found.found
     kept(package, busy=0.5)
-    assert "not used: other programs kept the machine 50% busy" in _kept_figures(package).found
+    assert "not used: other programs kept the machine 50% busy" in _cached_figures(package).found
 
 
 def test_a_run_that_beats_a_figure_has_it_measured_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

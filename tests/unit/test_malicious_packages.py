@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.launch.generation import for_terminal
+from neuronpipe.launch.generation.terminal import for_terminal
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint

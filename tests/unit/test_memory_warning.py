@@ -6,8 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import _parsed
-from neuronpipe.launch.planning import DEMO, Planned, Subject, memory_warning, planned_for
+from neuronpipe.launch.cli import parse
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning.memory_check import memory_warning
+from neuronpipe.launch.planning.options import plan_options
+from neuronpipe.launch.planning.plan import PlanResult, plan_for
+from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.process_limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
@@ -82,15 +86,15 @@ def test_where_no_limit_that_fits_is_enough_the_least_is_named(whole: Plan, tmp_
 def test_the_least_that_is_named_is_the_least_that_works() -> None:
     demo = Package.open(DEMO)
 
-    def made(*words: str) -> Planned:
+    def made(*words: str) -> PlanResult:
         subject = Subject(manifest=demo.manifest, read_activity=demo.read_activity, device=PHONE)
-        return planned_for(_parsed(["plan", *words]), subject, several=False, gateway=False)
+        return plan_for(subject, plan_options(parse(["plan", *words])), several=False, gateway=False)
 
     roomy = made()
     assert len(roomy.plan.compute.decode_workers()) > 1
-    least = roomy.least_bytes
+    least = roomy.min_limit_bytes
     assert least < roomy.plan.memory.least_bytes  # a run with one worker needs less
-    assert made("--memory", str(least)).least_bytes == least
+    assert made("--memory", str(least)).min_limit_bytes == least
     with pytest.raises(UserError, match=f"the least for this package is {least:,} bytes"):
         made("--memory", str(least - 1))
     little = dataclasses.replace(PHONE, memory_total_bytes=90 * MIB, memory_available_bytes=20 * MIB)

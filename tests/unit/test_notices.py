@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.notices import first_time
+from neuronpipe.launch.generation.notices import first_time
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
@@ -30,7 +30,7 @@ def test_where_nothing_can_be_kept_a_notice_is_shown_every_time(
     (tmp_path / "neuronpipe").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert [first_time("silu", "a"), first_time("silu", "a")] == [True, True]
-    monkeypatch.setattr("neuronpipe.launch.notices.cache_folder", lambda: None)
+    monkeypatch.setattr("neuronpipe.launch.generation.notices.cache_folder", lambda: None)
     assert first_time("silu", "a")
 
 

@@ -229,7 +229,7 @@ def test_the_doctor_says_what_is_missing(package: Package, tmp_path: Path, monke
     assert f"`neuronpipe compile {package.path} --soc 57`" in contexts.advice
     (folder_of(package.path, CHIP, 64) / INDEX).unlink()
     assert findings(package.path, phone)[2].found == "none for SM8650: each start prepares graphs"
-    assert "is no package" in findings(tmp_path, phone)[2].found
+    assert "is not a package" in findings(tmp_path, phone)[2].found
 
 
 def test_the_doctor_knows_phones_whose_runtime_is_no_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

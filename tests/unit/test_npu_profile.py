@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.neural import CORES, Prompts, prompts_here
-from neuronpipe.launch.planning import DEMO, Subject, add_package_argument, add_plan_arguments, planned_for
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
+from neuronpipe.launch.planning.package_argument import add_package_argument
+from neuronpipe.launch.planning.plan import plan_for
+from neuronpipe.launch.planning.prompt_backend import ON_CPU, PromptBackend, choose_prompt_backend
+from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.manifest import MANIFEST, identity
 from neuronpipe.plans.package.npu_section import NpuProfile, matrix_sizes
@@ -179,16 +183,16 @@ def test_plans_take_a_neural_processor_where_the_wish_allows_its_loss(profiled: 
 
     unmeasured = Package(profiled.path, dataclasses.replace(profiled.manifest, npu=None))
     wishes: tuple[Quality | None, ...] = (None, "exact", "predicted")
-    assert all(prompts_here(lossy(profiled, 0.0), wish, chip) == CORES for wish in wishes)
-    assert prompts_here(lossy(profiled, 0.004), 0.005, lambda: None) == CORES
-    assert prompts_here(lossy(profiled, 0.004), 0.005, chip) == Prompts(
+    assert all(choose_prompt_backend(lossy(profiled, 0.0), wish, chip) == ON_CPU for wish in wishes)
+    assert choose_prompt_backend(lossy(profiled, 0.004), 0.005, lambda: None) == ON_CPU
+    assert choose_prompt_backend(lossy(profiled, 0.004), 0.005, chip) == PromptBackend(
         "onnx:qnn",
         "prompts go to SM8650's neural processor: perplexity +0.400% measured, with --quality 0.5%",
     )
-    worse = prompts_here(lossy(profiled, 0.006), 0.005, chip)
+    worse = choose_prompt_backend(lossy(profiled, 0.006), 0.005, chip)
     assert worse.backend is None
-    assert "would lose more than is wished: perplexity +0.600%" in worse.reason
-    never = prompts_here(unmeasured, 0.005, chip)
+    assert "would lose more than is allowed: perplexity +0.600%" in worse.reason
+    never = choose_prompt_backend(unmeasured, 0.005, chip)
     assert never.backend is None
     assert f"`neuronpipe profile {profiled.path} --npu` measures it" in never.reason
     assert not allows_npu(unmeasured.manifest, 0.5)
@@ -205,10 +209,10 @@ def test_a_plan_sends_prompts_where_it_was_found_that_it_may(profiled: Package) 
             manifest=profiled.manifest,
             read_activity=profiled.read_activity,
             device=probe(profiled.path),
-            prompts=Prompts("onnx:cpu", "prompts go elsewhere"),
+            prompts=PromptBackend("onnx:cpu", "prompts go elsewhere"),
         )
         arguments = parser.parse_args([str(profiled.path), *words])
-        return planned_for(arguments, subject, several=False, gateway=False).plan
+        return plan_for(subject, plan_options(arguments), several=False, gateway=False).plan
 
     plan = made("--quality", "1%")
     assert backend_of("prefill", plan.compute.processes) == "onnx:cpu"

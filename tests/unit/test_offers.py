@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import _parsed
+from neuronpipe.launch.cli import parse
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.serving import host
-from neuronpipe.launch.serving.host import offered
+from neuronpipe.launch.planning.options import PlanOptions, plan_options
+from neuronpipe.launch.serving import offers as serving_offers
+from neuronpipe.launch.serving.offers import make_offers
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -19,7 +20,7 @@ Converted = Callable[..., Package]
 
 def test_each_package_has_a_plan_of_its_own(converted: Converted) -> None:
     other = converted("relu2", "f16")
-    offers = offered(_parsed(["serve", "--memory", "2GiB"]), [other.path, DEMO])
+    offers = make_offers([other.path, DEMO], PlanOptions(memory_bytes=2 << 30), plain=False)
     assert list(offers) == [other.manifest.name, Package.open(DEMO).manifest.name]
     assert [offer.plan.package_id for offer in offers.values()] == [
         offer.package.manifest.id for offer in offers.values()
@@ -31,11 +32,11 @@ def test_two_models_of_one_name_are_refused_before_anything_is_measured(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(DEMO, copy)
-    monkeypatch.setattr(host, "planned_here", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr(serving_offers, "plan_here", lambda *_, **__: pytest.fail("it was planned"))
     with pytest.raises(UserError, match=f"^{copy} and {DEMO}: both models are called"):
-        offered(_parsed(["serve"]), [DEMO, converted("relu2", "f16").path, copy])
+        make_offers([DEMO, converted("relu2", "f16").path, copy], PlanOptions(), plain=False)
 
 
-def test_options_that_contradict_each_other_are_refused_before_a_package_is_opened(tmp_path: Path) -> None:
+def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(UserError, match=r"^--mode exact and --quality predicted"):
-        offered(_parsed(["serve", "--mode", "exact", "--quality", "predicted"]), [tmp_path / "none", DEMO])
+        plan_options(parse(["serve", "--mode", "exact", "--quality", "predicted"]))

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.arguments.shapes import flash_of_a_shape, measured_place
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning.shapes import flash_caveat, probe_without_package
 from neuronpipe.plans.device.cores import classify, max_decode_workers, restrict_cores
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
@@ -156,26 +156,26 @@ def test_a_shape_is_planned_for_this_machine_without_a_package(capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["id"] == made["id"]
 
 
-def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_caveat_is_that_of_the_largest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path))
-    assert measured_place(print)[0] == DEMO
+    assert probe_without_package(print)[0] == DEMO
     larger = tmp_path / "packages" / "larger"
     shutil.copytree(DEMO, larger)
     with (larger / "bundles.bin").open("ab") as file:
         file.write(bytes(1 << 20))
-    place, device = measured_place(print)
+    place, device = probe_without_package(print)
     assert place == larger
     assert device.flash is not None
-    assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_of_a_shape(place, device)
+    assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_caveat(place, device)
     profile = planner_device(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
     assert profile is not None
     start = dataclasses.replace(device, profile=profile)
-    assert "speeds are measured in brief" in flash_of_a_shape(place, start), "a start measures no steps"
+    assert "speeds are measured in brief" in flash_caveat(place, start), "a start measures no steps"
     time_us = Figure(median=1.0, spread=0.0)
     step = StepPoint(mode="exact", workers=1, kernels_us=time_us, step_us=time_us, between_us=time_us)
     full = dataclasses.replace(device, profile=dataclasses.replace(profile, steps=(step,)))
-    assert "speeds are of the device profile" in flash_of_a_shape(place, full)
-    assert "not expected" in flash_of_a_shape(place, dataclasses.replace(device, flash=None))
+    assert "speeds are of the device profile" in flash_caveat(place, full)
+    assert "not expected" in flash_caveat(place, dataclasses.replace(device, flash=None))
 
 
 def test_a_verb_that_needs_a_package_says_what_a_shape_is_for(capsys: pytest.CaptureFixture[str]) -> None:

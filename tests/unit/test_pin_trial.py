@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from neuronpipe.launch.verbs.status import show_misses
+from neuronpipe.launch.verbs.runs.status import show_misses
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.planner.plan_options import PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
@@ -142,9 +142,9 @@ STATUS = Status(
     ("rate", "pins", "line"),
     [
         (0.45, "held", ""),
-        (0.891, "held", "89% of what tokens want, the plan expects 42%"),
+        (0.891, "held", "89% of the clusters that tokens need, the plan expects 42%"),
         (0.891, "tried", "under way"),
-        (0.53, "let_go", "53% of what tokens want, the plan expects 42%; what the plan pins was let go"),
+        (0.53, "let_go", "53% of the clusters that tokens need, the plan expects 42%; the plan's pins were released"),
     ],
 )
 def test_a_run_that_misses_far_more_than_planned_is_told_in_one_line(rate: float, pins: Pins, line: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.verbs import profile as verb
+from neuronpipe.launch.verbs.packages import profile as verb
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.inspect import low_recall

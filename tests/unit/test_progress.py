@@ -22,7 +22,7 @@ WIPED = "\x1b[1A\x1b[2K"  # the line above, which is then where the cursor is
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(module, "_quiet_since_s", None)
+    monkeypatch.setattr(module, "_silent_since_s", None)
 
 
 class Terminal(io.StringIO):
@@ -195,7 +195,7 @@ def test_a_bar_takes_one_line(monkeypatch: pytest.MonkeyPatch, columns: int, uni
 def test_a_command_is_silent_for_two_seconds_not_each_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(module, "_quiet_since_s", now)
+    monkeypatch.setattr(module, "_silent_since_s", now)
     stream = io.StringIO()
     now = 101.5  # planned
     with Elapsed(stream=stream) as elapsed:
@@ -211,7 +211,7 @@ def test_a_command_is_silent_for_two_seconds_not_each_part_of_it(monkeypatch: py
     with Elapsed(stream=stream) as elapsed:
         elapsed.say("ending")
     now = 110.0
-    module.heard()
+    module.note_output()
     with Elapsed(stream=stream) as elapsed:
         now = 111.9
         elapsed.say("starting")
@@ -254,17 +254,17 @@ def test_who_waits_shows_that_time_passes(monkeypatch: pytest.MonkeyPatch) -> No
     stream, terminal = io.StringIO(), Terminal()
     with Progress("trying", "checks", stream=stream) as log, Progress("trying", "checks", stream=terminal) as bar:
         now = 104.0
-        module.passes()  # nobody knows of this work yet
+        module.refresh()  # nobody knows of this work yet
         assert (stream.getvalue(), terminal.getvalue()) == ("", "")
         log(1, 4)
         bar(1, 4)
         for now in (104.5, 105.0, 110.0, 119.5):
             drawn = len(terminal.getvalue())
-            module.passes()
+            module.refresh()
             assert (len(terminal.getvalue()) > drawn) == (now != 104.5)
         assert "0:00:10" in terminal.getvalue()
     now = 200.0
-    module.passes()
+    module.refresh()
     assert stream.getvalue().splitlines() == [
         f"neuronpipe: trying: 25 %, 1 of 4 checks, {second} s" for second in (4, 20)
     ]
@@ -273,12 +273,12 @@ def test_who_waits_shows_that_time_passes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_part_that_computes_has_a_thread_show_it_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 0.0)
     monkeypatch.setattr(module, "TICK_S", 0.001)
-    monkeypatch.setattr(module, "PASSES_S", 0.001)
+    monkeypatch.setattr(module, "REFRESH_S", 0.001)
     stream, threads = Terminal(), threading.active_count()
     with Progress("measuring", "figures", stream=stream) as progress:
         progress(1, 4)
         before = len(stream.getvalue())
-        with module.passing():
+        with module.refreshing():
             deadline = time.monotonic() + 10
             while len(stream.getvalue()) == before and time.monotonic() < deadline:
                 time.sleep(0.001)

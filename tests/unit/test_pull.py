@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.verbs import pull as pull_verb
+from neuronpipe.launch.verbs.packages import pull as pull_verb
 from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
@@ -207,7 +207,7 @@ def test_an_interrupted_pull_goes_on_and_fetches_nothing_twice(broken: int, hub:
     (unfinished,) = listed["unfinished"]
     assert (unfinished["name"], unfinished["under_way"]) == ("model", False)
     assert unfinished["command"] == ["pull", "org/model", "--name", "model"]
-    assert "`neuronpipe pull org/model --name model` goes on" in hub.call("list").out
+    assert "`neuronpipe pull org/model --name model` continues" in hub.call("list").out
     assert "its pull was interrupted" in hub.call("inspect", "model").errors
     hub.mirror.refuse.clear()
     hub.mirror.repositories["org/model"]["f" * 40] = {"README.md": b"the branch has gone on"}
@@ -416,7 +416,7 @@ def test_without_room_for_two_shards_one_comes_after_the_other(hub: Hub, monkeyp
 
 def test_a_large_download_needs_a_yes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull_verb, "ASK_ABOVE_BYTES", 1000)
-    assert "say --yes to so large a download" in hub.refused()
+    assert "add --yes to download that much" in hub.refused()
     assert hub.left() == []
 
     class Terminal:
@@ -470,7 +470,7 @@ def test_packages_are_removed_by_name(hub: Hub) -> None:
     assert [package["name"] for package in hub.listed()["packages"]] == ["one", "three", "two"]
     assert hub.call("rm", "one", "two").code == 0
     assert [package["name"] for package in hub.listed()["packages"]] == ["three"]
-    assert "a path is removed with rm" in hub.call("rm", str(hub.data)).errors
+    assert "remove a path with the shell's rm" in hub.call("rm", str(hub.data)).errors
     assert hub.left() == []
 
 

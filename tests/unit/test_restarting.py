@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.launch.serving.restarting import FIRST_S, MOST_S, STEADY_S, Backoff, refuse_for
+from neuronpipe.launch.serving.restarting import MAX_WAIT_S, MIN_WAIT_S, STEADY_S, Backoff, refuse_for
 from neuronpipe.services.runtime.listener import Listener, bind
 
 
@@ -22,16 +22,16 @@ def listener() -> Iterator[Listener]:
 
 def test_each_wait_is_twice_the_one_before_up_to_a_limit() -> None:
     backoff = Backoff()
-    waits = [backoff.after(lasted_s=1.0) for _ in range(10)]
-    assert waits[:4] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, 8 * FIRST_S]
-    assert waits[-1] == MOST_S
+    waits = [backoff.after(duration_s=1.0) for _ in range(10)]
+    assert waits[:4] == [MIN_WAIT_S, 2 * MIN_WAIT_S, 4 * MIN_WAIT_S, 8 * MIN_WAIT_S]
+    assert waits[-1] == MAX_WAIT_S
 
 
 def test_a_run_that_lasted_begins_anew() -> None:
     backoff = Backoff()
     for _ in range(5):
-        backoff.after(lasted_s=1.0)
-    assert backoff.after(lasted_s=STEADY_S) == FIRST_S
+        backoff.after(duration_s=1.0)
+    assert backoff.after(duration_s=STEADY_S) == MIN_WAIT_S
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS"])

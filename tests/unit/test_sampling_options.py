@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from neuronpipe.launch.generation import add_generation_arguments, generate_request
+from neuronpipe.launch.generation.options import add_generation_arguments, generation_options
 from neuronpipe.native import ffi
 from neuronpipe.protocol.codec import Message, Vocabulary, encode, message
 from neuronpipe.protocol.errors import UserError
@@ -52,7 +52,7 @@ LIMITS = Limits(
 def by_command_line(*words: str) -> Generate:
     parser = argparse.ArgumentParser()
     add_generation_arguments(parser)
-    return generate_request(parser.parse_args(["-p", "x", *words]))
+    return generation_options(parser.parse_args(["-p", "x", *words])).sampling.request("x")
 
 
 def by_http(**body: Any) -> dict[str, Any]:

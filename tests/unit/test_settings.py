@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.launch.arguments.settings import settings_file
-from neuronpipe.launch.cli import _parsed, main
+from neuronpipe.launch.cli import main, parse
 from neuronpipe.launch.doctor.checks import checks
-from neuronpipe.launch.planning import DEMO, asked_of_plan, refuse_contradictions
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning.options import plan_options
 from neuronpipe.protocol.errors import UserError
 
 
@@ -23,7 +24,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return _parsed(list(words))
+    return parse(list(words))
 
 
 def test_what_is_not_typed_comes_from_the_file(file: Path) -> None:
@@ -39,16 +40,14 @@ def test_what_is_not_typed_comes_from_the_file(file: Path) -> None:
 
 def test_a_setting_gives_way_to_a_plan_that_is_named(file: Path) -> None:
     file.write_text('[run]\nmemory = "1GiB"\nbackend = ["decode=cpu"]\n')
-    asked = parsed("run", "-p", "x", "--plan", "plan.json")
-    assert asked_of_plan(asked) == ["--plan"]
-    refuse_contradictions(asked)
+    assert plan_options(parsed("run", "-p", "x", "--plan", "plan.json")).typed == ("--plan",)
     with pytest.raises(UserError, match="--memory and --plan"):
-        refuse_contradictions(parsed("run", "-p", "x", "--plan", "plan.json", "--memory", "1GiB"))
-    typed = parsed("run", "-p", "x", "--plan", "plan.json", "--backend", "prefill=cpu")
-    assert asked_of_plan(typed) == ["--backend", "--plan"]
+        plan_options(parsed("run", "-p", "x", "--plan", "plan.json", "--memory", "1GiB"))
+    with pytest.raises(UserError, match="--backend and --plan"):
+        plan_options(parsed("run", "-p", "x", "--plan", "plan.json", "--backend", "prefill=cpu"))
     file.write_text('[run]\nplan = "plan.json"\n')
     with pytest.raises(UserError, match="--memory and --plan"):
-        refuse_contradictions(parsed("run", "-p", "x", "--memory", "1GiB"))
+        plan_options(parsed("run", "-p", "x", "--memory", "1GiB"))
 
 
 @pytest.mark.parametrize(
@@ -61,15 +60,15 @@ def test_a_setting_gives_way_to_a_plan_that_is_named(file: Path) -> None:
         ("[run]\nmemory = [1]\n", "[run] memory: [1]: expected a text or a number"),
         ("[run]\nmemory = true\n", "[run] memory: True: expected a text or a number"),
         ("[run]\nhelp = true\n", "[run] help: there is no such option"),
-        ("[serv]\nport = 1\n", "[serv] is no verb; did you mean [serve]?"),
-        ("memory = 1\n", "[memory] is no verb: a section is named as a verb, e.g. [run]"),
-        ("run = 1\n", "run: belongs into the section of a verb"),
-        ("[run\n", "is no TOML: "),
+        ("[serv]\nport = 1\n", "[serv] is not a verb; did you mean [serve]?"),
+        ("memory = 1\n", "[memory] is not a verb: a section is named after a verb, e.g. [run]"),
+        ("run = 1\n", "run: belongs in the section of a verb"),
+        ("[run\n", "is not TOML: "),
         (
             "[run]\nmemory = 'ä'\n".encode("latin1"),
-            "line 2, byte 11: 0xe4 is no UTF-8; save the file as UTF-8 in an editor",
+            "line 2, byte 11: 0xe4 is not UTF-8; save the file as UTF-8 in an editor",
         ),
-        ("[run]\n".encode("utf-16"), "line 1, byte 1: 0xff is no UTF-8"),
+        ("[run]\n".encode("utf-16"), "line 1, byte 1: 0xff is not UTF-8"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_file_and_key(

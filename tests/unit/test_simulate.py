@@ -310,7 +310,7 @@ def test_a_device_file_with_an_absurd_value_names_file_and_field(
         ((PHONE, SMALL, "--picture", "picture.png"), "ends in .svg"),
         ((PHONE,), "name a model: a shape, or a package"),
         ((SMALL,), f"{SMALL!r}: is no device; known are oneplus-12"),
-        ((PHONE, SMALL, "--mode", "exact", "--policy", "powerinfer2"), "--mode exact: of our own system"),
+        ((PHONE, SMALL, "--mode", "exact", "--policy", "powerinfer2"), "--mode exact: only with policy ours"),
     ],
 )
 def test_wishes_that_cannot_be_met_are_refused(

@@ -8,8 +8,8 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from neuronpipe.launch.chat.wrapping import SoftWrap, columns_of
-from neuronpipe.launch.generation import Screen
+from neuronpipe.launch.generation.terminal import AnswerOutput
+from neuronpipe.launch.generation.wrapping import SoftWrap, columns_of
 
 SEQUENCE = re.compile(r"\x1b\[(\d+)D|\x1b\[(K)|(\n)|(.)", re.DOTALL)
 
@@ -117,7 +117,7 @@ def test_only_a_terminal_that_can_wipe_gets_wrapped_text(
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "20")
     text = "The quick brown foxes jump\tfar"
-    Screen().write(text)
+    AnswerOutput().write(text)
     assert (shown.getvalue() != text) == wrapped
     assert "\n" in shown.getvalue() or not wrapped
 

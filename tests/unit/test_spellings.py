@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from neuronpipe.launch.arguments.spellings import FOREIGN, FOREIGN_VERBS, FORMER, FORMER_VERBS, PACKAGE_WORD
-from neuronpipe.launch.cli import ALIASES, OF_TWO_WORDS, VERBS, _parsed, main, verb_parser
+from neuronpipe.launch.arguments.verbs import ALIASES, TWO_WORD_VERBS, VERBS, verb_parser
+from neuronpipe.launch.cli import main, parse
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.errors import UserError
 
@@ -28,11 +29,11 @@ FORMER_CASES = [
 def test_a_former_spelling_does_what_it_did_and_names_the_present_one(
     verb: str, former: str, present: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = _parsed([*verb.split(), *former.split()])
+    arguments = parse([*verb.split(), *former.split()])
     (shown,) = capsys.readouterr().err.splitlines()
     assert line in shown
     assert shown.endswith("now; the former spelling will go")
-    assert arguments == _parsed([*verb.split(), *present.split()])
+    assert arguments == parse([*verb.split(), *present.split()])
     assert capsys.readouterr().err == ""
 
 
@@ -41,7 +42,7 @@ def test_every_former_spelling_is_tried_and_means_nothing_else() -> None:
         (verb, option) for verb, words, _, _ in FORMER_CASES for option in [w.partition("=")[0] for w in words.split()]
     }
     for row in FORMER:
-        assert row.verb in VERBS or row.verb in OF_TWO_WORDS
+        assert row.verb in VERBS or row.verb in TWO_WORD_VERBS
         options = verb_parser(row.verb)._option_string_actions
         assert row.option not in options
         assert row.now == PACKAGE_WORD or row.now in options
@@ -51,7 +52,7 @@ def test_every_former_spelling_is_tried_and_means_nothing_else() -> None:
 
 
 def test_a_former_verb_names_the_present_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _parsed(["cool", "--once"]) == _parsed(["throttle", "--once"])
+    assert parse(["cool", "--once"]) == parse(["throttle", "--once"])
     assert capsys.readouterr().err == "neuronpipe: `cool` is written `throttle` now; the former spelling will go\n"
 
 
@@ -63,7 +64,7 @@ def test_a_word_too_many_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
         ["synth", "turbosparse-100m", "b", "c"],
     ):
         with pytest.raises(UserError, match="is one word more than this takes"):
-            _parsed(words)
+            parse(words)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_a_word_too_many_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_options_of_other_programs_do_the_same(theirs: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _parsed(theirs.split()) == _parsed(ours.split())
+    assert parse(theirs.split()) == parse(ours.split())
     for line in capsys.readouterr().err.splitlines():
         assert line.endswith("` here")
 
@@ -103,17 +104,17 @@ def test_options_of_other_programs_do_the_same(theirs: str, ours: str, capsys: p
 )
 def test_an_option_without_a_counterpart_is_told_what_there_is(words: str, advice: str) -> None:
     with pytest.raises(UserError, match=r"see `neuronpipe (run|chat) --help`") as refused:
-        _parsed(words.split())
+        parse(words.split())
     assert advice in str(refused.value)
 
 
 def test_no_option_of_ours_is_taken_for_another_programs() -> None:
-    for verb in (*VERBS, *OF_TWO_WORDS):
+    for verb in (*VERBS, *TWO_WORD_VERBS):
         parser = verb_parser(verb)
         for foreign in FOREIGN:
             for option in {*foreign.options} & {*parser.options}:
                 assert option in parser._option_string_actions  # the parser's own wins
-    assert _parsed(["run", "-p", "-5", "--", "-m", "x"]).text == ["x"]
+    assert parse(["run", "-p", "-5", "--", "-m", "x"]).text == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,10 @@ def test_no_option_of_ours_is_taken_for_another_programs() -> None:
     ],
 )
 def test_the_prompt_may_be_the_word_behind_the_model(words: list[str], package: str | None, prompt: str | None) -> None:
-    from neuronpipe.launch.arguments.prompt import take_text
+    from neuronpipe.launch.generation.prompt import join_text
 
-    arguments = _parsed(["run", *words])
-    take_text(arguments)
+    arguments = parse(["run", *words])
+    join_text(arguments)
     assert arguments.prompt == prompt
     assert str(arguments.package) == (package or str(DEMO))
     assert (arguments.package is DEMO) == (package is None)
@@ -152,10 +153,10 @@ def test_a_prompt_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
-    assert "show what a package holds" in " ".join(capsys.readouterr().out.split())
+    assert "show the contents of a package" in " ".join(capsys.readouterr().out.split())
     for words, verb in ((["run"], "run"), (["profile", "device"], "profile device"), (["show"], "inspect")):
         assert main(["help", *words]) == 0
-        assert capsys.readouterr().out.startswith(f"usage: neuronpipe {verb} [-h]")
+        assert capsys.readouterr().out.startswith(f"usage: neuronpipe {verb} [options]")
     assert main(["help", "rnu"]) == 2
     assert "did you mean `run`?" in capsys.readouterr().err
 
@@ -175,18 +176,18 @@ def test_the_verbs_of_other_programs_are_told_ours(capsys: pytest.CaptureFixture
 )  # fmt: skip
 def test_a_size_without_its_unit_is_asked_for_it(option: str, size: str, meant: str) -> None:
     with pytest.raises(UserError, match=r"See `neuronpipe plan --help`") as refused:
-        _parsed(["plan", option, size])
+        parse(["plan", option, size])
     assert meant in str(refused.value)
 
 
 def test_every_option_of_bytes_asks_for_a_forgotten_unit() -> None:
     verbs = [
         (verb, action.option_strings[-1])
-        for verb in (*VERBS, *OF_TWO_WORDS)
+        for verb in (*VERBS, *TWO_WORD_VERBS)
         for action in verb_parser(verb)._actions
         if action.metavar == "BYTES"
     ]
     assert len(verbs) > 10
     for verb, option in verbs:
         with pytest.raises(UserError, match="did you mean 8GiB"):
-            _parsed([*verb.split(), f"{option}=8"])
+            parse([*verb.split(), f"{option}=8"])

@@ -8,8 +8,10 @@ import itertools
 from typing import Any
 
 import pytest
-from neuronpipe.launch import searching
-from neuronpipe.launch.planning import Subject, add_plan_arguments, planned_for
+from neuronpipe.launch.planning import accelerator as accelerators
+from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
+from neuronpipe.launch.planning.plan import plan_for
+from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.expected_misses import ResidentSlots, part_accesses
 from neuronpipe.plans.cost.token_time import step_ms
@@ -26,7 +28,7 @@ from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.lab.simulate.models import model_named
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
+from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, matrix_bytes, offloaded_clusters, show_offloaded_blocks
 from neuronpipe.plans.plan.report import explain
@@ -39,7 +41,7 @@ from tests.unit.test_accelerator_profile import figure
 from tests.unit.test_device_profile import profile
 
 GIB = 1 << 30
-MANIFEST = manifest_of_shape(model_named("turbosparse-mistral-7b"))
+MANIFEST = unmade_manifest(model_named("turbosparse-mistral-7b"))
 BLOCKS = MANIFEST.layout.blocks
 PROCESSES = tuple(ProcessSpec(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill"))
 DECODE = tuple(ProcessSpec(role="decode", index=number, core=None) for number in range(2))
@@ -287,7 +289,7 @@ def planned(of: DeviceProfile, *words: str) -> Plan:
     )
     subject = Subject(manifest=MANIFEST, read_activity=lambda: None, device=device)  # type: ignore[arg-type, return-value]
     arguments = parser.parse_args(["--memory", "8GiB", "--context", "1024", *words])
-    return planned_for(arguments, subject, several=False, gateway=False).plan
+    return plan_for(subject, plan_options(arguments), several=False, gateway=False).plan
 
 
 def has(one: Plan) -> bool:
@@ -296,7 +298,7 @@ def has(one: Plan) -> bool:
 
 @pytest.mark.slow
 def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: None)
+    monkeypatch.setattr(accelerators, "why_unusable", lambda accelerator, backend: None)
     used = planned(measured(1e12, layer_call_us=5))
     assert has(used)
     (said,) = [reason for reason in used.reasons if "Fast GPU is used" in reason]
@@ -316,7 +318,7 @@ def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: 
 
 
 def test_one_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: "backend opencl: no device")
+    monkeypatch.setattr(accelerators, "why_unusable", lambda accelerator, backend: "backend opencl: no device")
     one = planned(measured(1e12, layer_call_us=5))
     assert not has(one)
     assert any(reason == "Fast GPU is not used: backend opencl: no device" for reason in one.reasons)

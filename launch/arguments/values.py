@@ -1,0 +1,114 @@
+"""Parsers of option values, for argparse: each raises ArgumentTypeError for a text that it does not accept."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+
+MAX_BYTES = 1 << 60
+MIN_PLAUSIBLE_BYTES = 1 << 20  # every size option is about memory: a smaller value lacks its unit
+LIKELY_MIB = 64  # a number without unit is more likely meant in MiB from here on, in GiB below
+UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "KIB": 1 << 10,
+    "M": 1 << 20,
+    "MIB": 1 << 20,
+    "G": 1 << 30,
+    "GIB": 1 << 30,
+    "T": 1 << 40,
+    "TIB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+AUTO = -1
+"""The value of `--memory auto`: follow what is available, as it changes."""
+
+ONLY_UTF8 = "not UTF-8, the only encoding that is read; `iconv -f latin1 -t utf-8` converts Latin-1"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `1500000`, `512MiB`, `1.5GiB`, `2G` (binary) or `800MB` (decimal); refuse implausibly small sizes."""
+    return _parse_size(text, "")
+
+
+def parse_limit(text: str) -> int:
+    """Parse a size, or `auto` as AUTO."""
+    return AUTO if text.strip() == "auto" else _parse_size(text, ", or auto")
+
+
+def _parse_size(text: str, alternative: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match.group(2).upper() not in UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write bytes, or a number with MiB or GiB{alternative}"
+        )
+    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if not 1 <= size <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB{alternative}")
+    if size < MIN_PLAUSIBLE_BYTES:
+        unit = "GiB" if float(match.group(1)) < LIKELY_MIB else "MiB"
+        bytes_text = f"{int(size):,} byte{'' if int(size) == 1 else 's'}"
+        raise argparse.ArgumentTypeError(f"{text!r} is {bytes_text}; did you mean {match.group(1)}{unit}?")
+    return int(size)
+
+
+def parse_share(text: str) -> float:
+    """Parse `50%` or `0.5` as a share between 0 and 1."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
+    share = float(match.group(1)) / (100 if match.group(2) else 1) if match else -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 50% or 0.5")
+    return share
+
+
+def parse_speed(text: str) -> float:
+    """Parse a speed in tokens per second."""
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed; write tokens per second, e.g. 10")
+    return speed
+
+
+def parse_time(text: str) -> float:
+    """Parse `30s`, `5m`, `2h` or `forever`, in seconds."""
+    if text.strip() == "forever":
+        return math.inf
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(s|m|h)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 30s, 5m, 2h or forever")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_count(text: str) -> int:
+    """Parse a whole number of at most nine digits; the range is checked by its user."""
+    if re.fullmatch(r"\s*-?\d{1,9}\s*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write e.g. 4")
+    return int(text)
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Parse a list of cores, e.g. `0,2-3`."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of cores; write 0,2-3")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(cores))
+
+
+def parse_text(text: str) -> str:
+    """Return the text if it is valid UTF-8, which bytes of a command line need not be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(ONLY_UTF8) from None
+    return text

@@ -1,0 +1,114 @@
+"""A conversation, and the prompt that it makes for a package's model.
+
+With a chat template, the template writes the prompt. It is a stranger's program and runs in a helper process with
+limits. Without one, the package holds a base model, which knows no roles: the prompt is the conversation's own text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import NamedTuple
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.request import Generate
+
+MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
+NO_ROLES = "this is a base model: without a chat template there is no place for a system message"
+
+
+class Prompt(NamedTuple):
+    """A prompt, and whether the tokenizer adds its begin and end tokens; chat templates write them themselves."""
+
+    text: str
+    frame: bool
+
+
+class Conversation:
+    """The messages of a conversation, in order. Raises UserError for a system message to a base model."""
+
+    def __init__(self, package: Package, system: str | None = None) -> None:
+        self._package = package
+        self._system: str | None = None
+        self.turns: list[tuple[str, str]] = []  # ("user" or "assistant", text)
+        if system is not None:
+            self.set_system(system)
+
+    @property
+    def model(self) -> str:
+        """The name of the model in the package."""
+        return self._package.manifest.name
+
+    @property
+    def has_roles(self) -> bool:
+        """True if the package has a chat template; a base model continues the text of the conversation."""
+        return self._package.manifest.chat is not None
+
+    @property
+    def system(self) -> str | None:
+        """The system message of the conversation."""
+        return self._system
+
+    def set_system(self, system: str) -> None:
+        """Set the system message; an empty text removes it. Raises UserError for a base model."""
+        if not self.has_roles:
+            raise UserError(NO_ROLES)
+        self._system = system or None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages as chat templates and OpenAI's API have them."""
+        system = [] if self._system is None else [("system", self._system)]
+        return [{"role": role, "content": text} for role, text in (*system, *self.turns)]
+
+    def prompt(self) -> Prompt:
+        """Return the prompt. Raises UserError if the template refuses the conversation, or fails."""
+        prompt = Prompt(self._render(), frame=False) if self.has_roles else Prompt(self._concatenate(), frame=True)
+        if len(prompt.text) > MAX_PROMPT_CHARACTERS:
+            raise UserError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters: give a shorter one")
+        return prompt
+
+    def _concatenate(self) -> str:
+        """Return the messages of a conversation with a base model as one text."""
+        text = ""
+        for role, message in self.turns:
+            # An answer follows its prompt without a separator, so that the run finds both in its KV cache.
+            text += "\n" + message if role == "user" and text and not text.endswith("\n") else message
+        return text
+
+    def _render(self) -> str:
+        # Imported here: only packages with a chat template pay for it.
+        from neuronpipe.services.gateway.templates.single_job import write_prompt
+        from neuronpipe.services.gateway.templates.template_jobs import Refused, TemplateError, TemplateSource
+
+        chat, text = self._package.manifest.chat, self._package.chat_template()
+        assert chat is not None
+        try:
+            return write_prompt(TemplateSource(text, chat.begin, chat.end), self.messages)
+        except Refused as refused:
+            raise UserError(f"the model's chat template refuses this: {refused}") from None
+        except TemplateError as error:
+            raise UserError(
+                f"{self._package.path}: the chat template fails: {error}; `--raw` does without, and "
+                "`neuronpipe convert --chat-template FILE` gives the package another one"
+            ) from None
+
+    def export(self, as_json: bool) -> str:
+        """Return the conversation for a file: JSON as in OpenAI's API, or Markdown."""
+        if as_json:
+            return json.dumps({"messages": self.messages}, indent=1, ensure_ascii=False) + "\n"
+        return "\n".join(f"## {message['role']}\n\n{message['content'].strip()}\n" for message in self.messages)
+
+
+def with_chat_template(request: Generate, package: Package, system: str | None) -> Generate:
+    """Return the request with its prompt as the first message of a conversation.
+
+    Without a chat template the request stays as it is. Raises UserError.
+    """
+    conversation = Conversation(package, system)
+    if not conversation.has_roles:
+        return request
+    conversation.turns.append(("user", request.prompt or ""))
+    prompt = conversation.prompt()
+    return dataclasses.replace(request, prompt=prompt.text, frame=prompt.frame)

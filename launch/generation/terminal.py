@@ -1,0 +1,38 @@
+"""Output of an answer to a terminal or a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+
+from neuronpipe.launch.generation.wrapping import SoftWrap
+from neuronpipe.launch.progress import CANNOT_WIPE
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
+
+
+class AnswerOutput:
+    """The output of one answer on stdout: wrapped at blanks on a terminal, unchanged into a pipe."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._wrap: Callable[[str], str] = str
+        if self._is_terminal and os.environ.get("TERM", "") not in CANNOT_WIPE:
+            self._wrap = SoftWrap(lambda: shutil.get_terminal_size().columns).feed
+
+    def write(self, text: str) -> None:
+        """Write and flush text of a model; on a terminal without its control characters."""
+        self.write_trusted(for_terminal(text) if self._is_terminal else text)
+
+    def write_trusted(self, text: str) -> None:
+        """Write and flush text of the user, control characters included."""
+        sys.stdout.write(self._wrap(text))
+        sys.stdout.flush()
+
+
+def for_terminal(text: str) -> str:
+    """Replace control characters in text of a model: packages come from strangers, and a terminal would obey."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,76 @@
+"""Plans for shapes: models that have no package here, for the verbs `plan` and `simulate`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning.memory_check import memory_warning
+from neuronpipe.launch.planning.options import PlanOptions
+from neuronpipe.launch.planning.plan import PlanResult, plan_for
+from neuronpipe.launch.planning.search import Subject
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.lab.simulate.models import known_models
+from neuronpipe.plans.measure.probe import BUNDLES, probe
+from neuronpipe.plans.package.activity_profile import Activity
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.pull.package_library import package_names, packages_folder
+from neuronpipe.protocol.errors import UserError
+
+
+def model_required() -> str:
+    """Return the error text for verbs where the demo would be of no use: which shapes and packages can be named."""
+    names = _package_names()
+    packages = f"; packages are {', '.join(names)}" if names else ""
+    return f"name a model: a shape, or a package; shapes are {', '.join(known_models())}{packages}"
+
+
+def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, gateway: bool) -> PlanResult:
+    """Make the plan for a shape on this machine; parameters as in `plan_here`.
+
+    Flash speed is that of the largest package, from cached measurements or from a short one; the plan's reasons say
+    so.
+    """
+    lines: list[str] = []
+    measured, device = probe_without_package(report=lines.append)
+    subject = Subject(manifest=manifest, read_activity=no_activity, device=device)
+    result = plan_for(subject, options, several=several, gateway=gateway)
+    if (warning := memory_warning(result.plan, device, result.min_limit_bytes)) is not None:
+        lines.append(warning)
+    for line in lines:
+        print(f"neuronpipe: {line}", file=sys.stderr)
+    return result.with_reasons(flash_caveat(measured, device))
+
+
+def probe_without_package(report: Callable[[str], None]) -> tuple[Path, Device]:
+    """Probe this machine; return the package whose file flash was measured on, which is the largest, and the device."""
+    packages = [DEMO, *(packages_folder() / name for name in _package_names())]
+    largest = max(packages, key=lambda path: (path / BUNDLES).stat().st_size if (path / BUNDLES).is_file() else -1)
+    return largest, probe(largest, say=report)
+
+
+def flash_caveat(measured: Path, device: Device) -> str:
+    """Return where the speeds of a plan for a shape on this machine come from. measured: a package."""
+    if device.flash is None:
+        return "no package exists whose flash could be measured: the time of flash is not expected"
+    name = "the demo model" if measured == DEMO else measured.name
+    has_profile = device.profile is not None and device.profile.steps  # a short probe measures no steps
+    source = "of the device profile" if has_profile else "measured in brief"
+    return (
+        f"speeds are {source}, with flash as it reads the file of {name}; a package of this shape may lie on faster or "
+        "slower flash"
+    )
+
+
+def no_activity() -> Activity:
+    """Stand in for a package's activity profile. Raises ValueError: the manifest of a shape names none."""
+    raise ValueError("a shape has no activity profile")
+
+
+def _package_names() -> list[str]:
+    with contextlib.suppress(UserError):  # a user without a home has no packages
+        return package_names()
+    return []

@@ -1,0 +1,1 @@
+"""Verbs that plan, simulate, measure and test."""

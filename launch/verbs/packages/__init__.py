@@ -1,0 +1,1 @@
+"""Verbs that make, list and change packages, and `profile device`."""

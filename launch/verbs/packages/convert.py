@@ -1,0 +1,221 @@
+"""`neuronpipe convert SOURCE [-o DIR]`: convert a Hugging Face directory or a GGUF file to a package.
+
+Without -o the package gets a name, and `run SOURCE` uses it from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.launch.formats import line_to_paste, show_bytes
+from neuronpipe.launch.planning.source_package import choice_line, convert_with_options
+from neuronpipe.launch.progress import Progress
+from neuronpipe.plans.convert import Encoded, convert
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.conversion import Report
+from neuronpipe.plans.convert.refusals import refuse_no_source
+from neuronpipe.plans.inspect import warnings
+from neuronpipe.plans.models.spec import ACTIVATIONS
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.pull.package_library import checked_name
+from neuronpipe.plans.pull.source_models import PackageRequest
+from neuronpipe.plans.quantization_choice import why
+from neuronpipe.plans.strict_json import one_line
+from neuronpipe.protocol.errors import escaped
+from neuronpipe.services.gateway.templates.single_job import examine_template
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="directory with config.json and safetensors files, or a .gguf file (any part of a split one)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="package directory to make (default: a package with a name, which `neuronpipe run SOURCE` uses as well)",
+    )
+    add_conversion_arguments(parser)
+    parser.add_argument(
+        "--frequencies",
+        type=Path,
+        metavar="FILE.npy",
+        help="access frequency of each neuron, float [layers, experts, neurons]; hot neurons are stored first",
+    )
+    parser.add_argument(
+        "--name",
+        help="name of the model; without -o also of the package (default: SOURCE's)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `conversion_options` and `conversion_words` read."""
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="quantization of the weights; embedding and output matrix get at least q8 (default: q4; q8 for a GGUF "
+        "that is neither F16 nor Q4_0)",
+    )
+    parser.add_argument(
+        "--gates",
+        choices=GATE_QUANTIZATIONS,
+        help="smaller quantization for the gate matrices; the others are q4 then",
+    )
+    parser.add_argument(
+        "--activation",
+        choices=ACTIVATIONS,
+        help="activation of the feed-forward layers, if the source states none or a wrong one",
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json or .model, if the source has none"
+    )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="chat template, in Jinja (default: the source's)"
+    )
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
+    parser.add_argument(
+        "--no-predictor",
+        dest="predictor",
+        action="store_false",
+        help="leave the source's predictors out; exact mode needs none",
+    )
+
+
+def conversion_options(arguments: argparse.Namespace) -> Options:
+    """Return the options of a conversion."""
+    return Options(
+        arguments.activation,
+        arguments.tokenizer,
+        arguments.context,
+        arguments.chat_template,
+        predictor=arguments.predictor,
+        examine_template=examine_template,
+    )
+
+
+def conversion_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the options as words of a command line, with absolute paths."""
+    words = []
+    for name in ("quantization", "gates", "activation", "tokenizer", "chat_template", "context"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value.absolute() if isinstance(value, Path) else value)]
+    return words if arguments.predictor else [*words, "--no-predictor"]
+
+
+def main(arguments: argparse.Namespace) -> int:
+    reports: list[Encoded] = []
+    convert_source = _convert_by_name if arguments.output is None else _convert_to_folder
+    package = convert_source(arguments, reports.append)
+    (encoded,) = reports
+    name = package.path.name if arguments.output is None else None
+    if arguments.json:
+        print(json.dumps(({} if name is None else {"name": name}) | package_facts(package, encoded)))
+    else:
+        print(render(package.path, package.manifest, encoded, name))
+    return 0
+
+
+def _convert_by_name(arguments: argparse.Namespace, report: Report) -> Package:
+    """Make the package that `run SOURCE` uses from then on."""
+    refuse_no_source(arguments.source)
+    words = conversion_words(arguments)
+    if arguments.frequencies is not None:
+        words += ["--frequencies", str(arguments.frequencies.absolute())]
+    if arguments.name is not None:
+        words += ["--name", checked_name(arguments.name)]
+    options = PackageRequest(
+        name=arguments.name,
+        quantization=arguments.quantization,
+        gates=arguments.gates,
+        frequencies=arguments.frequencies,
+        options=conversion_options(arguments),
+        overwrite=arguments.overwrite,
+        command=("convert", str(arguments.source.absolute()), *words) if words else (),
+    )
+    return convert_with_options(arguments.source, options, plain=arguments.json, report=report)
+
+
+def _convert_to_folder(arguments: argparse.Namespace, report: Report) -> Package:
+    with Progress("converting", "bytes", plain=arguments.json, steady=True) as progress:
+        return convert(
+            arguments.source,
+            arguments.output,
+            quantization=arguments.quantization,
+            gates=arguments.gates,
+            activation=arguments.activation,
+            frequencies=arguments.frequencies,
+            tokenizer=arguments.tokenizer,
+            context_tokens=arguments.context,
+            chat_template=arguments.chat_template,
+            name=arguments.name,
+            predictor=arguments.predictor,
+            examine_template=examine_template,
+            overwrite=arguments.overwrite,
+            chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.alternative}")),
+            progress=progress,
+            report=report,
+        )
+
+
+def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
+    """Return the JSON fields about a new package."""
+    manifest = package.manifest
+    return {
+        "package": str(package.path),
+        "id": manifest.id,
+        "quantization": manifest.quantization,
+        "quantization_reason": why(encoded.source_weights, manifest.quantization),
+        "embedding_quantization": manifest.quantization_of("embedding"),
+        "gates": manifest.trigger_quantization if manifest.model.gated else None,
+        "activation": manifest.model.activation,
+        "bytes": manifest.size_bytes,
+        "quantization_error": dict(manifest.quantization_error),
+        "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
+        "source_weights": dict(encoded.source_weights),
+        "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
+        "end_tokens": [end._asdict() for end in encoded.ends],
+        "warnings": [*encoded.notes, *warnings(manifest)],
+    }
+
+
+def _source_note(encoded: Encoded, quantization: Quantization) -> str:
+    total = sum(encoded.source_weights.values())
+    alternative = "; `--quantization q8` adds far less, for nearly twice the space" if quantization == "q4" else ""
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in encoded.source_weights.items())
+    return (
+        f"note: the source is quantized itself ({shares}). The errors above are relative to its values, and add to "
+        f"its own loss{alternative}; converting a checkpoint of 16 bits loses less"
+    )
+
+
+def render(path: Path, manifest: Manifest, encoded: Encoded, name: str | None = None) -> str:
+    """Return the new package and its quantization errors as text. name: the package's name, if it has one."""
+    model, size = manifest.model, show_bytes(manifest.size_bytes)
+    lines = [f"{escaped(str(path))}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
+    lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
+    lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
+    lines += [f"{'worst':<12}{encoded.worst_error:>22.4%}  {encoded.worst_tensor}"]
+    if encoded.source_was_quantized:
+        lines += ["", _source_note(encoded, manifest.quantization)]
+    if encoded.ends:
+        lines += [
+            "",
+            "answers end with",
+            *(f"  {one_line(end.text) or end.token}  ({end.why})" for end in encoded.ends),
+        ]
+    for warning in (*encoded.notes, *warnings(manifest)):
+        lines += ["", f"note: {warning}"]
+    lines += ["", f"run it: {line_to_paste('run', name or path, '-p', 'TEXT')}"]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Verbs that start, use and manage runs."""
