@@ -13,7 +13,6 @@ from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.plan import PlanResult, plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.lab.simulate.models import known_models
 from neuronpipe.plans.measure.probe import BUNDLES, probe
 from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
@@ -23,6 +22,8 @@ from neuronpipe.protocol.errors import UserError
 
 def model_required() -> str:
     """Return the error text for verbs where the demo would be of no use: which shapes and packages can be named."""
+    from neuronpipe.plans.lab.simulate.models import known_models  # only a mistake pays for it
+
     names = _package_names()
     packages = f"; packages are {', '.join(names)}" if names else ""
     return f"name a model: a shape, or a package; shapes are {', '.join(known_models())}{packages}"

@@ -21,7 +21,7 @@ def test_every_declared_option_is_there() -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_is_set_within_its_range_and_set_back(name: str) -> None:
     option = OPTIONS[name]
-    value, text = (True, "on") if option.range is None else (option.range.most, str(option.range.most))
+    value, text = (True, "on") if option.range is None else (option.range.maximum, str(option.range.maximum))
     changed, line = set_option(ASK, f"{name} {text}")
     assert getattr(changed, name) == value
     assert line == ("max_tokens as many as fit" if name == "max_tokens" else f"{name} {text}")
@@ -31,7 +31,7 @@ def test_an_option_is_set_within_its_range_and_set_back(name: str) -> None:
         set_option(ASK, f"{name} sometimes")
     if option.range is not None:
         with pytest.raises(UserError, match=r"expected a .* (between|above)"):
-            set_option(ASK, f"{name} {2 * option.range.most + 1}")
+            set_option(ASK, f"{name} {2 * option.range.maximum + 1}")
 
 
 @pytest.mark.parametrize(

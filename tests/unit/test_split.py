@@ -28,7 +28,7 @@ from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.lab.simulate.models import model_named
-from neuronpipe.plans.lab.simulate.shape_manifest import unmade_manifest
+from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, matrix_bytes, offloaded_clusters, show_offloaded_blocks
 from neuronpipe.plans.plan.report import explain
@@ -41,7 +41,7 @@ from tests.unit.test_accelerator_profile import figure
 from tests.unit.test_device_profile import profile
 
 GIB = 1 << 30
-MANIFEST = unmade_manifest(model_named("turbosparse-mistral-7b"))
+MANIFEST = manifest_of_shape(model_named("turbosparse-mistral-7b"))
 BLOCKS = MANIFEST.layout.blocks
 PROCESSES = tuple(ProcessSpec(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill"))
 DECODE = tuple(ProcessSpec(role="decode", index=number, core=None) for number in range(2))
