@@ -15,10 +15,10 @@ from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.memory.segments import Closing
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, ScoreFinished, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.protocol.segments import Closing
 
 POLL_MS = 50
 QUIET_MS = 500

@@ -22,8 +22,8 @@ import zmq
 from neuronpipe.protocol.codec import MAGIC, MAX_FRAME_BYTES, VERSION, Message, encode
 from neuronpipe.protocol.errors import Full, Lost, UnknownType, UserError, WireError
 from neuronpipe.protocol.links import WAIT_MS, Direction, Link
+from neuronpipe.protocol.memory.segments import Closing
 from neuronpipe.protocol.messages.lifecycle import Reject
-from neuronpipe.protocol.segments import Closing
 
 LINGER_MS = 500
 RECONNECT_MS = 20

@@ -25,13 +25,13 @@ from pathlib import Path
 
 from neuronpipe.protocol.codec import MAJOR, VERSION, Message, from_map, message, to_map
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError, quoted
-from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
 from neuronpipe.protocol.locked_directory import LOCK_FILE, LockedDirectory
+from neuronpipe.protocol.memory.layout import Layout
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.process_facts import stat_fields
 from neuronpipe.protocol.schema import json_object
-from neuronpipe.protocol.segments import Segment
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 bytes, one of them for the terminating zero
 RUN_FILE = "run.json"

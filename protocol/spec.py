@@ -15,9 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
-from neuronpipe.protocol import codec, layouts, links, residency, run_directory, segments, spans
+from neuronpipe.protocol import codec, layouts, links, run_directory
 from neuronpipe.protocol.codec import MAGIC, VERSION, Message, Vocabulary
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_MISSES, BOARD_WORDS, LEDGER_ENTRY
+from neuronpipe.protocol.memory import residency, segments, spans
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 from neuronpipe.protocol.options import ranges_of
 from neuronpipe.protocol.schema import describe, documented, one_line

@@ -10,8 +10,8 @@ from neuronpipe.plans.plan.document import ProcessSpec
 from neuronpipe.plans.planner.device_facts import DeviceFacts
 from neuronpipe.plans.planner.plan_options import PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import RunMemory, create_segments
 

@@ -16,9 +16,9 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.memory.segments import Mapping
 from neuronpipe.protocol.messages.client import Finished, Scored, Status, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.protocol.segments import Mapping
 from numpy.typing import NDArray
 
 PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # small, because each step reads most weights

@@ -72,7 +72,7 @@ def refuse_missing(path: Path) -> None:
     """
     if os.path.exists(path):
         return
-    from neuronpipe.plans.lab.simulate.models import refuse_shape  # slow to import, and only needed for the error
+    from neuronpipe.plans.lab.shapes.models import refuse_shape  # slow to import, and only needed for the error
 
     refuse_shape(str(path))
     refuse_unknown(path)

@@ -22,7 +22,7 @@ from neuronpipe.protocol.errors import UserError
 
 def model_required() -> str:
     """Return the error text for verbs where the demo would be of no use: which shapes and packages can be named."""
-    from neuronpipe.plans.lab.simulate.models import known_models  # only a mistake pays for it
+    from neuronpipe.plans.lab.shapes.models import known_models  # only a mistake pays for it
 
     names = _package_names()
     packages = f"; packages are {', '.join(names)}" if names else ""

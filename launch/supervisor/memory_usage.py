@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from neuronpipe.protocol.segments import BLOCK_BYTES
+from neuronpipe.protocol.memory.segments import BLOCK_BYTES
 from neuronpipe.services.monitor.process_usage import ProcessMemory, process_memory
 
 INTERVAL_S = 0.25

@@ -17,7 +17,7 @@ from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.plans.device.process_limits import pressure_files, read_memory, read_stalled_share
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
-from neuronpipe.protocol.segments import Segment
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.services.cache.memory_pressure import Pressure
 from neuronpipe.services.runtime.run_memory import RunMemory
 

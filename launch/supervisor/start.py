@@ -21,8 +21,8 @@ from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.implementations import Implementations
 from neuronpipe.services.runtime.listener import Listener
 

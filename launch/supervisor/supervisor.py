@@ -45,10 +45,10 @@ from neuronpipe.plans.plan.document import ACCELERATOR, BACKEND_ROLES, DEFAULT_B
 from neuronpipe.plans.plan.segment_sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.coordinator.sleep import BOARD_CHANGED
 from neuronpipe.services.monitor.process_usage import helpers_of
 from neuronpipe.services.runtime.core_pinning import pin

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-from neuronpipe.protocol.spans import KINDS
+from neuronpipe.protocol.memory.spans import KINDS
 from neuronpipe.services.monitor.span_rings import Row
 
 _KINDS = {kind.number: kind for kind in KINDS}

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from neuronpipe.launch.trace.svg import FAINT, GRID, INK, Svg, add_line, add_text, finish_page, new_page, round_above
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.spans import KINDS
+from neuronpipe.protocol.memory.spans import KINDS
 from neuronpipe.services.monitor.span_groups import GROUP_OF, GROUPS, NUMBER
 from neuronpipe.services.monitor.span_rings import Row, Span
 from neuronpipe.services.monitor.time_window import TimeWindow, last_steps

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from neuronpipe.plans.convert.chat_template import CONFIG
-from neuronpipe.plans.convert.scored_bpe import (
+from neuronpipe.plans.convert.gguf.scored_bpe import (
     CONTROL,
     SPACE,
     USER_DEFINED,

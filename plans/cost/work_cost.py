@@ -24,7 +24,7 @@ ASSUMED_READ_US_PER_KIB = 0.25
 ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE = 1.3, 1.1
 ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
 # Weights of a prompt times vectors of its tokens, per core: a server's were measured at 150 to 390 G
-# (tests/bench/results, kernels), a phone's mid core would reach 48 G (plans/lab/simulate/devices).
+# (tests/bench/results, kernels), a phone's mid core would reach 48 G (plans/lab/devices).
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
 # Fixed cost of a panel, in tokens: 137, 257 and 321 G with 16, 64 and 512 tokens on an EPYC.
 PANEL_TOKENS_OF_SETUP = 16

@@ -31,7 +31,7 @@ from neuronpipe.plans.measure.kernel_speed import Case, kernel_cases
 from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.profile_confirmation import faster_curve, with_better
 from neuronpipe.plans.package.manifest import MANIFEST
-from neuronpipe.plans.package.parse import read_manifest
+from neuronpipe.plans.package.parsing.parse import read_manifest
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 

@@ -21,7 +21,7 @@ from neuronpipe.plans.package.manifest import (
     TOKENIZER,
     Manifest,
 )
-from neuronpipe.plans.package.parse import read_manifest, require_package
+from neuronpipe.plans.package.parsing.parse import read_manifest, require_package
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.uncached_read import forget, passing

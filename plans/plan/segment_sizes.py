@@ -13,7 +13,7 @@ from neuronpipe.plans.plan.document import DEFAULT_BACKEND, GATEWAY, Compute, Mo
 from neuronpipe.plans.plan.runtime_memory import MAX_PRODUCT_NEURONS, runtime_of
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.memory.layout import Layout
 
 WORD_BYTES = 4
 PARTIAL_TOKENS = 64  # tokens whose block sums a step stores at once; more are summed in turns

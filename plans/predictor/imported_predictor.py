@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored
-from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_header
+from neuronpipe.plans.convert.gguf.gguf_header import POWERINFER_MAGIC, parse_gguf_header
 from neuronpipe.plans.package.manifest import Manifest, package_rank
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
 from neuronpipe.plans.strict_json import open_file

@@ -20,7 +20,7 @@ from neuronpipe.plans.convert.block_conversion import Progress
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.conversion import Conversion, Report
-from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.package.layout import Quantization

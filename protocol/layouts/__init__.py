@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts.run import board, trace
 from neuronpipe.protocol.layouts.step import exchange, kv, prefill_stage
 from neuronpipe.protocol.layouts.weights import fixed, residency, slots
+from neuronpipe.protocol.memory.layout import Layout
 
 __all__ = ["KINDS", "board", "examples", "exchange", "fixed", "kv", "prefill_stage", "residency", "slots", "trace"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
+from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 BOARD_WORDS = ("pid", "incarnation", "restarts", "gone", "signal")
 """Words of a process's line on the board, in order. pid: 0 while there is no process; incarnation: how many

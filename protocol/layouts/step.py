@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
+from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 NODE_SUMS = "; for an accelerator's blocks only the sums of tree nodes, each in the row of its first block"
 

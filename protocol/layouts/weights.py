@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
+from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
 """Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""

@@ -28,10 +28,10 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.layouts.weights import PIN_STATE
 from neuronpipe.protocol.links import CACHE
+from neuronpipe.protocol.memory.residency import TRIGGER, VALUE
 from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.protocol.messages.outcome import Reserved
-from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services.cache.residency import Counts, FreeSlots, PinTable, PinTrial, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.cache.slot_resizing import Resizing
 from neuronpipe.services.runtime import trace
@@ -396,6 +396,7 @@ class CacheService:
         return array("I", bytes(ffi.buffer(slots, 4 * evicted)))
 
     def entries(self, part: int) -> memoryview:
-        """Return the residency entries of a part, a uint32 per cluster; protocol/residency.py explains their bits. They
+        """Return the residency entries of a part, a uint32 per cluster; protocol/memory/residency.py explains their
+        bits. They
         change at any time: read them, and write them only through `evict_clusters`."""
         return self._entries[part].toreadonly()

@@ -19,10 +19,10 @@ from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE
+from neuronpipe.protocol.memory.residency import TRIGGER, VALUE
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
-from neuronpipe.protocol.residency import TRIGGER, VALUE
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.core_pinning import unpinned
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import Rings, RunMemory

@@ -15,14 +15,14 @@ from neuronpipe.native import lib
 from neuronpipe.protocol.channel import Connection, Subscriber, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
-from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS, TRACE_SPANS
 from neuronpipe.protocol.links import CONTROL, EVENTS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
+from neuronpipe.protocol.memory.segments import Closing, Mapping
 from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, RunSummary
-from neuronpipe.protocol.segments import Closing, Mapping
 from neuronpipe.services.monitor.process_usage import Processes
 from neuronpipe.services.monitor.resident_regions import Regions
 from neuronpipe.services.monitor.snapshots import Monitor

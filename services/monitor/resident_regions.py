@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
-from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
+from neuronpipe.protocol.memory.layout import LINE_WORDS
+from neuronpipe.protocol.memory.residency import LOADING, PINNED, PRESENT, STATE_MASK
+from neuronpipe.protocol.memory.segments import Closing
 from neuronpipe.protocol.run_directory import RunFile, RunSummary
-from neuronpipe.protocol.segments import Closing
 
 PARTS = ("trigger", "value")
 

@@ -7,7 +7,7 @@ Waiting is pale, so that dark areas are work.
 from __future__ import annotations
 
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.spans import KINDS
+from neuronpipe.protocol.memory.spans import KINDS
 
 NUMBER = {kind.name: kind.number for kind in KINDS}
 

@@ -9,10 +9,10 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layout import LINE_BYTES
+from neuronpipe.protocol.memory.layout import LINE_BYTES
+from neuronpipe.protocol.memory.segments import Closing, Mapping, Segment
 from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
-from neuronpipe.protocol.segments import Closing, Mapping, Segment
 
 SPANS = np.dtype(
     [("start_ns", "<u8"), ("end_ns", "<u8"), ("kind", "<u2"), ("layer", "<u2"), ("value", "<u4"), ("step", "<u8")]

@@ -9,8 +9,8 @@ from pathlib import Path
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan, ProcessSpec
 from neuronpipe.protocol.frozen import frozen
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.listener import Listener
 from neuronpipe.services.runtime.pulse import Pulse, unwatched
 

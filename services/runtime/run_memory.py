@@ -13,8 +13,8 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.plan.segment_sizes import WORD_BYTES, run_layouts
-from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.segments import Mapping, Segment
+from neuronpipe.protocol.memory.layout import LINE_WORDS
+from neuronpipe.protocol.memory.segments import Mapping, Segment
 
 READS: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"trace"}),

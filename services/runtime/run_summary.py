@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes
 from neuronpipe.plans.plan.document import Plan
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import RunSummary
-from neuronpipe.protocol.segments import Segment
 
 
 def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import RunMemory
 

@@ -20,7 +20,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import DEFAULT_BACKEND
 from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.services.runtime.core_pinning import pin
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import Rings

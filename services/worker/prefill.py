@@ -14,9 +14,9 @@ from typing import Literal
 from neuronpipe.native import lib
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.outcome import Prefilled, Released
 from neuronpipe.protocol.messages.worker import Prefill, Release
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.service_base import Service
 from neuronpipe.services.steps.backend import Backend, Share, StepWork, create_backend

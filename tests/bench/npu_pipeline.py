@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from neuronpipe.launch.client import attach
-from neuronpipe.plans.lab.simulate.device_file import read_device
+from neuronpipe.plans.lab.devices.device_file import read_device
 from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Generate
 

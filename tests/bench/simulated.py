@@ -30,7 +30,7 @@ from neuronpipe.launch.formats import show_bytes  # noqa: E402
 from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
 from neuronpipe.launch.planning.plan import plan_here  # noqa: E402
 from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
-from neuronpipe.plans.lab.simulate.device_file import this_machine  # noqa: E402
+from neuronpipe.plans.lab.devices.device_file import this_machine  # noqa: E402
 from neuronpipe.plans.lab.simulate.recording import record  # noqa: E402
 from neuronpipe.plans.lab.simulate.residency import SequenceDemand  # noqa: E402
 from neuronpipe.plans.lab.simulate.simulate import PlannedRun, Result, simulate_plan  # noqa: E402

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
 from neuronpipe.services.steps.backend import Share, StepWork
 from neuronpipe.services.steps.scored_tokens import Ratings
 from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply

@@ -25,7 +25,7 @@ from neuronpipe.launch.verbs.measurements import bench, conformance, doctor, per
 from neuronpipe.launch.verbs.packages import convert
 from neuronpipe.launch.verbs.runs import ask, chat, run, serve, throttle, up
 from neuronpipe.plans.device.thermal import ThermalState
-from neuronpipe.plans.lab.synth import gguf_counterpart
+from neuronpipe.plans.lab import gguf_counterpart
 from neuronpipe.plans.lab.synth import measured_statistics as measure
 from neuronpipe.plans.lab.synth import synthesize as make
 from neuronpipe.plans.predictor import profiling as profiling

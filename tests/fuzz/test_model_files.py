@@ -17,7 +17,7 @@ from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.package.manifest import identity
-from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 

@@ -17,12 +17,12 @@ from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Listener, open_context
 from neuronpipe.protocol.codec import MAGIC, Message, Vocabulary, encode
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError
-from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.memory.layout import Layout
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.lifecycle import Drained
 from neuronpipe.protocol.messages.request import MAX_CALLS, Function
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
 
 EXAMPLES = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -32,8 +32,8 @@ except ImportError:
 with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.checkpoint import Options
     from neuronpipe.plans.convert.conversion import open_checkpoint
-    from neuronpipe.plans.convert.gguf_header import parse_gguf_header
-    from neuronpipe.plans.package.parse import parse_manifest
+    from neuronpipe.plans.convert.gguf.gguf_header import parse_gguf_header
+    from neuronpipe.plans.package.parsing.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
     from neuronpipe.plans.plan.document import parse_plan
     from neuronpipe.plans.plan.memory_budget import MAX_HELPER_GROWTH_BYTES

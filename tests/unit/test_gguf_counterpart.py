@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.convert.checkpoint import Options
-from neuronpipe.plans.convert.gguf_model import open_gguf
-from neuronpipe.plans.lab.synth import gguf_counterpart as counterpart_module
-from neuronpipe.plans.lab.synth.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
+from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
+from neuronpipe.plans.lab import gguf_counterpart as counterpart_module
+from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.reference.engine import expert_shares

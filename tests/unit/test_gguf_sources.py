@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.encodings import ENCODINGS
-from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import TINY

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.gguf_splits import SPLITS
-from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer, gguf_ends
+from neuronpipe.plans.convert.gguf.gguf_splits import SPLITS
+from neuronpipe.plans.convert.gguf.gguf_tokenizer import build_tokenizer, gguf_ends
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer, pre_tokenizers

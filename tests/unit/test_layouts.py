@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.native import lib
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
+from neuronpipe.protocol.memory.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
 
 length = st.integers(1, 100)
 some_layout = st.one_of(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, ProcessMemory, process_memory
-from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.services.monitor.process_usage import helpers_of
 from neuronpipe.services.worker.cpu import PrivateStage
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.gguf.powerinfer import ARCHITECTURES as POWERINFER_ARCHITECTURES
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.plans.convert.powerinfer import ARCHITECTURES as POWERINFER_ARCHITECTURES
 from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES, GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
 from neuronpipe.protocol.errors import UserError

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
+from neuronpipe.protocol.memory.residency import LOADING, PINNED, PRESENT
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.client import ProcessStatus, Status
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat
 from neuronpipe.protocol.messages.snapshot import Snapshot
-from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT
 from neuronpipe.protocol.run_directory import RunFile, RunSummary, SegmentHandle, started
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.monitor.process_usage import Processes
 from neuronpipe.services.monitor.resident_regions import Regions, Residency
 from neuronpipe.services.monitor.snapshots import MAX_EVENTS, Monitor

@@ -11,7 +11,7 @@ import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.models.spec import LATER_FIELDS
 from neuronpipe.plans.package.manifest import identity
-from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
@@ -162,7 +162,7 @@ def test_what_is_no_json_object_is_refused(data: bytes, message: str) -> None:
 
 
 def test_a_manifest_larger_than_any_is_not_read_into_memory(tmp_path: Path) -> None:
-    from neuronpipe.plans.package.parse import read_manifest
+    from neuronpipe.plans.package.parsing.parse import read_manifest
 
     path = tmp_path / "manifest.json"
     with path.open("wb") as file:

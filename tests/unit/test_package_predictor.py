@@ -17,7 +17,7 @@ from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.package import optional_file
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Predictor, PredictorQuality, Side, identity
-from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows

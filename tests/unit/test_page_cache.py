@@ -18,7 +18,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.uncached_read import BLOCK_BYTES, passing
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.segments import Segment
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.services.loader.loader_service import load_fixed
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

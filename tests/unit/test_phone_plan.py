@@ -15,8 +15,8 @@ from neuronpipe.plans.device.cores import classify, max_decode_workers, restrict
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.measured_points import StepPoint
-from neuronpipe.plans.lab.simulate.device_description import planner_device
-from neuronpipe.plans.lab.simulate.device_file import FOLDER, read_device
+from neuronpipe.plans.lab.devices.device_description import planner_device
+from neuronpipe.plans.lab.devices.device_file import FOLDER, read_device
 from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import Plan

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.parse import MAX_CLUSTERS
+from neuronpipe.plans.package.parsing.parse import MAX_CLUSTERS
 from neuronpipe.plans.plan.document import Plan, parse_plan
 from neuronpipe.plans.plan.memory_budget import MIB
 from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS

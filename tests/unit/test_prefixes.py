@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.segments import Segment
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.services.coordinator.scheduling.prefix_reuse import (
     FORGET_AFTER_S,
     FreeSlots,

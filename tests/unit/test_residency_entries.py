@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from neuronpipe.protocol import residency
+from neuronpipe.protocol.memory import residency
 
 HEADER = (Path(__file__).parents[2] / "native" / "neuronpipe.h").read_text(encoding="utf-8")
 

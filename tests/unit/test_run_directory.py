@@ -16,6 +16,7 @@ from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.run_directory import (
     LOCK_FILE,
     PREFIX,
@@ -27,7 +28,6 @@ from neuronpipe.protocol.run_directory import (
     own_pid,
     started,
 )
-from neuronpipe.protocol.segments import Segment
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.protocol import layouts, segments
+from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layout import Layout
-from neuronpipe.protocol.segments import Segment
+from neuronpipe.protocol.memory import segments
+from neuronpipe.protocol.memory.layout import Layout
+from neuronpipe.protocol.memory.segments import Segment
 
 LAYOUT = layouts.residency(clusters=1000, participants=3)
 
@@ -25,7 +26,7 @@ def segment() -> Iterator[Segment]:
 def test_what_one_process_writes_another_reads(segment: Segment) -> None:
     program = (
         "from neuronpipe.protocol import layouts\n"
-        "from neuronpipe.protocol.segments import Segment\n"
+        "from neuronpipe.protocol.memory.segments import Segment\n"
         f"segment = Segment.attach(layouts.residency(clusters=1000, participants=3), {segment.fd})\n"
         "with segment.map(writable=True) as mapping:\n"
         "    mapping.view('value_entries')[999] = 7\n"
@@ -40,7 +41,7 @@ def test_a_segment_is_opened_through_the_process_that_holds_it(segment: Segment)
     program = (
         "import sys\n"
         "from neuronpipe.protocol import layouts\n"
-        "from neuronpipe.protocol.segments import Segment\n"
+        "from neuronpipe.protocol.memory.segments import Segment\n"
         f"segment = Segment.open(layouts.residency(clusters=1000, participants=3), {os.getpid()}, {segment.fd})\n"
         "with segment.map() as mapping:\n"
         "    print(mapping.view('arrivals')[0])\n"

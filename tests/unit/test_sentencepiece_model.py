@@ -14,7 +14,7 @@ import sentencepiece
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer
+from neuronpipe.plans.convert.gguf.gguf_tokenizer import build_tokenizer
 from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError

@@ -16,7 +16,7 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.manifest import identity
-from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.calibration_texts import MIN_TOKENS, Texts, activity_windows, from_file
 from neuronpipe.plans.predictor.profiling import perplexity

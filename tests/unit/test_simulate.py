@@ -18,13 +18,13 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.activity.replacement_policies import Clock
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.lab.devices.device_file import FOLDER, DeviceModel, read_device, this_machine
+from neuronpipe.plans.lab.paper.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
+from neuronpipe.plans.lab.shapes.models import model_named, model_of
 from neuronpipe.plans.lab.simulate.caching import NativeClock
 from neuronpipe.plans.lab.simulate.decode import Situation
-from neuronpipe.plans.lab.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
 from neuronpipe.plans.lab.simulate.events import Simulation
-from neuronpipe.plans.lab.simulate.models import model_named, model_of
 from neuronpipe.plans.lab.simulate.npu_prefill import Graphs, NpuPrefill, simulate_npu_prefill
-from neuronpipe.plans.lab.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, simulate
 from neuronpipe.plans.lab.simulate.systems import SYSTEMS

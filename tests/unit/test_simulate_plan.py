@@ -13,12 +13,12 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.activity.replacement_policies import Clock, Ids
 from neuronpipe.plans.cost.work_cost import WorkCost
-from neuronpipe.plans.lab.simulate.device_description import planner_device
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel, read_device
-from neuronpipe.plans.lab.simulate.models import model_named
+from neuronpipe.plans.lab.devices.device_description import planner_device
+from neuronpipe.plans.lab.devices.device_file import DeviceModel, read_device
+from neuronpipe.plans.lab.shapes.models import model_named
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.residency import Region, SequenceDemand, planned_traffic
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.simulate import PlannedRun, SimulationOptions, sequences_of, simulate_plan
 from neuronpipe.plans.lab.simulate.task_times import PlannedCosts
 from neuronpipe.plans.lab.simulate.workload import LayerDemand, Workload, in_clusters

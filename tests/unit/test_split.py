@@ -27,8 +27,8 @@ from neuronpipe.plans.device.accelerator import (
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.lab.simulate.models import model_named
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
+from neuronpipe.plans.lab.shapes.models import model_named
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, ProcessSpec
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator, matrix_bytes, offloaded_clusters, show_offloaded_blocks
 from neuronpipe.plans.plan.report import explain

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
-from neuronpipe.plans.lab.simulate.models import model_of
+from neuronpipe.plans.lab.shapes.models import model_of
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.recording import Recording, record
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.synth import activation_rates as firing
 from neuronpipe.plans.lab.synth import codes
 from neuronpipe.plans.lab.synth import synthesize as make

@@ -13,7 +13,7 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode, encode, q3_of_q4, q4_of_q3
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import identity
-from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.plans.package.parsing.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.traffic import trigger_row_bytes
 from neuronpipe.plans.package.writer import Rows

@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import LEFT, RIGHT, WIDTH, draw, middle_layers, write_picture
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.spans import KINDS
+from neuronpipe.protocol.memory.spans import KINDS
 from neuronpipe.services.monitor.span_groups import GROUPS, NUMBER
 from neuronpipe.services.monitor.span_rings import Row, Span
 from neuronpipe.services.monitor.time_window import TimeWindow, last_steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.segments import Segment
-from neuronpipe.protocol.spans import FIELDS, KINDS, SPAN_BYTES
+from neuronpipe.protocol.memory.segments import Segment
+from neuronpipe.protocol.memory.spans import FIELDS, KINDS, SPAN_BYTES
 from neuronpipe.services.runtime.run_memory import RunMemory
 from neuronpipe.services.runtime.trace import Trace, now
 

@@ -17,10 +17,10 @@ from neuronpipe.launch.planning.package_argument import add_package_argument, op
 from neuronpipe.launch.planning.plan import PlanResult, plan_for, plan_here
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.launch.planning.shapes import model_required, no_activity, plan_shape_here
-from neuronpipe.plans.lab.simulate.device_description import caveats, planner_device
-from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
-from neuronpipe.plans.lab.simulate.models import known_models, model_named, shape_named
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape, shape_assumptions
+from neuronpipe.plans.lab.devices.device_description import caveats, planner_device
+from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel, read_device
+from neuronpipe.plans.lab.shapes.models import known_models, model_named, shape_named
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape, shape_assumptions
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.plan.document import ACCELERATOR, Plan, read_plan
 from neuronpipe.plans.plan.report import difference, explain

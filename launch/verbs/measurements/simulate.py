@@ -22,18 +22,18 @@ from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.lab.simulate.device_description import planner_device
-from neuronpipe.plans.lab.simulate.device_file import (
+from neuronpipe.plans.lab.devices.device_description import planner_device
+from neuronpipe.plans.lab.devices.device_file import (
     THIS_MACHINE,
     DeviceModel,
     known_devices,
     read_device,
     this_machine,
 )
+from neuronpipe.plans.lab.shapes.models import SimulatedModel, known_models, model_named, model_of
+from neuronpipe.plans.lab.shapes.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.events import TaskSpan
-from neuronpipe.plans.lab.simulate.models import SimulatedModel, known_models, model_named, model_of
 from neuronpipe.plans.lab.simulate.recording import Recording
-from neuronpipe.plans.lab.simulate.shape_manifest import manifest_of_shape
 from neuronpipe.plans.lab.simulate.simulate import (
     PlannedRun,
     Result,
@@ -51,7 +51,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.document import MODES
 from neuronpipe.plans.planner.search import UNLIMITED_BYTES
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.spans import KINDS
+from neuronpipe.protocol.memory.spans import KINDS
 from neuronpipe.services.monitor.span_rings import Row, Span
 
 TRACED_TOKENS = 3
@@ -219,7 +219,7 @@ def _render(result: Result) -> Iterator[str]:
     busy = ", ".join(f"{unit} {share:.0%}" for unit, share in result.busy.items())
     yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
     yield f"memory     {show_bytes(result.memory_bytes)}"
-    yield "simulated; `plans/lab/simulate/PAPER.md` compares such figures with measurements"
+    yield "simulated; tests/bench/results/simulated-paper.md compares such figures with published ones"
 
 
 def rows_of(traces: tuple[tuple[TaskSpan, ...], ...]) -> list[Row]:

@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     package = None if arguments.output is None else _synthesize(arguments)
     if arguments.gguf is not None:
         with Progress("writing the GGUF", "bytes", plain=arguments.json, steady=True) as progress:
-            from neuronpipe.plans.lab.synth.gguf_counterpart import write_gguf_counterpart
+            from neuronpipe.plans.lab.gguf_counterpart import write_gguf_counterpart
 
             write_gguf_counterpart(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
     result = {} if package is None else _package_facts(package)

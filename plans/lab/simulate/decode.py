@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from neuronpipe.plans.lab.devices.device_file import DeviceModel
+from neuronpipe.plans.lab.shapes.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.lab.simulate.caching import Traffic
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel
 from neuronpipe.plans.lab.simulate.events import Simulation, Task, TaskSpan, Use
-from neuronpipe.plans.lab.simulate.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.lab.simulate.systems import System
 from neuronpipe.plans.lab.simulate.task_times import Costs, Kernel
 from neuronpipe.plans.package.layout import PAGE_BYTES

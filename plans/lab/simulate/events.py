@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel
+from neuronpipe.plans.lab.devices.device_file import DeviceModel
 
 Unit = Literal["cpu", "npu", "flash", "none"]
 SETTLED_S, SETTLED_BYTES = 1e-12, 1e-3

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from neuronpipe.plans.lab.devices.device_file import DeviceModel
 from neuronpipe.plans.lab.simulate.decode import Situation
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel
 from neuronpipe.plans.lab.simulate.events import Simulation, Task
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, MAX_PRODUCT_NEURONS, graphs_for

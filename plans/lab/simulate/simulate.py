@@ -13,10 +13,10 @@ import numpy as np
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.token_time import expected, known_before_attention, shares_core
 from neuronpipe.plans.cost.work_cost import WorkCost
+from neuronpipe.plans.lab.devices.device_file import DeviceModel
+from neuronpipe.plans.lab.shapes.models import SimulatedModel, model_of
 from neuronpipe.plans.lab.simulate.caching import Traffic, traffic
 from neuronpipe.plans.lab.simulate.decode import Decoded, Situation, decode
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel
-from neuronpipe.plans.lab.simulate.models import SimulatedModel, model_of
 from neuronpipe.plans.lab.simulate.npu_prefill import has_npu_worker
 from neuronpipe.plans.lab.simulate.prefill import prefill_s
 from neuronpipe.plans.lab.simulate.recording import Recording

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from neuronpipe.plans.lab.simulate.device_file import DeviceModel, Issuer
+from neuronpipe.plans.lab.devices.device_file import DeviceModel, Issuer
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 from neuronpipe.plans.cost.activation_rates import rates
 from neuronpipe.plans.cost.expected_misses import joined_reads
 from neuronpipe.plans.cost.work_cost import WorkCost
-from neuronpipe.plans.lab.simulate.device_file import THIS_MACHINE, DeviceModel
-from neuronpipe.plans.lab.simulate.models import SCALE_BITS, Parts, SimulatedModel
+from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel
+from neuronpipe.plans.lab.shapes.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.lab.simulate.systems import System
 from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import Manifest

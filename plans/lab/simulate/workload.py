@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.plans.activity.replacement_policies import Ids
-from neuronpipe.plans.lab.simulate.models import SimulatedModel
+from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.synth.activation_rates import active_shares
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of

@@ -14,8 +14,8 @@ from neuronpipe.protocol import process_facts
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.errors import Full, Lost
-from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
+from neuronpipe.protocol.memory.layout import LINE_WORDS
 from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.scheduling.events import ProcessKey

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.segment_sizes import RunShape, private_layouts, product_blocks
-from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.memory.layout import Layout
 from neuronpipe.services.offload.npu.graph_files import contexts_for
 from neuronpipe.services.offload.npu.providers import provider_of
 from neuronpipe.services.offload.npu.sessions import Runtime, Session

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from neuronpipe.plans.cost.activation_rates import ASSUMED_FIRED, ASSUMED_PREDICTED
-from neuronpipe.plans.lab.simulate.device_file import Sourced
+from neuronpipe.plans.lab.devices.device_file import Sourced
 from neuronpipe.plans.lab.synth.shapes import SHAPES, rank_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES

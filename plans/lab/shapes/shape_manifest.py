@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from neuronpipe.plans.lab.simulate.models import SimulatedModel
+from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.number_format import show_number
 from neuronpipe.plans.package.layout import NeuronOrder, compute_layout
 from neuronpipe.plans.package.manifest import (

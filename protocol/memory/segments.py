@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.memory.layout import Layout
 
 MAGIC = b"NPSEG1\0\0"
 HEADER_VERSION = 1

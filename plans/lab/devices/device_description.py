@@ -14,8 +14,8 @@ from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import LIMITS, VERSION, DeviceProfile
-from neuronpipe.plans.lab.simulate.device_file import LOADER_DEPTH, CoreClass, DeviceModel
-from neuronpipe.plans.lab.simulate.models import BITS_PER_WEIGHT
+from neuronpipe.plans.lab.devices.device_file import LOADER_DEPTH, CoreClass, DeviceModel
+from neuronpipe.plans.lab.shapes.models import BITS_PER_WEIGHT
 from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 

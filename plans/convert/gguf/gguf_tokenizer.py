@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.plans.convert.end_tokens import EndToken, end_tokens, ids_at
-from neuronpipe.plans.convert.gguf_splits import SPLITS
-from neuronpipe.plans.convert.scored_bpe import (
+from neuronpipe.plans.convert.gguf.gguf_splits import SPLITS
+from neuronpipe.plans.convert.gguf.scored_bpe import (
     CONTROL,
     NORMAL,
     USER_DEFINED,

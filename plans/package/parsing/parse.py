@@ -63,8 +63,8 @@ from neuronpipe.plans.package.manifest import (
     identity,
 )
 from neuronpipe.plans.package.npu_section import parse_npu
-from neuronpipe.plans.package.parse_predictor import parse_predictor
-from neuronpipe.plans.package.parse_thresholds import parse_silent
+from neuronpipe.plans.package.parsing.parse_predictor import parse_predictor
+from neuronpipe.plans.package.parsing.parse_thresholds import parse_silent
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 

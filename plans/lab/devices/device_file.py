@@ -21,7 +21,7 @@ from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
-FOLDER = Path(__file__).with_name("devices")
+FOLDER = Path(__file__).parent
 THIS_MACHINE = "this-machine"
 MAX_FILE_BYTES = 1 << 20
 MIN_VALUE, MAX_VALUE = 1e-6, 1e6  # beyond, times are infinite or none

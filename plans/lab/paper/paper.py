@@ -1,4 +1,4 @@
-"""`python -m neuronpipe.plans.lab.simulate.paper [FILE]`: write the figures of the paper and of the simulator.
+"""`python -m neuronpipe.plans.lab.paper.paper [FILE]`: write the figures of the paper and of the simulator.
 
 The published figures are in published.json; the code knows none of them. It takes two minutes of a core.
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from neuronpipe.plans.lab.devices.device_file import read_device
+from neuronpipe.plans.lab.shapes.models import model_named, published_models
 from neuronpipe.plans.lab.simulate.decode import Situation
-from neuronpipe.plans.lab.simulate.device_file import read_device
-from neuronpipe.plans.lab.simulate.models import model_named, published_models
 from neuronpipe.plans.lab.simulate.npu_prefill import simulate_npu_prefill
 from neuronpipe.plans.lab.simulate.prefill import prefill_s
 from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, resident_share, simulate
@@ -116,10 +116,10 @@ def document() -> Iterator[str]:
     off_count = sum(off(row, table, values[row]) for table in targets for row in table.rows)
     yield "# The paper's figures, simulated"
     yield ""
-    yield f"Published: {data.source}. Written by `python -m neuronpipe.plans.lab.simulate.paper`; a test compares it"
+    yield f"Published: {data.source}. Written by `python -m neuronpipe.plans.lab.paper.paper`; a test compares it"
     yield f"with the simulator. {TOKENS} tokens of the default preset after 64, one seed. `?`: uncertain in the source."
     yield f"Bold: off the target, {off_count} of {sum(len(table.rows) for table in targets)}. Sources of the values:"
-    yield "`plans/lab/simulate/devices` and `models.json`."
+    yield "`plans/lab/devices` and `models.json`."
     for table in data.cells:
         yield ""
         yield f"## {table.table}"

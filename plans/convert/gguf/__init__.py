@@ -1,0 +1,1 @@
+"""Readers of GGUF files: headers, models in parts, tokenizers, and PowerInfer's variant."""

@@ -1,0 +1,1 @@
+"""The figures of the PowerInfer-2 paper, simulated."""

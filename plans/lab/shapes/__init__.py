@@ -1,0 +1,1 @@
+"""Shapes of models that have no package: sizes, and the manifest that a package would have."""

@@ -1,0 +1,1 @@
+"""Strict parsing of manifest.json and its sections."""

@@ -1,0 +1,1 @@
+"""Shared memory: layouts of segments, their mappings, residency entries and spans."""
