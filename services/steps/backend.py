@@ -36,7 +36,7 @@ BACKENDS = {
 }
 """The class of each backend, which is constructed with its options, a string."""
 
-HOLDERS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxHolder"}
+HOLDERS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxOffloadBackend"}
 """The classes of accelerator processes, where they differ; see services/offload/offload_backend.py."""
 
 

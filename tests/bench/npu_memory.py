@@ -38,7 +38,7 @@ def measure(manifest: Manifest, provider: str, tokens: int) -> dict[str, int]:
     model = manifest.model
     inputs = np.random.default_rng(1).normal(size=(tokens, max(model.width, model.query_width))).astype(np.float32)
     outputs = np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32)
-    products = Products(manifest, Runtime(provider_of(provider)).session, neurons=neurons, most_tokens=tokens)
+    products = Products(manifest, Runtime(provider_of(provider)).session, neurons=neurons, max_tokens=tokens)
     shapes = (
         (lib.NP_PRODUCT_QKV, model.qkv_rows, model.width, model.qkv_rows),
         (lib.NP_PRODUCT_ATTENTION_OUTPUT, model.width, model.query_width, model.width),

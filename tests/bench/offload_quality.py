@@ -29,7 +29,7 @@ from neuronpipe.plans.package.writer import PackageWriter
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 from neuronpipe.services.offload.block_weights import held_weights
-from neuronpipe.services.offload.npu.offloaded_blocks import HeldProducts
+from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
 from neuronpipe.services.offload.npu.providers import Provider, provider_of
 from neuronpipe.services.offload.npu.sessions import Runtime
 from numpy.typing import NDArray
@@ -77,7 +77,7 @@ def _measure(package: Package, chosen: Provider, count: int, length: int, chunks
     layout, tokenizer = package.manifest.layout, FileTokenizer(package.tokenizer())
     encoded = (tokenizer.encode(sequence)[:length] for sequence in documents(held_out=True))
     sequences = list(itertools.islice((sequence for sequence in encoded if len(sequence) == length), count))
-    offloaded = HeldProducts(
+    offloaded = OffloadedProducts(
         package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.held_tokens
     )
     for weights in held_weights(package, layout.blocks):

@@ -22,23 +22,23 @@ pytest.importorskip("onnx")
 
 from neuronpipe.services.offload.block_weights import held_weights
 from neuronpipe.services.offload.npu import graphs
-from neuronpipe.services.offload.npu.offloaded_blocks import HeldProducts
+from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
 from neuronpipe.services.offload.npu.providers import provider_of
 from neuronpipe.services.offload.npu.sessions import Runtime
 
 TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 
 
-def held(package: Package, blocks: int, provider: str = "cpu") -> HeldProducts:
+def held(package: Package, blocks: int, provider: str = "cpu") -> OffloadedProducts:
     chosen = provider_of(provider)
-    holder = HeldProducts(package.manifest, Runtime(chosen).session, blocks=blocks, lengths=chosen.held_tokens)
+    holder = OffloadedProducts(package.manifest, Runtime(chosen).session, blocks=blocks, lengths=chosen.held_tokens)
     for weights in held_weights(package, blocks):
         holder.load(weights)
     return holder
 
 
 def run(
-    package: Package, holder: HeldProducts, chunk: int, *, predicts: bool = False, text: list[int] = TEXT
+    package: Package, holder: OffloadedProducts, chunk: int, *, predicts: bool = False, text: list[int] = TEXT
 ) -> NDArray[np.float32]:
     """Two participants, and one whose blocks graphs compute: the first ones."""
     some, last = holder.blocks, package.manifest.layout.blocks
@@ -93,7 +93,7 @@ def test_in_predicted_mode_held_blocks_are_computed_whole(tmp_path: Path) -> Non
 
 def test_other_counts_of_blocks_than_are_held_are_refused(tmp_path: Path) -> None:
     holder = held(write_package(tmp_path / "package", SPECS["many neurons"], "q8"), 2)
-    with pytest.raises(ValueError, match="1 blocks are wanted, and 2 are held"):
+    with pytest.raises(ValueError, match="1 blocks are requested, and 2 are offloaded"):
         holder(SimpleNamespace(blocks=1))
 
 

@@ -124,7 +124,7 @@ def test_a_fresh_one_is_tested_and_takes_its_place(run: Run, long_shell: Shell) 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--backend", "accelerator=onnx"), "does not say which provider"),
+        (("--backend", "accelerator=onnx"), "names no provider"),
         (("--backend", "accelerator=onnx:cpu", "--gpu-memory", "64KiB"), "did you mean 64MiB?"),
     ],
 )

@@ -1,10 +1,11 @@
-"""Everything that reads bytes of others, fed with mutated ones by atheris, which follows what the bytes reach.
+"""Fuzz everything that parses untrusted bytes with atheris, which is guided by coverage.
 
     python tests/nightly/fuzz.py [--seconds N] [TARGET ...]
 
-Needs `pip install atheris`; without it, draws from mutations blindly. Targets named after verbs call the command
-itself, as tests/fuzz/commands.py describes. A target ends with an input that raises anything but an error for a person,
-takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
+Needs `pip install atheris`; without it, mutations are drawn without guidance. Targets named after verbs call the
+command itself, as tests/fuzz/commands.py describes. A target ends with the first input that raises anything but an
+error message for the user, takes more than ten seconds, or needs 2 GB. The input is written to crash-... in the current
+folder.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ Target = Callable[[bytes], object]
 
 
 def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
-    """By name: what reads, and what it should be able to read."""
+    """Return by name the functions that parse, and valid inputs of each."""
     recipe = replace(TINY, layers=1, neurons=32)
     source = write_checkpoint(folder / "source", recipe)
     write_gguf(folder / "model.gguf", recipe)
@@ -114,11 +115,11 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
 
     grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
 
-    for known in SCHEMAS:
-        grammars.start(known.decode())  # where even these are refused, no input would get far
+    for valid in SCHEMAS:
+        grammars.start(valid.decode())  # if these are refused, no mutation of them gets far
 
     def schema(data: bytes) -> None:
-        """Compiled, and followed for a while along what it allows."""
+        """Compile a schema, and take eight of the tokens that it allows."""
         following = grammars.start(data.decode("utf-8", "replace"))
         for _ in range(8):
             allowed = int.from_bytes(following.allowed, "little")
@@ -128,7 +129,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
     templates = Helper(WORK, memory_bytes=MAX_HELPER_GROWTH_BYTES)
 
     def template(data: bytes) -> None:
-        """In a helper process, whose limits are what bounds it."""
+        """Render a chat template in a helper process, with its limits of time and memory."""
         source = TemplateSource(data.decode("utf-8", "replace"), "<s>", "</s>")
         turns = [ChatTurn(turn["role"], turn["content"]) for turn in TURNS]
         try:
@@ -141,7 +142,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
             parse_gguf_header(opened, path)
 
     return {
-        "wire": (vocabulary.decode, [bytes.fromhex(one["frame"]) for one in json.loads(GOLDEN.read_text())]),
+        "wire": (vocabulary.decode, [bytes.fromhex(golden["frame"]) for golden in json.loads(GOLDEN.read_text())]),
         "gguf": (file("x.gguf", gguf_header), [(folder / "model.gguf").read_bytes()[:4096]]),
         "safetensors": (file("x", read_header), [weights, weights[: 8 + int.from_bytes(weights[:8], "little")]]),
         "configuration": (file("x.json", configuration), [(source / "config.json").read_bytes()]),
@@ -161,55 +162,55 @@ def _plan() -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout
 
 
-def once(target: Target, data: bytes) -> None:
-    """Succeeding is fine, and so is one line for a person. Raises whatever else comes out."""
-    began, said = time.monotonic(), ""
+def check(target: Target, data: bytes) -> None:
+    """Call a target, which may succeed or raise an error of one line for the user. Raises every other error."""
+    began, message = time.monotonic(), ""
     try:
         target(data)
     except (UserError, WireError, NotRunning, ApiError, GrammarError, LibraryFault, TemplateError, Refused) as error:
-        said = str(error)
-    assert len(said) < 10_000, "the error is long"
-    assert "\n" not in said, "the error is not one line"
+        message = str(error)
+    assert len(message) < 10_000, "the error is long"
+    assert "\n" not in message, "the error is not one line"
     assert time.monotonic() - began < MAX_S, "it took too long"
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
-    """A seed with a few bytes changed, cut out, doubled or put in from another seed."""
+    """Return a seed with a few bytes changed, removed, doubled or inserted from another seed."""
     data = bytearray(draw.choice(seeds))
     for _ in range(draw.randint(1, 6)):
         at, length = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 4, 8, 64))
-        other = draw.choice(seeds)
+        donor = draw.choice(seeds)
         data[at : at + draw.choice((0, length))] = draw.choice(
             (b"", draw.randbytes(length), b"\xff" * length, b"\0" * length, bytes(data[at : at + length]) * 2,
-             other[(start := draw.randrange(len(other))) : start + length], b"9" * length, b"-1", b"[" * length)
+             donor[(start := draw.randrange(len(donor))) : start + length], b"9" * length, b"-1", b"[" * length)
         )  # fmt: skip
     return bytes(data)
 
 
-def blind(target: Target, seeds: list[bytes], seconds: float, seed: int) -> int:
-    """Draws until the time is over; how many."""
+def fuzz_randomly(target: Target, seeds: list[bytes], seconds: float, seed: int) -> int:
+    """Check random mutations until the time is over. Return their number."""
     draw, until, count = random.Random(seed), time.monotonic() + seconds, 0
     while time.monotonic() < until:
         data = damaged(draw, draw.choice(seeds)) if draw.randrange(2) else mutated(draw, seeds)
         try:
-            once(target, data)
+            check(target, data)
         except BaseException:
-            crash_file = Path(f"crash-{hashlib.sha1(data).hexdigest()[:12]}")
-            crash_file.write_bytes(data)
-            print(f"the input is in {crash_file}", flush=True)
+            crash = Path(f"crash-{hashlib.sha1(data).hexdigest()[:12]}")
+            crash.write_bytes(data)
+            print(f"the input is in {crash}", flush=True)
             raise
         count += 1
     return count
 
 
-def followed(target: Target, seeds: list[bytes], seconds: float, folder: Path) -> None:
-    """By atheris, in this process, which it ends."""
+def fuzz_with_atheris(target: Target, seeds: list[bytes], seconds: float, folder: Path) -> None:
+    """Let atheris check mutations. It ends this process."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for number, data in enumerate(seeds):
         (corpus / str(number)).write_bytes(data)
     limits = [f"-max_total_time={int(seconds)}", f"-timeout={MAX_S}", f"-rss_limit_mb={MAX_BYTES >> 20}"]
-    atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: once(target, data))
+    atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: check(target, data))
     atheris.Fuzz()
 
 
@@ -217,20 +218,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("targets", nargs="*", metavar="TARGET")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each target (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of blind draws")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of mutations without atheris")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     with tempfile.TemporaryDirectory(prefix="np-") as name:
-        known = targets(Path(name))
-        if unknown := set(arguments.targets) - known.keys():
-            parser.error(f"{min(unknown)!r} is none of {', '.join(known)}")
+        all_targets = targets(Path(name))
+        if unknown := set(arguments.targets) - all_targets.keys():
+            parser.error(f"{min(unknown)!r} is none of {', '.join(all_targets)}")
         if atheris and len(arguments.targets) == 1:
-            followed(*known[arguments.targets[0]], arguments.seconds, Path(name))
-        for target in arguments.targets or known:
-            if atheris:  # a process each: it ends the one it runs in
+            fuzz_with_atheris(*all_targets[arguments.targets[0]], arguments.seconds, Path(name))
+        for target in arguments.targets or all_targets:
+            if atheris:  # a process for each target, because atheris ends it
                 subprocess.run([sys.executable, __file__, target, "--seconds", str(arguments.seconds)], check=True)
             else:
-                count = blind(*known[target], arguments.seconds, arguments.seed)
+                count = fuzz_randomly(*all_targets[target], arguments.seconds, arguments.seed)
                 print(f"{target}: {count} inputs, --seed {arguments.seed}", flush=True)
 
 

@@ -1,8 +1,8 @@
-"""The cost of an idle run: wake-ups a second and the share of a core, of all its processes together.
+"""Measure the cost of an idle run: wake-ups per second and the share of a core, for all its processes together.
 
     python tests/nightly/idle.py [--seconds N]
 
-Fails above 2 wake-ups a second or 0.1 % of a core. A machine that does other things changes neither figure.
+Fails above 2 wake-ups per second or 0.1 % of a core. Other load on the machine changes neither figure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SETTLES_S = 15.0
 
 
 def main() -> int:
-    """Print the figures; the exit status says whether they are within the limits."""
+    """Print the figures. The exit status is 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="for how long to look (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="measured duration (default: %(default)s)")
     seconds = parser.parse_args().seconds
     with scratch_shell() as shell, served(shell, notices=True) as server:
         assert server.post("/v1/completions", prompt="def f(", max_tokens=20).status == 200

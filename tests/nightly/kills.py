@@ -1,4 +1,4 @@
-"""200 kills at random moments of generations: every process of a served run, coordinator and gateway among them.
+"""Kill processes of a served run 200 times at random moments of generations, coordinator and gateway included.
 
 python tests/nightly/kills.py [--kills N] [--seed N]
 """
@@ -18,7 +18,7 @@ from tests.pipeline import scratch_shell
 
 
 def main() -> None:
-    """Raises AssertionError when something differs."""
+    """Raise AssertionError if a text or stream differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))

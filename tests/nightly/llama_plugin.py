@@ -1,7 +1,7 @@
-"""For pytest with llama.cpp's server tests: what their model says of its text is not asked of ours.
+"""A pytest plugin for llama.cpp's server tests that accepts any text where they expect words of their own model.
 
-Only regular expressions that name their model's words are relaxed, to any text at all. Loaded with `-p`; runs with the
-Python of those tests.
+Only regular expressions with such words are relaxed. The plugin is loaded with `-p` and runs in the Python environment
+of those tests.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import utils  # theirs: the module that all their tests take everything from
+import utils  # of llama.cpp: the module from which all its tests import everything
 
-THEIR_WORDS = re.compile(
+MODEL_WORDS = re.compile(
     r"going\|bed|princesses|But she couldn't|Suddenly|\^ blue|Aside\|she|Whillicter|\(very\|special|climb\|leaf"
     r"|John\)\+|\[ -3000 \]"
 )
@@ -19,13 +19,13 @@ _match = utils.match_regex
 
 
 def match_regex(regex: str, text: str) -> bool:
-    """As theirs, and any text in place of their model's words."""
-    return isinstance(text, str) if THEIR_WORDS.search(regex) else _match(regex, text)
+    """Match as llama.cpp's function does, and accept any text in place of its model's words."""
+    return isinstance(text, str) if MODEL_WORDS.search(regex) else _match(regex, text)
 
 
-def nothing(*_: Any) -> None:
-    """There are no models to download."""
+def load_nothing(*_: Any) -> None:
+    """Replace the download of models, which are not needed."""
 
 
 utils.match_regex = match_regex
-utils.ServerPreset.load_all = staticmethod(nothing)
+utils.ServerPreset.load_all = staticmethod(load_nothing)

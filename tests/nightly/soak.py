@@ -1,11 +1,12 @@
-"""Mixed load for an hour, memory that stays flat: texts, streams, schemas, clients that leave, monitors, swaps, kills.
+"""Run a mixed load for an hour and check that memory does not grow.
 
     python tests/nightly/soak.py [--minutes N] [--clients N] [--seed N]
 
-About half of the requests come over HTTP. Every text is one of a few whose tokens are known from the start. Memory is
-seen from outside, about once a second, without the pages of programs and libraries, whose share depends on what else
-runs on the machine. Its middle over the last quarter may exceed that over the second quarter by 2 % and 2 MB. What the
-processes have open is counted as well.
+The load consists of texts, streams, schemas, clients that leave, monitors that do not read, swaps and kills. About half
+of the requests come over HTTP. Every text is one of a few whose tokens were computed at the start. Memory is
+read about once a second, without the pages of programs and libraries, whose share depends on what else runs on the
+machine. Its median over the last quarter may exceed that over the second quarter by 2 % and 2 MB. The open files and
+sockets of the processes are counted as well.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ OPTIONS = ("--ffn-resident", "50%", "--workers", "2", "--sequences", "4")
 COLOURS = ["red", "green", "blue"]
 KINDS = {"text": 8, "score": 1, "left": 2, "stream": 6, "schema": 1, "hung_up": 2, "stuck_monitor": 1}  # kind: weight
 DISTURBED_EVERY_S = 20.0  # kills and swaps take turns
-TOLD_EVERY = 60  # readings of memory
+PRINTED_EVERY = 60  # readings of memory
 SWAPPED = ["decode.0", "decode.1", "loader", "cache", "prefill"]
-MORE_SHARE, MORE_BYTES = 0.02, 2_000_000
+MAX_GROWTH_SHARE, MAX_GROWTH_BYTES = 0.02, 2_000_000
 
 
 class Load:
-    """Clients that ask at random until told to stop."""
+    """Clients that send random requests until the end."""
 
     def __init__(self, server: Server, clients: int, seed: int) -> None:
         self._server, self._run = server, server.run
@@ -72,8 +73,8 @@ class Load:
             (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
             try:
                 getattr(self, f"_{kind}")(draw)
-            except Exception as error:  # told in the main thread
-                if "was restarted and has lost this request" not in str(error):  # a score may have to be asked again
+            except Exception as error:  # raised in the main thread
+                if "was restarted and has lost this request" not in str(error):  # a score may have to be repeated
                     self.failure = f"{kind}: {error!r}"
             self.done[kind] += 1
 
@@ -88,7 +89,7 @@ class Load:
                 assert not isinstance(message, ScoreFinished) or message.tokens > 0
 
     def _left(self, draw: random.Random) -> None:
-        """A client that goes away without a word, its request on the way or its text half done."""
+        """Send a request, and leave without cancelling it."""
         with attach(self._run.path) as client:
             client.send(Generate(request="left", tokens=tuple(draw.choice(PROMPTS)), max_tokens=200, temperature=0.0))
             time.sleep(draw.uniform(0.0, 0.2))
@@ -103,35 +104,35 @@ class Load:
         assert not stream.broken, "the gateway is not among those that are killed"
 
     def _schema(self, draw: random.Random) -> None:
-        """An answer that follows a schema, whatever is sampled."""
+        """Request an answer that must follow a schema, at temperature 1."""
         form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": COLOURS}, "strict": True}}
         seed = draw.randrange(1 << 16)
         stream = Stream(self._server, prompt="colour", temperature=1.0, seed=seed, response_format=form)
         assert json.loads(stream()) in COLOURS
 
     def _hung_up(self, draw: random.Random) -> None:
-        """A client of HTTP that closes its connection in the middle of a stream."""
+        """Close an HTTP connection in the middle of a stream."""
         body = {"prompt": draw.choice(PROMPTS), "max_tokens": 200, "temperature": 0, "stream": True}
         with self._server.connect() as line:
             line.sendall(request("POST", "/v1/completions", body))
             time.sleep(draw.uniform(0.0, 0.2))
 
     def _stuck_monitor(self, draw: random.Random) -> None:
-        """A subscriber to everything that does not read."""
+        """Subscribe to all events without reading them."""
         with open_context() as context:
             Subscriber(context, EVENTS, f"ipc://{self._run.path}/events")
             time.sleep(draw.uniform(1.0, 5.0))
 
 
 def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
-    """Bytes of the run, about once a second; now and then a process is killed or replaced."""
+    """Return the memory of the run in bytes, about once a second. In between, processes are killed or replaced."""
     draw, end, disturb_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + DISTURBED_EVERY_S
     memory: list[int] = []
     swap_next = False
     while time.monotonic() < end:
         assert load.failure is None, load.failure
         memory.append(run.shell.pss_bytes(code=False))
-        if len(memory) % TOLD_EVERY == 0:
+        if len(memory) % PRINTED_EVERY == 0:
             print(f"{memory[-1] / 1e6:.1f} MB, {load.done}", flush=True)
         if time.monotonic() >= disturb_at:
             if swap_next:
@@ -146,7 +147,7 @@ def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
 
 
 def main() -> None:
-    """Raises AssertionError when something grows or differs."""
+    """Raise AssertionError if memory grows or an answer differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=6)
@@ -168,7 +169,7 @@ def main() -> None:
     quarter = len(memory) // 4
     second, last = statistics.median(memory[quarter : 2 * quarter]), statistics.median(memory[-quarter:])
     print(f"{load.done}; memory {second / 1e6:.1f} MB in the second quarter, {last / 1e6:.1f} MB in the last")
-    assert last <= second * (1 + MORE_SHARE) + MORE_BYTES, "memory grows"
+    assert last <= second * (1 + MAX_GROWTH_SHARE) + MAX_GROWTH_BYTES, "memory grows"
 
 
 if __name__ == "__main__":

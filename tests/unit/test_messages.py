@@ -91,8 +91,8 @@ def test_matrices_that_nobody_would_compute_are_refused() -> None:
 def test_a_service_that_imports_the_protocol_stays_small() -> None:
     """Every process of a run imports this; each heavy module costs its memory once per process."""
     program = (
-        "import sys, neuronpipe.protocol.channel, neuronpipe.protocol.memory.segments,
-        neuronpipe.protocol.run_directory\n"
+        "import sys, neuronpipe.protocol.channel, neuronpipe.protocol.memory.segments\n"
+        "import neuronpipe.protocol.run_directory\n"
         "print(*sorted({'numpy', 'multiprocessing', 'asyncio', 'ctypes', 'ssl', '_hashlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -44,8 +44,8 @@ def computed(
     """Logits of the text, in steps of so many tokens, and how many products were computed again."""
     participants = Participants(package, count=2, max_tokens=len(TEXT), external_products=True, product_blocks=blocks)
     neurons = blocks * package.manifest.layout.block_neurons
-    session, most_tokens = Runtime(provider_of(provider)).session, len(TEXT)
-    products = Products(package.manifest, session, neurons=neurons, most_tokens=most_tokens, threads=threads)
+    session, max_tokens = Runtime(provider_of(provider)).session, len(TEXT)
+    products = Products(package.manifest, session, neurons=neurons, max_tokens=max_tokens, threads=threads)
     return participants.run(TEXT, chunk, multiply=products), products.recomputed_tokens
 
 
@@ -90,11 +90,11 @@ def test_every_product_is_near_the_engines(tmp_path: Path, name: str, quantizati
             before = out.copy() if product.kind == lib.NP_PRODUCT_NEURONS else np.zeros_like(out)
             super()._finish(product, future)
             every = np.arange(product.tokens, dtype=np.uint32)
-            found, wanted = out - before, self._rows.compute_again(product, future.result().made.place, every)
+            found, wanted = out - before, self._rows.recompute(product, future.result().rows.place, every)
             out[:] = before + wanted
             errors.setdefault(product.kind, []).append(float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)))
 
-    products = Both(package.manifest, Runtime(CPU).session, neurons=neurons, most_tokens=len(TEXT))
+    products = Both(package.manifest, Runtime(CPU).session, neurons=neurons, max_tokens=len(TEXT))
     Participants(package, count=1, max_tokens=len(TEXT), external_products=True).run(TEXT, len(TEXT), multiply=products)
     worst = {kind: max(found) for kind, found in errors.items()}
     print(worst)
@@ -127,7 +127,7 @@ def test_graphs_that_follow_each_other_give_the_same_bits(tmp_path: Path) -> Non
             package.manifest,
             lambda graph, opened=opened: Counted(opened.session(graph)),  # type: ignore[misc, arg-type]
             neurons=neurons,
-            most_tokens=129,
+            max_tokens=129,
             threads=2,
         )
         rows = participants.run(text, chunk, multiply=products)
@@ -175,7 +175,7 @@ def test_rows_are_made_products_ahead_of_the_graphs(tmp_path: Path, parallel: bo
                 wanted += 1
             rows = products._rows
             with rows._changed:
-                assert rows._changed.wait_for(lambda: len(rows._made) >= wanted, 30)
+                assert rows._changed.wait_for(lambda: len(rows._prepared) >= wanted, 30)
             ahead.append(wanted)
             return self._session.run(inputs)
 
@@ -184,7 +184,7 @@ def test_rows_are_made_products_ahead_of_the_graphs(tmp_path: Path, parallel: bo
         package.manifest,
         lambda graph: Device(runtime.session(graph)),  # type: ignore[arg-type, return-value]
         neurons=package.manifest.layout.block_neurons,
-        most_tokens=len(TEXT),
+        max_tokens=len(TEXT),
     )
     one = Participants(package, count=1, max_tokens=len(TEXT), external_products=True, product_blocks=1)
     one.run(TEXT[:1], 1, multiply=products)

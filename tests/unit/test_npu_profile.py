@@ -108,7 +108,7 @@ def test_what_is_kept_is_read_again_and_obeyed(profiled: Package) -> None:
     def computed(package: Package, threads: int = 1) -> tuple[Any, float]:
         participants = Participants(package, count=2, max_tokens=len(text), external_products=True, product_blocks=2)
         products = Products(
-            package.manifest, Runtime(CPU).session, neurons=neurons, most_tokens=len(text), threads=threads
+            package.manifest, Runtime(CPU).session, neurons=neurons, max_tokens=len(text), threads=threads
         )
         rows = participants.run(text, len(text), multiply=products)
         return rows, products.counters()["recomputed_tokens"]

@@ -1,6 +1,8 @@
-"""The backend `onnx`: prompts whose matrices a neural processor's runtime multiplies; the native engine does the rest.
+"""The prefill backend `onnx`: the runtime of a neural processor computes the matrix products of prompts, and the native
+engine everything else.
 
-Its option is the provider (sessions.py). Numerics names both: the products' arithmetic, and the engine's.
+The backend's option is the provider (providers.py). The numerics name both: the arithmetic of the products, and that of
+the engine.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from neuronpipe.services.offload.npu.graphs import Graph
 
 ACTIVATIONS = ("relu", "drelu")
-"""Those where a longer input only scales a neuron's value, so that each token may have a scale of its own."""
+"""Activation functions with which scaling the input only scales a neuron's value, so that each token may have its own
+scale."""
 
 
 class OnnxBackend(CpuBackend):
-    """See the module; the interface is that of services/steps/backend.py."""
+    """The prefill backend `onnx`; the interface is that of services/steps/backend.py."""
 
     def __init__(self, options: str = "") -> None:
         super().__init__()
@@ -37,11 +40,11 @@ class OnnxBackend(CpuBackend):
 
     @property
     def numerics(self) -> str:
-        """Products in the provider's arithmetic, all else in the engine's."""
+        """The arithmetic of the provider, for products, followed by that of the engine, for everything else."""
         return f"{self._provider.numerics}+{super().numerics}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Prompts of models of 4 and 8 bits with gates that a ReLU opens."""
+        """Return why the backend cannot compute this phase of a model, or None if it can."""
         if phase != "prefill":
             return "onnx computes prompts, or blocks of decode steps; write prefill=onnx:... or accelerator=onnx:..."
         return refusal(manifest)
@@ -51,7 +54,7 @@ class OnnxBackend(CpuBackend):
         import numpy as np
         from neuronpipe.services.offload.npu.layer_products import Products
 
-        manifest, tokens = placement.job.package.manifest, self._most_tokens(placement)
+        manifest, tokens = placement.job.package.manifest, self._max_tokens(placement)
         model = manifest.model
         self._inputs = np.zeros((tokens, max(model.width, model.query_width)), np.float32)
         self._outputs = np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32)
@@ -61,20 +64,20 @@ class OnnxBackend(CpuBackend):
             manifest,
             self._sessions(placement.job.package, neurons),
             neurons=neurons,
-            most_tokens=tokens,
+            max_tokens=tokens,
             threads=placement.job.plan.compute.prefill_threads,
         )
         self.multiply = self._products
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """The same, and what became of the products."""
+        """Compute a step, and return its counters with those of the products."""
         counters, products = super().compute(work), self._products.counters()
-        # Else it was waited for while graphs computed.
+        # Flash reads for which no graph waited were hidden behind computation.
         exposed_ms = min(counters["flash_ms"], products["rows_wait_ms"] / len(self._participants))
         return counters | products | {"flash_ms": exposed_ms}
 
     def _sessions(self, package: Package, neurons: int) -> Callable[[Graph], Session]:
-        """From the chip's contexts, where the package has some; else from the graphs."""
+        """Return what opens sessions: from the package's contexts for the chip if it has any, otherwise from graphs."""
         runtime, chip = Runtime(self._provider), self._provider.chip
         if chip is None:
             return runtime.session
@@ -98,13 +101,13 @@ class OnnxBackend(CpuBackend):
         layout = placement.job.package.manifest.layout
         return product_blocks(layout, placement.job.plan.compute.prefill_window_blocks)
 
-    def _most_tokens(self, placement: Placement) -> int:
+    def _max_tokens(self, placement: Placement) -> int:
         compute = placement.job.plan.compute
         return RunShape.of(compute).prefill_tokens(compute.prefill_chunk_tokens)
 
 
 def refusal(manifest: Manifest) -> str | None:
-    """Why the graphs cannot compute this model's layers, in words; None: they can."""
+    """Return why the graphs cannot compute the layers of this model, in words, or None if they can."""
     model = manifest.model
     if not model.gated or model.ffn_bias or model.activation not in ACTIVATIONS or model.activation_threshold:
         kind = f"{model.activation}{'' if model.gated else ' without a gate'}"

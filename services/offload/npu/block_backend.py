@@ -1,7 +1,7 @@
-"""The backend `onnx` of an accelerator: the native engine goes through the steps, graphs compute its blocks densely.
+"""The offload backend `onnx`: graphs compute the offloaded blocks of decode steps densely.
 
-Its option is the provider (providers.py). The numerics are its own, followed by those of the decode workers: what the
-graphs compute is near their bits, not equal to them.
+The backend's option is the provider (providers.py). The numerics name the provider's arithmetic, followed by that of
+the decode workers: the results of the graphs are close to theirs, but do not have the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from neuronpipe.services.steps.backend import Phase, Placement, StepWork
 from neuronpipe.services.worker.participant import Participant, View
 
 
-class OnnxHolder(HolderBackend):
-    """See the module; the interface is that of services/offload/offload_backend.py."""
+class OnnxOffloadBackend(HolderBackend):
+    """The offload backend `onnx`; the interface is that of services/offload/offload_backend.py."""
 
     name = "onnx"
 
@@ -31,15 +31,18 @@ class OnnxHolder(HolderBackend):
 
     @property
     def numerics(self) -> str:
-        """Of its blocks, and of all else in a step. Not those of a prompt whose products this provider computes."""
+        """The numerics of the offloaded blocks, followed by those of the rest of a step.
+
+        They differ from the numerics of prompts whose products this provider computes.
+        """
         return f"{self._provider.numerics}-held+{super().numerics}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """The models whose prompts the same graphs can compute."""
+        """Return why the graphs cannot compute the blocks of a model, or None if they can, as for prompts."""
         return refusal(manifest)
 
     def describe(self) -> Accelerator:
-        """The provider: what it holds lies in this machine's memory."""
+        """Describe the provider. Offloaded blocks lie in the memory of this machine."""
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Accelerator(
             name=self._provider.device,
@@ -50,10 +53,10 @@ class OnnxHolder(HolderBackend):
         )
 
     def load(self, placement: Placement) -> None:
-        """Build the engine and the sessions, and make the weights to bytes."""
+        """Build the engine and the sessions, and convert the weights to bytes."""
         import numpy as np
         from neuronpipe.services.offload.block_weights import held_weights
-        from neuronpipe.services.offload.npu.offloaded_blocks import HeldProducts
+        from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
         from neuronpipe.services.offload.npu.sessions import Runtime
 
         lib.np_isa_select(self._isa.encode())
@@ -65,24 +68,24 @@ class OnnxHolder(HolderBackend):
             self._engine_config(placement, job.segments["exchange"].layout), offload_blocks=True, bundle=False
         )
         self._inputs = np.zeros((config.max_tokens, manifest.model.width), np.float32)
-        self._held = HeldProducts(
+        self._products = OffloadedProducts(
             manifest,
             Runtime(self._provider).session,
             blocks=job.plan.compute.max_offloaded_blocks(),
             lengths=self._provider.held_tokens,
         )
-        for weights in held_weights(job.package, self._held.blocks):
-            self._held.load(weights)
+        for weights in held_weights(job.package, self._products.blocks):
+            self._products.load(weights)
         self._participants = [Participant(manifest, self._own_view(placement), config)]
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """This participant's share of a step."""
-        self._held.clear_counters()
-        self._participants[0].compute_held(work, self._held)
-        return self._counters() | self._held.counters()
+        """Compute this participant's share of a step."""
+        self._products.clear_counters()
+        self._participants[0].compute_held(work, self._products)
+        return self._counters() | self._products.counters()
 
     def close(self) -> None:
-        """Free the engine; what is held goes with the process."""
+        """Free the engine. The weights are freed when the process ends."""
         for participant in self._participants:
             participant.close()
         self._participants = []

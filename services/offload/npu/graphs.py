@@ -90,9 +90,11 @@ class Matrix:
 
 @frozen
 class FeedForward:
-    """The ranges of a feed-forward graph. measured: None if each token has its own scale; then a vector that is twice
-    as
-    long gives values that are four times as large."""
+    """The ranges of a feed-forward graph.
+
+    measured: None if each token has its own scale; then a vector that is twice as long gives values that are four times
+        as large
+    """
 
     width: int
     neurons: int

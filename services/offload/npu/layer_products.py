@@ -1,10 +1,11 @@
-"""Products of a layer's matrices by graphs: activations to integers, a graph, and back. weight_rows.py has the weights.
+"""External matrix products of layers by graphs: activations to integers, a graph, and back to floats.
 
-Each token has a scale of its own, and each row. So a token's result depends on nothing but the token: not on who comes
-with it, nor on the graph's length. Tokens whose values a graph had to clamp are computed again by the engine's kernels.
+weight_rows.py prepares the weights. Each token has its own scale, and so has each row. Therefore the result of a token
+depends neither on the other tokens nor on the length of the graph. Tokens with values that a graph had to clamp are
+computed again by the engine's kernels.
 
-Graphs are computed by a thread of their own, one after the other; two products of a turn may wait for it, so that while
-one is computed the results of the one before are taken.
+A thread of its own computes the graphs one after the other. Up to two products of a turn may be in its queue, so that
+the results of one are decoded while the graph of the next one runs.
 """
 
 from __future__ import annotations
@@ -33,43 +34,50 @@ from neuronpipe.services.offload.npu.graphs import (
     matrix_graph,
 )
 from neuronpipe.services.offload.npu.sessions import Session
-from neuronpipe.services.offload.npu.weight_rows import Made, RowsAhead, started
+from neuronpipe.services.offload.npu.weight_rows import PreparedRows, RowsAhead, start_threads
 from neuronpipe.services.worker.participant import Participant
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.uint16]
 Bools = NDArray[np.bool_]
-SOME_TOKENS = 64
-"""That one thread makes to integers, or whose results it takes, at once."""
+PART_TOKENS = 64
+"""The tokens that one thread encodes or decodes at a time."""
 
 
 @frozen(kw_only=True)
 class _Turn:
-    """Inputs that products have in common.
+    """The inputs that the products of a turn share.
 
-    parts: by graphs that follow each other, as integers padded to the graph's length, and how many tokens there are
-    lengths: by which each token's input was divided
-    is_sound: whether it was a number
+    parts: for each graph run, the integers padded to the graph's length, and the number of tokens among them
+    divisors: by which the inputs of each token were divided, [tokens]
+    is_sound: for each token, whether its values were finite and within the range
     """
 
     parts: list[tuple[Integers, int]]
-    lengths: Floats
+    divisors: Floats
     is_sound: Bools
 
 
 @frozen(kw_only=True)
 class _Result:
-    """What a graph made of a turn's inputs and these rows. outputs: None where all neurons are nothing."""
+    """The outputs of a graph for a turn's inputs and these rows. outputs: None if no graph was run, because all neurons
+    are zero or their scales are not finite."""
 
-    made: Made
+    rows: PreparedRows
     outputs: dict[str, Any] | None
 
 
 class Products:
-    """Computes every np_product of a model: see Multiply. session: a graph, ready to be computed. neurons: most of one
-    graph. most_tokens: of a step. threads: that make rows to bytes, and activations to integers and back.
-    recomputed_tokens: how many the engine computed again in this step; a token counts for each product by itself."""
+    """Computes every np_product of a model; implements Multiply of services/worker/external_products.py.
+
+    session: returns a graph that is ready to be computed
+    neurons: the greatest number of neurons of one product
+    max_tokens: the greatest number of tokens of a step
+    threads: the number of threads that convert rows to bytes, and of those that encode and decode activations
+
+    recomputed_tokens: the number of tokens that the engine computed again in this step, counted for each product
+    """
 
     def __init__(
         self,
@@ -77,12 +85,12 @@ class Products:
         session: Callable[[Graph], Session],
         *,
         neurons: int,
-        most_tokens: int,
+        max_tokens: int,
         threads: int = 1,
     ) -> None:
         self._shapes = Shapes.of(manifest, neurons)
         self._shape = self._shapes.feed_forward
-        self._lengths = graph_tokens(most_tokens)
+        self._lengths = graph_tokens(max_tokens)
         self._matrices = {
             (tokens, *size): session(matrix_graph(tokens, shape))
             for tokens in self._lengths
@@ -90,25 +98,29 @@ class Products:
         }
         self._feed_forwards = {tokens: session(feed_forward_graph(tokens, self._shape)) for tokens in self._lengths}
         self._rows = RowsAhead(manifest, neurons=neurons, threads=threads)
-        self._graphs, self._sharers = started("graphs", 1), started("tokens", threads)
+        self._graphs, self._coders = start_threads("graphs", 1), start_threads("tokens", threads)
         self._running: deque[tuple[Any, Future[_Result]]] = deque()
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
 
     def begin(self, participant: Participant) -> None:
-        """See Multiply."""
+        """Begin a step of this participant, and to read its rows."""
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
-        self._rows.forget()
+        self._rows.clear_counters()
         self._rows.begin(participant)
 
     def end(self) -> None:
-        """See Multiply."""
+        """End the step, and wait for the graphs that still run."""
         self._rows.end()
         wait([future for _, future in self._running])
         self._running.clear()
 
     def counters(self) -> dict[str, float]:
-        """Of the last step: products whose rows were ready when a graph was free for them, and those whose were not;
-        how long graphs waited for rows, and computed."""
+        """Return the counters of the last step.
+
+        rows_ready, rows_late: the number of products whose rows were ready when their graph was free, and of the others
+        rows_wait_ms: how long graphs waited for rows
+        graphs_ms: how long graphs were computed
+        """
         return {
             "recomputed_tokens": self.recomputed_tokens,
             "rows_ready": self._rows.ready,
@@ -118,31 +130,31 @@ class Products:
         }
 
     def __call__(self, participant: Participant, product: Any) -> None:
-        """Let it be computed into its outputs. After a turn's last product all of the turn are."""
-        self._rows.want()
+        """Start a product. The last product of a turn waits until all outputs of the turn are written."""
+        self._rows.notify_product()
         if product.number == 0:
-            self._turn = self._encoded(product)
+            self._turn = self._encode_inputs(product)
         self._running.append((product, self._graphs.submit(self._compute, product, self._turn)))
         may_run = 1 if product.number + 1 < product.count else 0
         while len(self._running) > may_run:
             self._finish(*self._running.popleft())
 
     def _shape_of(self, product: Any) -> Matrix | FeedForward:
-        """Of the graph that computes it, or these rows."""
+        """Return the shape of the graph that computes an np_product or np_product_rows."""
         if product.kind == lib.NP_PRODUCT_NEURONS:
             return self._shape
         return self._shapes.matrices[product.rows, product.columns]
 
-    def _share(self, tokens: int, call: Callable[[slice], None]) -> None:
-        """Have it called for all tokens, some at once."""
-        parts = [slice(first, min(first + SOME_TOKENS, tokens)) for first in range(0, tokens, SOME_TOKENS)]
-        for _ in self._sharers.map(call, parts):
+    def _in_parallel(self, tokens: int, call: Callable[[slice], None]) -> None:
+        """Call a function for all tokens, in parts that the threads share."""
+        parts = [slice(first, min(first + PART_TOKENS, tokens)) for first in range(0, tokens, PART_TOKENS)]
+        for _ in self._coders.map(call, parts):
             pass
 
-    def _encoded(self, product: Any) -> _Turn:
+    def _encode_inputs(self, product: Any) -> _Turn:
         x = _inputs(product)
         scale, by_token = self._shape_of(product).inputs, self._shapes.by_token
-        lengths, is_sound = np.empty(len(x), np.float32), np.empty(len(x), np.bool_)
+        divisors, is_sound = np.empty(len(x), np.float32), np.empty(len(x), np.bool_)
         graphs = graphs_for(len(x), self._lengths)
         padded = np.full((sum(graphs), x.shape[1]), MIDDLE, np.uint16)
         first, parts = 0, []
@@ -150,72 +162,73 @@ class Products:
             parts.append((padded[first : first + length], min(length, len(x) - first)))
             first += length
 
-        def encode_some(some: slice) -> None:
-            padded[some], lengths[some], is_sound[some] = as_integers(x[some], scale, by_token=by_token)
+        def encode_part(part: slice) -> None:
+            padded[part], divisors[part], is_sound[part] = as_integers(x[part], scale, by_token=by_token)
 
-        self._share(len(x), encode_some)
-        return _Turn(parts=parts, lengths=lengths, is_sound=is_sound)
+        self._in_parallel(len(x), encode_part)
+        return _Turn(parts=parts, divisors=divisors, is_sound=is_sound)
 
     def _compute(self, product: Any, turn: _Turn) -> _Result:
-        """In the graphs' own thread."""
-        made = self._rows.take()
-        place = made.place
+        """Compute a product, in the graphs' thread."""
+        rows = self._rows.take()
+        place = rows.place
         if (place.kind, place.layer, place.rows) != (product.kind, product.layer, product.rows):
-            raise RuntimeError(f"layer {product.layer}: rows came for another product")
+            raise RuntimeError(f"layer {product.layer}: the rows are those of another product")
         before, outputs = perf_counter(), None
-        if made.most != 0 and np.isfinite(made.most):
-            outputs = self._run(product, turn, made)
+        if rows.max_scale != 0 and np.isfinite(rows.max_scale):
+            outputs = self._run(product, turn, rows)
         self._graphs_ms += (perf_counter() - before) * 1e3
-        self._rows.give_back(made)
-        return _Result(made=made, outputs=outputs)
+        self._rows.release(rows)
+        return _Result(rows=rows, outputs=outputs)
 
-    def _run(self, product: Any, turn: _Turn, made: Made) -> dict[str, Any]:
-        found = []
+    def _run(self, product: Any, turn: _Turn, rows: PreparedRows) -> dict[str, Any]:
+        parts = []
         for padded, count in turn.parts:
             if product.kind == lib.NP_PRODUCT_NEURONS:
                 session = self._feed_forwards[len(padded)]
             else:
                 session = self._matrices[len(padded), product.rows, product.columns]
-            outputs = session.run({"x": padded, **made.inputs})
-            found.append({name: value[:count] for name, value in outputs.items()})
-        return {name: np.concatenate([part[name] for part in found]) for name in found[0]} if found[1:] else found[0]
+            outputs = session.run({"x": padded, **rows.inputs})
+            parts.append({name: value[:count] for name, value in outputs.items()})
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
 
     def _finish(self, product: Any, future: Future[_Result]) -> None:
         result = future.result()
         clamped = ~self._turn.is_sound
         out = _matrix(product.outputs, product.tokens, product.outputs_stride)
-        add = self._add_neurons if product.kind == lib.NP_PRODUCT_NEURONS else self._take_matrix
-        self._share(len(out), lambda some: add(result, out, clamped, some))
+        write = self._add_neurons if product.kind == lib.NP_PRODUCT_NEURONS else self._write_matrix
+        self._in_parallel(len(out), lambda part: write(result, out, clamped, part))
         if clamped.any():
-            again = np.flatnonzero(clamped).astype(np.uint32)
-            self.recomputed_tokens += len(again)
-            found = self._rows.compute_again(product, result.made.place, again)
-            out[again] = out[again] + found if product.kind == lib.NP_PRODUCT_NEURONS else found
+            tokens = np.flatnonzero(clamped).astype(np.uint32)
+            self.recomputed_tokens += len(tokens)
+            exact = self._rows.recompute(product, result.rows.place, tokens)
+            out[tokens] = out[tokens] + exact if product.kind == lib.NP_PRODUCT_NEURONS else exact
 
-    def _take_matrix(self, result: _Result, out: Floats, clamped: Bools, some: slice) -> None:
-        """Of some tokens; and say which of them were clamped."""
+    def _write_matrix(self, result: _Result, out: Floats, clamped: Bools, part: slice) -> None:
+        """Write the products of some tokens, and mark the clamped tokens."""
         if result.outputs is None:
             return
-        y, scale = result.outputs["y"][some], self._shape_of(result.made.place).outputs
-        clamped[some] |= at_end(y)
-        out[some] = decode(y, scale) * self._turn.lengths[some, None] * result.made.scales
+        y, scale = result.outputs["y"][part], self._shape_of(result.rows.place).outputs
+        clamped[part] |= is_at_limit(y)
+        out[part] = decode(y, scale) * self._turn.divisors[part, None] * result.rows.scales
 
-    def _add_neurons(self, result: _Result, out: Floats, clamped: Bools, some: slice) -> None:
-        """The same, added to what is there but for tokens that were clamped."""
-        most = result.made.most
+    def _add_neurons(self, result: _Result, out: Floats, clamped: Bools, part: slice) -> None:
+        """Add the sums of some tokens to the outputs, except for clamped tokens, which are marked."""
+        max_scale = result.rows.max_scale
         if result.outputs is None:
-            clamped[some] |= most != 0
+            clamped[part] |= max_scale != 0
             return
-        outputs = {name: value[some] for name, value in result.outputs.items()}
-        clamped[some] |= is_clamped(self._shape, outputs)
-        factors = np.square(self._turn.lengths[some].astype(np.float64)) * most
-        added = (decode(outputs["y"], self._shape.outputs) * factors[:, None]).astype(np.float32)
-        np.add(out[some], added, out=out[some], where=~clamped[some, None])
+        outputs = {name: value[part] for name, value in result.outputs.items()}
+        clamped[part] |= is_clamped(self._shape, outputs)
+        factors = np.square(self._turn.divisors[part].astype(np.float64)) * max_scale
+        sums = (decode(outputs["y"], self._shape.outputs) * factors[:, None]).astype(np.float32)
+        np.add(out[part], sums, out=out[part], where=~clamped[part, None])
 
 
 def is_clamped(shape: FeedForward, outputs: Mapping[str, Any]) -> Bools:
-    """Which tokens have values that the graph may have clamped: its outputs or, by their peaks, those inside."""
-    clamped = at_end(outputs["y"])
+    """Return for each token whether the graph may have clamped one of its outputs or, according to their peaks, one of
+    its inner values."""
+    clamped = is_at_limit(outputs["y"])
     for name, scale in shape.peaks.items():
         peak = outputs[name][:, 0]
         clamped |= (peak == MAX_INTEGER) | ((peak == 0) & (scale.zero == MIDDLE))
@@ -223,12 +236,12 @@ def is_clamped(shape: FeedForward, outputs: Mapping[str, Any]) -> Bools:
 
 
 def _inputs(product: Any) -> Floats:
-    """The product's tokens' inputs."""
+    """Return the input vectors of a product, [tokens][columns]; those of an expert are gathered by token."""
     if not product.token:
         return _matrix(product.inputs, product.tokens, product.inputs_stride)
     token = np.frombuffer(ffi.buffer(product.token, 4 * product.tokens), np.uint32)
-    taken: Floats = _matrix(product.inputs, int(token[-1]) + 1, product.inputs_stride)[token]
-    return taken
+    gathered: Floats = _matrix(product.inputs, int(token[-1]) + 1, product.inputs_stride)[token]
+    return gathered
 
 
 def _matrix(pointer: Any, rows: int, columns: int) -> Floats:
@@ -236,12 +249,12 @@ def _matrix(pointer: Any, rows: int, columns: int) -> Floats:
 
 
 def decode(integers: Integers, scale: Scale) -> Floats:
-    """The values that integers stand for."""
+    """Return the values of integers, the inverse of `encode`."""
     values: Floats = (integers.astype(np.float32) - np.float32(scale.zero)) * np.float32(scale.step)
     return values
 
 
-def at_end(integers: Integers) -> Bools:
-    """Which tokens have a value at an end of the range: it may have been clamped."""
-    ends: Bools = (integers.max(axis=1) == MAX_INTEGER) | (integers.min(axis=1) == 0)
-    return ends
+def is_at_limit(integers: Integers) -> Bools:
+    """Return for each token whether it has a value at an end of the range, which may have been clamped."""
+    at_limit: Bools = (integers.max(axis=1) == MAX_INTEGER) | (integers.min(axis=1) == 0)
+    return at_limit

@@ -1,9 +1,11 @@
-"""Rows of weights as bytes, made ahead of the products that take them.
+"""Weight rows as signed bytes, prepared ahead of the products that use them.
 
-One thread reads a step's rows in their order and never stops for the graphs but for want of a buffer: there is one for
-each matrix of attention and two for neurons, so that at the end of a layer the next one's qkv, output and first two
-blocks are under way. The engine's windows are this thread's: a product that its own kernels have to compute again is
-computed here too, between two others' rows.
+One thread reads the rows of a step in the order of the products. It waits for the graphs only if it has no free buffer.
+There is one buffer for each attention matrix and two for neurons, so that at the end of a layer the qkv matrix, the
+output matrix and the first two blocks of the next layer are being prepared.
+
+Only this thread opens the engine's windows. Therefore it also recomputes products with the engine's kernels, between
+the rows of two products.
 """
 
 from __future__ import annotations
@@ -31,28 +33,29 @@ MATRICES = ("gate", "up", "down")
 MATRIX = ("w",)
 NEURON_BUFFERS = 2
 PART_ROWS = 256
-"""Of a matrix, that one thread makes at once."""
+"""The rows of a matrix that one thread converts at a time."""
 
 
 @frozen(kw_only=True)
-class Made:
-    """Rows of one product, ready for its graph.
+class PreparedRows:
+    """The rows of one product, ready for its graph.
 
-    place: np_product_rows, whose they are
-    inputs: of the graph, besides the activations
-    scales: of a matrix of attention, [rows]
-    most: of neurons, the greatest product of three scales; their factors are parts of it. 0: all are nothing
+    place: the np_product_rows that were read
+    inputs: the inputs of the graph, except the activations
+    scales: one per row of an attention matrix, [rows]
+    max_scale: for neurons, the greatest product of a neuron's three scales, to which their factors are relative; if it
+        is 0, all neurons are zero
     """
 
     place: Any
     inputs: dict[str, Any]
     scales: Floats
-    most: float = 1.0
+    max_scale: float = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Again:
-    """A product that the engine's kernels are to compute for these tokens, into `out`."""
+class _Recomputation:
+    """A product that the engine's kernels compute for some of its tokens, into `out`."""
 
     product: Any
     place: Any
@@ -62,10 +65,14 @@ class _Again:
 
 
 class RowsAhead:
-    """See the module. neurons: of one graph. threads: that make rows.
+    """A reader that prepares the rows of a step. See the module.
 
-    ready, late: how many products found their rows made when a graph was free for them, and how many did not;
-    waited_ms: how long these waited, all together."""
+    neurons: the number of neurons of one graph
+    threads: the number of threads that convert rows
+
+    ready, late: the number of products whose rows were ready when their graph was free, and of the others
+    waited_ms: the total time for which graphs waited for late rows
+    """
 
     def __init__(self, manifest: Manifest, *, neurons: int, threads: int) -> None:
         model = manifest.model
@@ -82,94 +89,97 @@ class RowsAhead:
             [[np.zeros((neurons, model.width), np.int8) for _ in MATRICES] for _ in range(NEURON_BUFFERS)]
         )
         self._changed = Condition()
-        self._made: deque[Made] = deque()
-        self._again: _Again | None = None
+        self._prepared: deque[PreparedRows] = deque()
+        self._recomputation: _Recomputation | None = None
         self._failure: BaseException | None = None
-        self._is_over, self._wanted = True, 0
-        self._reader, self._makers = started("rows", 1), started("makers", threads)
-        self._working: Future[None] | None = None
-        self.forget()
+        self._is_over, self._begun_products = True, 0
+        self._reader, self._converters = start_threads("rows", 1), start_threads("converters", threads)
+        self._reading: Future[None] | None = None
+        self.clear_counters()
 
-    def forget(self) -> None:
-        """Count from 0."""
+    def clear_counters(self) -> None:
+        """Set all counters to 0."""
         self.ready = self.late = 0
         self.waited_ms = 0.0
 
     def begin(self, participant: Participant) -> None:
-        """A step of this participant."""
-        self._is_over, self._failure, self._wanted = False, None, 0
-        self._working = self._reader.submit(self._work, participant)
+        """Begin to read the rows of this participant's step."""
+        self._is_over, self._failure, self._begun_products = False, None, 0
+        self._reading = self._reader.submit(self._read, participant)
 
     def end(self) -> None:
-        """The step is over, or was left."""
+        """End the step, completed or abandoned."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        if self._working is not None:
-            wait([self._working])
-        while self._made:
-            self._recycle(self._made.popleft())
+        if self._reading is not None:
+            wait([self._reading])
+        while self._prepared:
+            self._recycle(self._prepared.popleft())
 
-    def want(self) -> None:
-        """A product is wanted: which rows come next may be known now."""
+    def notify_product(self) -> None:
+        """Tell the reader that a product has begun: the rows that come next may be known now."""
         with self._changed:
-            self._wanted += 1
+            self._begun_products += 1
             self._changed.notify_all()
 
-    def take(self) -> Made:
-        """The next product's. Raises what reading them raises, and Abandoned where the step was left."""
+    def take(self) -> PreparedRows:
+        """Wait for the rows of the next product, whose buffers stay in use until they are released.
+
+        Raises the error of the reader, and Abandoned if the step was left.
+        """
         with self._changed:
-            if self._made:
+            if self._prepared:
                 self.ready += 1
             else:
                 self.late += 1
                 before = perf_counter()
-                self._changed.wait_for(lambda: self._made or self._failure or self._is_over)
+                self._changed.wait_for(lambda: self._prepared or self._failure or self._is_over)
                 self.waited_ms += (perf_counter() - before) * 1e3
-            if not self._made:
+            if not self._prepared:
                 raise self._failure or Abandoned
-            return self._made.popleft()
+            return self._prepared.popleft()
 
-    def give_back(self, made: Made) -> None:
-        """Its graph is computed: the buffers are free."""
+    def release(self, rows: PreparedRows) -> None:
+        """Free the buffers of rows whose graph has been computed."""
         with self._changed:
-            self._recycle(made)
+            self._recycle(rows)
             self._changed.notify_all()
 
-    def compute_again(self, product: Any, place: Any, tokens: NDArray[np.uint32]) -> Floats:
-        """[tokens][outputs_stride] of a product by the engine's own kernels."""
-        asked = _Again(
+    def recompute(self, product: Any, place: Any, tokens: NDArray[np.uint32]) -> Floats:
+        """Compute a product with the engine's own kernels. Return [tokens][outputs_stride]. Raises as `take`."""
+        recomputation = _Recomputation(
             product=product,
             place=place,
             tokens=tokens,
             out=np.empty((len(tokens), product.outputs_stride), np.float32),
         )
         with self._changed:
-            self._again = asked
+            self._recomputation = recomputation
             self._changed.notify_all()
-            self._changed.wait_for(lambda: asked.is_done or self._failure)
-        if not asked.is_done:
+            self._changed.wait_for(lambda: recomputation.is_done or self._failure)
+        if not recomputation.is_done:
             raise self._failure or Abandoned
-        return asked.out
+        return recomputation.out
 
-    def _recycle(self, made: Made) -> None:
-        names = MATRICES if made.place.kind == lib.NP_PRODUCT_NEURONS else MATRIX
-        self._free[made.place.kind].append([made.inputs[name] for name in names])
+    def _recycle(self, rows: PreparedRows) -> None:
+        names = MATRICES if rows.place.kind == lib.NP_PRODUCT_NEURONS else MATRIX
+        self._free[rows.place.kind].append([rows.inputs[name] for name in names])
 
     # ---- the reader's thread ----
 
-    def _work(self, participant: Participant) -> None:
+    def _read(self, participant: Participant) -> None:
         try:
             while (place := self._next(participant)) is not None:
                 free = self._free[place.kind]
-                if not self._until(participant, lambda free=free: bool(free)):  # type: ignore[misc]
+                if not self._wait_until(participant, lambda free=free: bool(free)):  # type: ignore[misc]
                     return
                 participant.open_rows(place)
-                made = self._make(place, free.popleft())
+                rows = self._convert(place, free.popleft())
                 with self._changed:
-                    self._made.append(made)
+                    self._prepared.append(rows)
                     self._changed.notify_all()
-            self._until(participant, lambda: False)
+            self._wait_until(participant, lambda: False)  # all rows are prepared; serve recomputations until the end
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -178,58 +188,63 @@ class RowsAhead:
             participant.close_rows()
 
     def _next(self, participant: Participant) -> Any | None:
-        """The rows that come next, once they are known; None: there are no more, or the step was left."""
+        """Wait until the next rows are known. Return None after the last, or if the step is over."""
         while True:
-            seen = self._wanted
+            begun = self._begun_products
             place = participant.next_rows()
             if place is None or place.kind:
                 return place
-            if not self._until(participant, lambda seen=seen: self._wanted != seen):  # type: ignore[misc]
+            if not self._wait_until(participant, lambda begun=begun: self._begun_products != begun):  # type: ignore[misc]
                 return None
 
-    def _until(self, participant: Participant, is_so: Callable[[], bool]) -> bool:
-        """Wait, and compute what is asked for meanwhile. Returns False when the step is over."""
+    def _wait_until(self, participant: Participant, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds, and meanwhile compute the requested recomputations.
+
+        Return False when the step is over.
+        """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_over or self._again or is_so())
-                asked, self._again = self._again, None
-                if self._is_over or asked is None:
+                self._changed.wait_for(lambda: self._is_over or self._recomputation or condition())
+                recomputation, self._recomputation = self._recomputation, None
+                if self._is_over or recomputation is None:
                     return not self._is_over
-            participant.open_rows(asked.place)
-            participant.product(asked.product, asked.place, asked.tokens, asked.out)
+            participant.open_rows(recomputation.place)
+            participant.product(recomputation.product, recomputation.place, recomputation.tokens, recomputation.out)
             with self._changed:
-                asked.is_done = True
+                recomputation.is_done = True
                 self._changed.notify_all()
 
-    def _make(self, place: Any, buffers: list[Bytes]) -> Made:
+    def _convert(self, place: Any, buffers: list[Bytes]) -> PreparedRows:
         scales = np.empty((len(buffers), place.rows), np.float32)
         parts = [
             (matrix, first, min(PART_ROWS, place.rows - first))
             for matrix in range(len(buffers))
             for first in range(0, place.rows, PART_ROWS)
         ]
-        for _ in self._makers.map(lambda part: self._narrow(place, buffers, scales, *part), parts):
+        for _ in self._converters.map(lambda part: self._convert_part(place, buffers, scales, *part), parts):
             pass
         if place.kind != lib.NP_PRODUCT_NEURONS:
-            return Made(place=place, inputs={"w": buffers[0]}, scales=scales[0])
+            return PreparedRows(place=place, inputs={"w": buffers[0]}, scales=scales[0])
         factors = np.zeros((1, self._neurons))
         factors[0, : place.rows] = scales[0].astype(np.float64) * scales[1] * scales[2]
-        most = float(factors.max())
+        max_scale = float(factors.max())
         inputs: dict[str, Any] = dict(zip(MATRICES, buffers, strict=True))
         for buffer in buffers:
-            buffer[place.rows :] = 0
-        is_sound = most != 0 and np.isfinite(most)
+            buffer[place.rows :] = 0  # rows of an earlier product, if this one has fewer
+        is_sound = max_scale != 0 and np.isfinite(max_scale)
         inputs["factor"] = encode(
-            factors / most if is_sound else np.zeros_like(factors), Scale.within(1.0, signed=False)
+            factors / max_scale if is_sound else np.zeros_like(factors), Scale.within(1.0, signed=False)
         )
-        return Made(place=place, inputs=inputs, scales=scales[0], most=most)
+        return PreparedRows(place=place, inputs=inputs, scales=scales[0], max_scale=max_scale)
 
-    def _narrow(self, place: Any, buffers: list[Bytes], scales: Floats, matrix: int, first: int, count: int) -> None:
-        """So many rows of one matrix, from the first on."""
+    def _convert_part(
+        self, place: Any, buffers: list[Bytes], scales: Floats, matrix: int, first: int, count: int
+    ) -> None:
+        """Convert `count` rows of one matrix, beginning with row `first`, and write their scales."""
         rows = buffers[matrix][first : first + count]
         is_gate = place.kind == lib.NP_PRODUCT_NEURONS and matrix == MATRICES.index("gate")
         kind = self._gate_type if is_gate else self._type
-        done = lib.np_rows_to_s8(
+        status = lib.np_rows_to_s8(
             kind,
             place.quants[matrix] + first,
             place.scales[matrix] + first,
@@ -239,13 +254,17 @@ class RowsAhead:
             rows.shape[1],
             ffi.from_buffer("float[]", scales[matrix, first : first + count], require_writable=True),
         )
-        if done < 0 or len(rows) != count:
-            raise ValueError(f"{count} rows of {rows.shape[1]} of type {kind} cannot be made to bytes")
+        if status < 0 or len(rows) != count:
+            raise ValueError(f"{count} rows of {rows.shape[1]} of type {kind} cannot be converted to bytes")
 
 
-def started(name: str, threads: int) -> ThreadPoolExecutor:
-    """Threads that begin here: a participant's, which will ask them, may be pinned to a core, and they would be too."""
+def start_threads(name: str, threads: int) -> ThreadPoolExecutor:
+    """Return a pool whose threads have all started.
+
+    A thread inherits the CPU affinity of the thread that starts it. The participant's thread, which submits the work,
+    may be pinned to a core, and threads that it started would be pinned to the same one.
+    """
     pool = ThreadPoolExecutor(threads, name)
-    everybody = Barrier(threads)
-    wait([pool.submit(everybody.wait) for _ in range(threads)])
+    started = Barrier(threads)
+    wait([pool.submit(started.wait) for _ in range(threads)])
     return pool
