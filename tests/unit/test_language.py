@@ -1,0 +1,158 @@
+"""Names say what they hold: few locals, parameters, functions and modules have a name that only its line explains."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("protocol", "native", "plans", "services", "launch")
+MAX_VAGUE_PER_1000 = 3.0
+
+VAGUE = frozenset(
+    {
+        "said",
+        "told",
+        "made",
+        "asked",
+        "kept",
+        "found",
+        "taken",
+        "shown",
+        "given",
+        "one",
+        "ones",
+        "other",
+        "others",
+        "here",
+        "there",
+        "these",
+        "those",
+        "most",
+        "least",
+        "own",
+        "ours",
+        "theirs",
+        "both",
+        "wanted",
+        "seen",
+        "known",
+        "gone",
+        "held",
+        "holder",
+        "lent",
+        "meant",
+        "named",
+        "rest",
+        "thing",
+        "things",
+        "stuff",
+        "tmp",
+        "foo",
+        "twin",
+        "twins",
+        "crew",
+        "arena",
+        "ways",
+        "doors",
+        "problems",
+        "bodies",
+        "forms",
+        "bases",
+        "newcomer",
+        "rehearsal",
+    }
+)
+"""Names that the glossary replaces by the name of the thing."""
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def assigned_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names that a module gives to values: in assignments, loops, `with`, comprehensions and parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            yield node.arg, node.lineno
+
+
+def is_vague(name: str) -> bool:
+    return name.strip("_").lower() in VAGUE
+
+
+def vague_names(path: Path) -> tuple[list[str], int]:
+    """The vague names of a file, as `file:line: name`, and how many names it gives."""
+    names = list(assigned_names(ast.parse(path.read_bytes())))
+    where = path.relative_to(ROOT)
+    return [f"{where}:{line}: {name}" for name, line in names if is_vague(name)], len(names)
+
+
+def test_names_say_what_they_hold() -> None:
+    vague, count = [], 0
+    for path in sources():
+        names, total = vague_names(path)
+        vague += names
+        count += total
+    assert count > 10_000
+    assert 1000 * len(vague) / count < MAX_VAGUE_PER_1000, "\n".join(vague)
+
+
+def test_functions_classes_and_modules_say_what_they_are() -> None:
+    vague = [str(path.relative_to(ROOT)) for path in sources() if path.stem in VAGUE]
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and is_vague(node.name):
+                vague.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    assert vague == []
+
+
+@pytest.mark.parametrize("name", ["found", "_told", "Others"])
+def test_a_vague_name_is_recognized(name: str) -> None:
+    assert is_vague(name)
+
+
+NO_SENTENCE = frozenset(
+    {
+        "What",
+        "Of",
+        "Whether",
+        "How",
+        "Which",
+        "Who",
+        "Whose",
+        "Those",
+        "These",
+        "Its",
+        "That",
+        "As",
+        "So",
+        "With",
+        "By",
+        "Where",
+        "When",
+        "Why",
+    }
+)
+"""First words of docstrings that need the name above them to be understood."""
+
+
+def docstring_faults(path: Path) -> list[str]:
+    """The docstrings of a file that are fragments, as `file:line: beginning`."""
+    faults = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            words = (ast.get_docstring(node) or "").split()
+            if words and (words[0] in NO_SENTENCE or len(words) <= 4):
+                line = getattr(node, "lineno", 1)
+                faults.append(f"{path.relative_to(ROOT)}:{line}: {' '.join(words[:8])}")
+    return faults
+
+
+def test_docstrings_are_sentences_that_stand_alone() -> None:
+    assert [fault for path in sources() for fault in docstring_faults(path)] == []
