@@ -16,11 +16,11 @@ from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequenci
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
-from neuronpipe.plans.convert.gguf.gguf_part_names import gguf_file
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal
 from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.gguf_part_names import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, NeuronOrder, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import EMBEDDINGS, Chat, Manifest, Predictor, package_rank

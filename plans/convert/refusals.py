@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from neuronpipe.plans.convert.gguf.gguf_part_names import gguf_models
+from neuronpipe.plans.gguf_part_names import gguf_models
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.parsing.parse import what_is_in
 from neuronpipe.protocol.errors import UserError

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
-from neuronpipe.plans.convert.gguf.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
+from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.pull.package_library import EXAMPLE, name_like
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError, quoted, safe_name

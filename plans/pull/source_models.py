@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.plans.convert.gguf.gguf_part_names import gguf_file, gguf_files, model_stem, place_among_parts
+from neuronpipe.plans.gguf_part_names import gguf_file, gguf_files, model_stem, place_among_parts
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
 from neuronpipe.plans.package.reader import Package

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.gguf.gguf_part_names import gguf_models, model_stem, part_of
+from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.source_models import Origin, is_source
 from neuronpipe.protocol.errors import UserError

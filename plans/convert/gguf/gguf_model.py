@@ -20,7 +20,6 @@ from neuronpipe.plans.convert.checkpoint import (
     take_predictors,
     take_tensors,
 )
-from neuronpipe.plans.convert.gguf.gguf_part_names import model_stem
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -34,6 +33,7 @@ from neuronpipe.plans.convert.gguf.powerinfer import (
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.gguf_part_names import model_stem
 from neuronpipe.plans.models.family import (
     SAY_WHICH,
     Family,
