@@ -19,7 +19,6 @@ fit. Plans of still smaller limits are not kept beyond it, or a small error of t
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
@@ -192,16 +191,16 @@ class Search:
         """Return the fastest choice within a smaller limit if it is faster than this one, else None.
 
         Smaller are the limits of `limits_bytes`, and all that this search has been asked for; if the rules fit this
-        limit, only those that they fit, too.
+        limit, only those that they fit, too. With --ffn-resident, there is none: the residency is given, and only the
+        staging buffers would shrink with the limit.
         """
-        if chosen.tokens_per_s is None:
+        if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
         min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
         lowest_bytes = min_rules_bytes if limit_bytes >= min_rules_bytes else 0
         for limit in self.limits_bytes():
             if lowest_bytes <= limit < limit_bytes:
-                with contextlib.suppress(UserError):  # an --ffn-resident that not all choices can obey
-                    self._choose(limit)
+                self._choose(limit)
         smaller = [candidate for limit, candidate in self._chosen.items() if lowest_bytes <= limit < limit_bytes]
         fastest = min(smaller, key=self.ms, default=None)
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None

@@ -189,7 +189,7 @@ def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, w
     assert (alone.code, failed.code, failed.out) == (0, 0, alone.out)
     (said,) = [line for line in failed.errors.splitlines() if "accelerator.0" in line]
     assert said.startswith(
-        "neuronpipe: accelerator.0 ended once and was started again; decode workers computed its blocks"
+        "neuronpipe: accelerator.0 died once and was started again; decode workers computed its blocks"
     )
     assert said.endswith(words)
 
@@ -212,7 +212,7 @@ def test_status_says_who_computes_with_which_numerics(run: Run, long_shell: Shel
         (("--backend", "accelerator=opencl", "--gpu-memory", "64KiB"), "did you mean 64MiB?"),
         (("--backend", "accelerator=cpu"), "an accelerator's backend is opencl"),
         (("--backend", "decode=opencl"), "write accelerator=opencl"),
-        (("--gpu-memory", "1GiB"), "ask for one with --backend accelerator=opencl"),
+        (("--gpu-memory", "1GiB"), "name one with --backend accelerator=opencl"),
         (("--backend", "accelerator=opencl", "--without", "pipeline"), "it is part of the pipeline"),
     ],
 )
