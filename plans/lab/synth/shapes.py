@@ -81,7 +81,8 @@ class Coordinates:
     """Ranges of the residual stream's coordinates, whole quantization groups each.
 
     steady: the same value in every token, which the rows of neurons use as their bias. identity: the token's own code,
-    read by the output only. attention, feed_forward: written by the layers. state: where the trajectory moves.
+    read by the output and some routers. attention, feed_forward: written by the layers. state: where the trajectory
+    moves.
     """
 
     steady: slice
