@@ -157,7 +157,8 @@ def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]
 def _parts(values: NDArray[np.generic], batch: int) -> NDArray[np.generic]:
     """Return the tokens of `batch` equal parts of the text, as if they were sequences decoded together.
 
-    Shape: [batch, tokens of a part, ...].
+    Neighbours within one text would share more accesses than independent sequences do. Shape:
+    [batch, tokens of a part, ...].
     """
     part_tokens = len(values) // batch
     return values[: part_tokens * batch].reshape(batch, part_tokens, *values.shape[1:])

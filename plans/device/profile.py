@@ -1,7 +1,7 @@
 """The device profile: the measurements of `neuronpipe profile device` as plain data, and queries on them.
 
 Every figure is the median of several repetitions with their spread. Queries interpolate on logarithmic scales and are
-constant beyond the measured range. plans/measure/README.md describes how each figure is measured.
+constant beyond the measured range. The modules of plans/measure describe how each figure is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""The simulated systems: how each uses its cache, its cores and an NPU."""
+"""The simulated systems: how each uses its cache, its cores and an NPU.
+
+PowerInfer-2: attention and hot rows on the NPU; then the predictor and look-ups, and resident cold neurons, on the
+cores. Missing neurons arrive as six groups of clusters through gate read, gate, rest read, rest. Where a token wants
+more cold neurons than the cache holds, LRU would keep none: the hottest then take the whole cache, and neurons that
+many tokens want are streamed by sequential reads, during attention or, of experts, after routing.
+
+Ours: no NPU in decode. The predictor reads what attention reads, so that flash works meanwhile. Without a predictor
+gates are computed block by block, and each firing gate requests its values. A package is simulated under the plan that
+a run would have: whole clusters, borrowed slots, the planner's kernels and reads.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Mask = NDArray[np.bool_]
 MAX_SAMPLED = 49152  # neurons of all layers together
 RECALL = 0.95
 FITTED_TOKENS, BISECTIONS = 24, 14
-NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error, beyond.md 5.4 step 6
+NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error
 
 
 @frozen

@@ -4,7 +4,9 @@ A router reads the state, which moves slowly, and the token's code, which differ
 the less often a token chooses the experts of the token before. It also reads what the layers write, where that differs
 most from the input of the layer before: the more of it, the fewer experts can be guessed a layer ahead. Random rows
 over what layers write would change too little from layer to layer. Hot experts have a bias on the steady coordinates.
-README.md says which figures are published and which are assumed.
+
+Published for Mixtral and Qwen3: 35 to 43 % of a token's experts repeat, 80 to 89 % can be named a layer ahead. Assumed:
+SmallThinker repeats as often; Qwen3's experts are equally likely over all sequences; the deviation of the values.
 """
 
 from __future__ import annotations
