@@ -1,4 +1,15 @@
-"""Clusters ranked by access frequency, with the misses of CLOCK and the best pins. The problem is stated in README.md.
+"""Clusters ranked by access frequency, with the misses of CLOCK and the best pins.
+
+The problem, for each part and each number of sequences (1 to 4) in a step:
+
+    given       bins of n_b clusters of one feed-forward, with access frequency f_b;  S occupied slots, M of them moving
+    choose      x_b pinned clusters of each bin; T, the steps for which CLOCK keeps what was accessed
+    minimize    k(T) x sum of (n_b - x_b) f_b (1 - f_b)^r(T)
+    subject to  sum of x_b + (n_b - x_b) (1 - (1 - f_b)^T) <= S,   sum of x_b <= S - M
+                a bin of a feed-forward only after all bins before it
+
+Here r(T) is the number of whole steps in T, and k(T) the ratio of measured to modelled misses. Greedy pins by frequency
+are within one cluster of an exact solver.
 
 CLOCK is modelled by Che's approximation of LRU: what a step accesses stays for a characteristic time T, in steps, such
 that all resident clusters fill the slots. A cluster with access frequency f is resident with probability 1 - (1-f)^T,

@@ -1,4 +1,4 @@
-"""Pinned clusters, for every number of sequences in a step: the problem in README.md.
+"""Pinned clusters, for every number of sequences in a step: the problem in cluster_ranking.py.
 
 In a package with an activity profile, a slot goes to the cluster that saves most misses
 (plans/cost/cluster_ranking.py), in any layer and expert. In others, every feed-forward has equal numbers, by the

@@ -134,7 +134,7 @@ ffns = st.lists(frequencies.map(lambda ones: sorted(ones, reverse=True)), min_si
 
 def exact(bins: Sequence[Bins], time_steps: float, slots: int, most: int) -> float | None:
     """The least misses of a step by an exact solver, CLOCK holding what was wanted for so long; None where no choice
-    fits. The problem as README.md states it: whole clusters, of each feed-forward the first ones."""
+    fits. The problem as cluster_ranking.py states it: whole clusters, of each feed-forward the first ones."""
     solver = highspy.Highs()
     solver.silent()
     costs, counts = [], []
