@@ -1,4 +1,4 @@
-# An image that serves a model over HTTP. How to use it, and what it needs of its host: README.md, "In a container".
+# An image that serves a model over HTTP. How to use it, and what it needs of its host: launch/guide/container.md.
 #
 #   docker build -t neuronpipe .
 #   docker run -p 8080:8080 -v neuronpipe:/data -e NEURONPIPE_KEY=... neuronpipe serve Qwen3-0.6B

@@ -3,7 +3,7 @@
 It has no state that dies with it: the residency entries say which slot holds which cluster. A cache manager that starts
 or restarts resets the loader and reads the entries.
 
-Another eviction policy is a subclass that overrides `CacheService.evict`; see README.md and
+Another eviction policy is a subclass that overrides `CacheService.evict`; see CONTRIBUTING.md and
 services/examples/random_eviction.py.
 """
 

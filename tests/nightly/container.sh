@@ -1,5 +1,5 @@
 #!/bin/sh
-# The container image, built and used as README.md says: container.sh
+# The container image, built and used as launch/guide/container.md says: container.sh
 #
 # Needs docker or podman; the first that works here, or the one that ENGINE names. As on a careful host, containers have a read-only
 # root, no capabilities, a memory limit, a user whom the image does not know, and a folder of the host for what stays.
