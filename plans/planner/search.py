@@ -190,8 +190,8 @@ class Search:
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
         """Return the fastest choice within a smaller limit if it is faster than this one, else None.
 
-        Smaller are the limits of `limits_bytes`, and all that this search has been asked for; if the rules fit this
-        limit, only those that they fit, too. With --ffn-resident, there is none: the residency is given, and only the
+        Smaller are the limits of `limits_bytes` where the same choice is faster, and all that this search has been
+        asked for; if the rules fit this limit, only those that they fit, too. With --ffn-resident, there is none: the residency is given, and only the
         staging buffers would shrink with the limit.
         """
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
@@ -199,11 +199,22 @@ class Search:
         min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
         lowest_bytes = min_rules_bytes if limit_bytes >= min_rules_bytes else 0
         for limit in self.limits_bytes():
-            if lowest_bytes <= limit < limit_bytes:
+            if lowest_bytes <= limit < limit_bytes and self._may_be_faster(limit, chosen):
                 self._choose(limit)
         smaller = [candidate for limit, candidate in self._chosen.items() if lowest_bytes <= limit < limit_bytes]
         fastest = min(smaller, key=self.ms, default=None)
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
+
+    def _may_be_faster(self, limit_bytes: int, chosen: Candidate) -> bool:
+        """Return True if this choice is expected to be faster with a smaller limit. It is made for that limit as it is,
+        which takes one plan instead of hundreds."""
+        if limit_bytes in self._chosen:
+            return False  # it is compared anyway
+        try:
+            smaller = self._candidate(chosen.device, dataclasses.replace(chosen.options, memory_bytes=limit_bytes))
+        except UserError:
+            return False
+        return self.ms(smaller) < self.ms(chosen)
 
     @functools.cached_property
     def _unlimited(self) -> list[Candidate]:

@@ -72,7 +72,8 @@ def test_both_ways_are_near_the_exact_model(measured: tuple[Package, NpuProfile]
     package, profile = measured
     engine = ReferenceEngine(package)
     hidden, _ = engine.hidden(TEXTS.held_out)
-    assert profile.exact_perplexity == pytest.approx(perplexity(engine, hidden, TEXTS.held_out), abs=1e-5)
+    # Both are float32 products of numpy's, whose order of sums depends on the batch and the processor.
+    assert profile.exact_perplexity == pytest.approx(perplexity(engine, hidden, TEXTS.held_out), rel=1e-5)
     assert [loss.scaling for loss in profile.losses] == ["token", "static"]
     for loss in profile.losses:
         assert np.log(loss.perplexity) == pytest.approx(np.log(profile.exact_perplexity), rel=0.01)
