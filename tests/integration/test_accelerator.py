@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.supervisor.watchdog import STOPPED_S
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES
@@ -22,7 +23,7 @@ from neuronpipe.plans.plan.offloaded_blocks import MATRICES
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.specs import SPECS, write_package
 from tests.opencl import require_opencl
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import SLOWER, Run, Shell, eventually
 
 require_opencl()
 
@@ -30,6 +31,7 @@ HERE = Path(__file__).resolve().parents[2]
 PROMPT = "def main(arguments):\n    for name in arguments"
 OPENCL = ("--backend", "accelerator=opencl")
 BLOCKS = 15  # of a layer of the demo
+REPLACED_S = 10.0 * SLOWER
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,30 @@ def test_the_text_goes_on_through_a_kill(run: Run, undisturbed: dict[str, list[i
     assert again["token_ids"] == undisturbed["exact"]
     assert again["accelerator_share"] > 0
     assert again["accelerator_matrix_share"] > 0
+
+
+def test_the_text_goes_on_through_a_stop_and_the_stopped_process_is_replaced(
+    run: Run, undisturbed: dict[str, list[int]]
+) -> None:
+    """It keeps what it has claimed of a step until the watchdog ends it; then as after a kill."""
+    before, stopped = restarts(run, "accelerator"), list[int]()
+
+    def stop(_: Any) -> None:
+        if not stopped:
+            stopped.append(run.pid("accelerator"))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    began = time.monotonic()
+    answer = run.ask(PROMPT, 32, seen=stop)
+    assert answer["token_ids"] == undisturbed["exact"]
+    assert STOPPED_S < time.monotonic() - began < STOPPED_S + REPLACED_S
+    assert eventually(lambda: run.status().ready, 30)
+    assert restarts(run, "accelerator") == before + 1
+    assert run.pid("accelerator") != stopped[0]
+    assert "ended by the watchdog: a signal stopped it for" in (run.path / "accelerator.0.log").read_text()
+    again = run.ask(PROMPT, 32)
+    assert again["token_ids"] == undisturbed["exact"]
+    assert again["accelerator_share"] > 0
 
 
 def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
