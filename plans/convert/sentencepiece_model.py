@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from neuronpipe.plans.convert.character_map import as_normalizers
 from neuronpipe.plans.convert.chat_template import CONFIG
 from neuronpipe.plans.convert.gguf.scored_bpe import (
     CONTROL,
@@ -28,6 +29,7 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 ADDED = "added_tokens.json"
 CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+SAVE_IT = "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
 BPE = 2  # TrainerSpec.ModelType
 
 
@@ -61,7 +63,7 @@ def build_from_sentencepiece(path: Path) -> bytes:
     try:
         with panics_are_errors():
             tokenizer = scored_bpe(pieces, scores, kinds, space_prefix=model.normalizer_spec.add_dummy_prefix)
-            _normalize(tokenizer, model.normalizer_spec, config)
+            _normalize(tokenizer, path, model.normalizer_spec, config)
             whole_pieces(tokenizer, pieces, kinds)
             begin, end = (_frame_token(config, name, pieces, model) for name in ("bos", "eos"))
             return framed(tokenizer, pieces, begin, end)
@@ -80,7 +82,7 @@ def _parsed(path: Path) -> Any:
     except ImportError:
         raise UserError(
             f"{path}: reading it takes two packages that are not installed: `pip install sentencepiece protobuf`; or "
-            "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
+            f"{SAVE_IT}"
         ) from None
     model = ModelProto()
     try:
@@ -95,7 +97,6 @@ def _parsed(path: Path) -> Any:
 def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
     """Refuse settings that would silently give other tokens."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    save_it = "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
     for holds, what in (
         (trainer.model_type == BPE, "only models of type BPE are read"),
         (normalizer.escape_whitespaces, "spaces that are not escaped are not supported"),
@@ -103,20 +104,23 @@ def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
         (not model.denormalizer_spec.precompiled_charsmap, "a rule for decoded texts is not supported"),
     ):
         if not holds:
-            raise UserError(f"{path}: {what}; {save_it}")
+            raise UserError(f"{path}: {what}; {SAVE_IT}")
     for piece in (piece for piece in model.pieces if piece.type == USER_DEFINED):
         # The library adds a space after a special token and not after such a piece; a tokenizer.json treats both alike.
         if SPACE in piece.piece or (normalizer.add_dummy_prefix and _is_legacy(config)):
-            raise UserError(f"{path}: {quoted(piece.piece)}: a user-defined piece beside spaces; {save_it}")
+            raise UserError(f"{path}: {quoted(piece.piece)}: a user-defined piece beside spaces; {SAVE_IT}")
     if config.has("tokenizer_class") and (name := config.text("tokenizer_class")) not in CLASSES:
-        config.fail("tokenizer_class", f"{quoted(name)} is not supported; {' and '.join(CLASSES)} are; {save_it}")
+        config.fail("tokenizer_class", f"{quoted(name)} is not supported; {' and '.join(CLASSES)} are; {SAVE_IT}")
 
 
-def _normalize(tokenizer: Tokenizer, spec: Any, config: Record) -> None:
-    """Set the normalization before merging: the model's own table of characters, then spaces."""
+def _normalize(tokenizer: Tokenizer, path: Path, spec: Any, config: Record) -> None:
+    """Set the normalization before merging: the model's own character map, then spaces."""
     steps: list[Any] = []
     if spec.precompiled_charsmap:
-        steps += [normalizers.Precompiled(spec.precompiled_charsmap)]
+        try:
+            steps += as_normalizers(spec.precompiled_charsmap)
+        except ValueError as error:
+            raise UserError(f"{path}: its character map is not supported: {error}; {SAVE_IT}") from None
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix and _is_legacy(config):

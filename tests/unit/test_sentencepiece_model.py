@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import build_tokenizer
 from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import UserError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import Tokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
@@ -33,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "as Llama's": {**LLAMA, "split_digits": True},
     "without bytes": {**LLAMA, "byte_fallback": False},
     "normalizing": {**LLAMA, "normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "normalizing all but spaces": {**LLAMA, "normalization_rule_name": "nmt_nfkc"},
     "without a space before": {**LLAMA, "add_dummy_prefix": False},
     "with a piece of its own": {**LLAMA, "add_dummy_prefix": False, "user_defined_symbols": ["<|sep|>"]},
     "with a piece beside spaces": {**LLAMA, "user_defined_symbols": ["<|sep|>"]},
@@ -81,8 +83,8 @@ SAME = [kind for kind in KINDS if kind != "with a piece beside spaces"]
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_awkward_texts_get_the_librarys_ids(kind: str, tmp_path: Path) -> None:
-    library, ours = both(kind, tmp_path / kind)
+def test_awkward_texts_get_the_librarys_ids(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    library, ours = both(kind, tmp_path_factory.getbasetemp() / f"any {kind}")
     for text in [*GOLDEN["texts"], *CORPUS, "x<|sep|>y"]:
         assert ours.encode(text, add_special_tokens=False).ids == library.encode(text), text
 
@@ -91,7 +93,12 @@ def test_awkward_texts_get_the_librarys_ids(kind: str, tmp_path: Path) -> None:
 def test_any_text_gets_the_librarys_ids(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     library, ours = both(kind, tmp_path_factory.getbasetemp() / f"any {kind}")
 
-    @given(st.text(st.characters(exclude_categories=["Cs"])) | st.text(" \n\taehinst.1é猫ﬁ"))
+    @given(
+        st.text(st.characters(exclude_categories=["Cs"]))
+        | st.text(" \n\taehinst.1é猫ﬁ")
+        | st.text("ae \r\n\u00b8\uff21\uff76\u0300\u0301\u0323\uff9e")
+    )
+    @example("\u00b8\u0300")
     def same(text: str) -> None:
         assume("<s>" not in text and "</s>" not in text)  # the library takes them for letters, chats need them whole
         assert ours.encode(text, add_special_tokens=False).ids == library.encode(text)
@@ -204,6 +211,15 @@ def test_what_is_joined_by_another_rule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'<\|sep\|>': a user-defined piece beside spaces; save the model's"):
         build_from_sentencepiece(placed(tmp_path, "with a piece beside spaces"))
     assert built(placed(tmp_path, "with a piece beside spaces", config={"legacy": False})).encode("a<|sep|>b").tokens
+
+
+def test_a_character_map_that_no_tokenizer_json_can_follow_is_refused(tmp_path: Path) -> None:
+    path = placed(tmp_path)
+    model = ModelProto.FromString(path.read_bytes())
+    model.normalizer_spec.precompiled_charsmap = b"\x04\0\0\0"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=r"its character map is not supported: truncated; save the model's"):
+        build_from_sentencepiece(path)
 
 
 def test_damaged_models_are_refused(tmp_path: Path) -> None:
