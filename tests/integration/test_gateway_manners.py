@@ -151,6 +151,19 @@ def test_bodies_that_never_end_take_no_more_memory_than_is_planned_and_keep_nobo
         assert gateway.memory_info().rss - before < 2 * REQUESTS_BYTES
 
 
+def test_bodies_of_clients_that_have_left_keep_no_request_out(server: Server) -> None:
+    """What they sent is read for a second or more before their end is."""
+    with contextlib.ExitStack() as lines:
+        for _ in range(60):
+            line = lines.enter_context(server.connect())
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                line.settimeout(2)
+                line.sendall(UNFINISHED.format(4 << 20).encode() + b" " * (3 << 20))
+    for _ in range(20):
+        reply = server.call("POST", "/v1/completions", b"[" * 20_000)  # as objects a third of all memory for requests
+        assert (reply.status, reply.json()["error"]["code"]) == (400, "invalid_json")
+
+
 def test_a_body_in_chunks_of_a_byte_is_ended_and_one_in_sensible_chunks_is_read(server: Server) -> None:
     head = request("POST", "/v1/completions", {}, Transfer_Encoding="chunked", Content_Length="").removesuffix(b"{}")
     with server.connect() as line, contextlib.suppress(ConnectionError):

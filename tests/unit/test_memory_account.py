@@ -58,6 +58,25 @@ def test_the_largest_body_that_is_still_arriving_gives_way_to_a_smaller_request(
         assert ended == ["larger"]
 
 
+def test_a_request_that_has_arrived_goes_before_bodies_that_are_still_arriving() -> None:
+    """Their clients may have left: what they had sent is read first."""
+    account, ended = MemoryAccount(100), list[str]()
+    with contextlib.ExitStack() as stack:
+        charges = {name: stack.enter_context(account.charge()) for name in ("first", "second", "third", "arrived")}
+        for name, size in (("first", 30), ("second", 40), ("third", 20)):
+            stack.enter_context(account.arriving(charges[name], lambda name=name: ended.append(name)))
+            charges[name].grow(size)
+        charges["arrived"].grow(10)
+        charges["arrived"].has_arrived = True
+        charges["arrived"].grow(60)
+        assert (ended, account.held_bytes) == (["second", "first"], 90)
+        assert not account.has_room(20, charges["arrived"]), "tokens that wait for a client go before no body"
+        with account.charge() as other:
+            other.has_arrived = True
+            assert refusal(lambda: other.grow(40)) == (503, "memory_full")
+        assert ended == ["second", "first"], "no body is aborted in vain"
+
+
 def test_memory_is_given_back_when_large_requests_have_ended() -> None:
     given_back = list[int]()
     account = MemoryAccount(100, lambda: given_back.append(account.held_bytes))

@@ -3,7 +3,8 @@
 It counts heads and pipelined bytes, bodies, the Python objects that bodies become, copies of prompts on their way to
 the coordinator, tokens that wait for a slow client, and responses that are sent whole. A request that does not fit is
 refused: with 413 if it is too large by itself, else with 503. A body that is still arriving is aborted for a smaller
-request, so that clients that send large bodies slowly cannot block the others.
+request, and for any request whose body has arrived, so that clients that send large bodies slowly, or have left in the
+middle of one, cannot block the others.
 """
 
 from __future__ import annotations
@@ -57,11 +58,20 @@ class MemoryAccount:
             charge.set(0)
             self.released(charge.peak_bytes)
 
-    def has_room(self, more_bytes: int, charge: MemoryCharge) -> bool:
-        """Return True if `charge` may grow by more_bytes. Larger bodies that are still arriving are aborted for it."""
-        while self.held_bytes + more_bytes > self.limit_bytes:
+    def has_room(self, more_bytes: int, charge: MemoryCharge, *, from_larger: bool = True) -> bool:
+        """Return True if `charge` may grow by more_bytes. Bodies that are still arriving are aborted for it.
+
+        from_larger: only those that are larger than `charge` would be
+        """
+        limit_bytes = self.limit_bytes - more_bytes
+        arriving_bytes = sum(arriving.held_bytes for arriving in self._arriving)
+        if not from_larger and self.held_bytes - arriving_bytes > limit_bytes:
+            return False  # it would not fit if all of them were aborted
+        while self.held_bytes > limit_bytes:
             largest = max(self._arriving, key=lambda arriving: arriving.held_bytes, default=None)
-            if largest is None or largest is charge or largest.held_bytes <= charge.held_bytes + more_bytes:
+            if largest is None or largest is charge:
+                return False
+            if from_larger and largest.held_bytes <= charge.held_bytes + more_bytes:
                 return False
             give_way = self._arriving.pop(largest)
             largest.set(0)
@@ -82,10 +92,11 @@ class MemoryAccount:
 
 
 class MemoryCharge:
-    """The bytes that one request or connection holds."""
+    """The bytes that one request or connection holds. has_arrived: True once the body of the request is complete."""
 
     def __init__(self, account: MemoryAccount) -> None:
         self.account, self.held_bytes, self.peak_bytes = account, 0, 0
+        self.has_arrived = False
 
     def set(self, held_bytes: int) -> None:
         """Set the bytes of this charge even if there is no room: they are allocated already."""
@@ -94,7 +105,7 @@ class MemoryCharge:
 
     def grow(self, more_bytes: int) -> None:
         """Reserve more_bytes. Raises ApiError if there is no room."""
-        if not self.account.has_room(more_bytes, self):
+        if not self.account.has_room(more_bytes, self, from_larger=not self.has_arrived):
             raise self._refusal(more_bytes)
         self.set(self.held_bytes + more_bytes)
 

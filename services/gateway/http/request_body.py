@@ -37,6 +37,7 @@ async def read_body(request: Request, kind: type[RequestT]) -> RequestT:
         raise ApiError(415, "unsupported_encoding", "compressed bodies are not supported: send no `Content-Encoding`")
     charge = charge_of(request.scope)
     data = await _receive(request, charge)
+    charge.has_arrived = True
     charge.grow(parsed_bytes(data))
     body = parse_body(data, kind)
     charge.set(charge.held_bytes - len(data))
