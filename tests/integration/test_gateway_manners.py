@@ -279,6 +279,26 @@ def test_a_reader_who_takes_nothing_holds_little_memory_and_nobody_up(server: Se
     )
 
 
+def test_a_stream_that_nobody_reads_is_ended_and_makes_room(server: Server) -> None:
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.settimeout(PATIENCE_S)
+        line.connect(("127.0.0.1", server.port))
+        many = {"prompt": ["x"] * 64, "n": 8, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "stream": True}
+        line.sendall(request("POST", "/v1/completions", many))
+        assert eventually(lambda: server.run.status().sequences_waiting > 50)
+        assert server.post("/v1/completions", **ASK).status == 200
+        assert eventually(
+            lambda: server.run.status().sequences_active + server.run.status().sequences_waiting == 0, PATIENCE_S
+        ), "not even a tenth of its 200,000 tokens are computed meanwhile"
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := line.recv(1 << 16):
+                received += piece
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
+
+
 def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
     with server.connect() as line:
         # All that may be under way; so long that none of them ends, and makes room, meanwhile.
