@@ -37,12 +37,14 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.package.parsing.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
     from neuronpipe.plans.plan.document import parse_plan
-    from neuronpipe.plans.plan.memory_budget import MAX_HELPER_GROWTH_BYTES
+    from neuronpipe.plans.plan.memory_budget import GRAMMAR_TOKEN_BYTES, MAX_HELPER_GROWTH_BYTES
     from neuronpipe.protocol.codec import Vocabulary
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
+    from neuronpipe.protocol.messages.request import Generate
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
-    from neuronpipe.services.coordinator.text.grammar import GrammarError, Grammars, LibraryFault
+    from neuronpipe.services.coordinator.text.constrained_answers import ConstrainedAnswers
+    from neuronpipe.services.coordinator.text.grammar import GrammarError, Grammars
     from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
     from neuronpipe.services.gateway.http.api_errors import ApiError
     from neuronpipe.services.gateway.http.request_body import parse_body
@@ -67,7 +69,7 @@ from tests.fuzz.commands import Fuzzed, damaged
 
 MAX_S, MAX_BYTES = 10, 2 << 30
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
-DEMO_IDS = 4096
+DEMO_IDS, SCHEMA_TOKENS = 4096, 8
 TURNS = [{"role": role, "content": "a b"} for role in ("system", "user", "assistant", "user")]
 SCHEMAS = [
     b'{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", null]}}}',
@@ -113,19 +115,6 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         path.rename(folder / RUN_FILE)
         RunDirectory.find(folder)
 
-    grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
-
-    for valid in SCHEMAS:
-        grammars.start(valid.decode())  # if these are refused, no mutation of them gets far
-
-    def schema(data: bytes) -> None:
-        """Compile a schema, and take eight of the tokens that it allows."""
-        following = grammars.start(data.decode("utf-8", "replace"))
-        for _ in range(8):
-            allowed = int.from_bytes(following.allowed, "little")
-            if not allowed or following.take(allowed.bit_length() - 1):
-                break
-
     templates = Helper(WORK, memory_bytes=MAX_HELPER_GROWTH_BYTES)
 
     def template(data: bytes) -> None:
@@ -152,9 +141,34 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
         "template": (template, TEMPLATES),
-        "schema": (schema, SCHEMAS),
+        "schema": (schema_target(), SCHEMAS),
         **Fuzzed(folder / "commands").targets(),
     }
+
+
+def schema_target() -> Target:
+    """Return a function that compiles a schema and takes eight of the tokens that it allows.
+
+    It does so as the coordinator does: in a helper process, with the limits of time and memory of a run.
+    """
+    grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
+    answers = ConstrainedAnswers(grammars, MAX_HELPER_GROWTH_BYTES, GRAMMAR_TOKEN_BYTES * DEMO_IDS)
+
+    def schema(data: bytes) -> None:
+        answer = answers.start(Generate(request="r", prompt="x", grammar=data.decode("utf-8", "replace")))
+        for _ in range(SCHEMA_TOKENS):
+            answers.wait([answer], MAX_S)
+            if answer.failure is not None:
+                raise GrammarError(answer.failure.message)
+            allowed = int.from_bytes(answer.allowed, "little")
+            if answer.complete or not allowed:
+                break
+            answer.take(allowed.bit_length() - 1)
+        answer.close()
+
+    for valid in SCHEMAS:
+        schema(valid)  # if these are refused, no mutation of them gets far
+    return schema
 
 
 def _plan() -> bytes:
@@ -167,7 +181,7 @@ def check(target: Target, data: bytes) -> None:
     began, message = time.monotonic(), ""
     try:
         target(data)
-    except (UserError, WireError, NotRunning, ApiError, GrammarError, LibraryFault, TemplateError, Refused) as error:
+    except (UserError, WireError, NotRunning, ApiError, GrammarError, TemplateError, Refused) as error:
         message = str(error)
     assert len(message) < 10_000, "the error is long"
     assert "\n" not in message, "the error is not one line"
