@@ -56,6 +56,8 @@ class Load:
         self.done: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.failure: str | None = None
         self._draws = [random.Random(seed + n) for n in range(clients)]
+        # The helper process of a schema stays for a minute: without one here it would be more than there was before.
+        self._schema(self._draws[0])
         self._threads = [threading.Thread(target=self._ask, args=(draw,)) for draw in self._draws]
 
     def __enter__(self) -> Load:
