@@ -191,8 +191,8 @@ class Search:
         """Return the fastest choice within a smaller limit if it is faster than this one, else None.
 
         Smaller are the limits of `limits_bytes` where the same choice is faster, and all that this search has been
-        asked for; if the rules fit this limit, only those that they fit, too. With --ffn-resident, there is none: the residency is given, and only the
-        staging buffers would shrink with the limit.
+        asked for; if the rules fit this limit, only those that they fit, too. With --ffn-resident, there is none: the
+        residency is given, and only the staging buffers would shrink with the limit.
         """
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
