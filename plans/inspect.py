@@ -38,7 +38,7 @@ NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat
 
 def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
     """Return the package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster.
-    curve: of the flash that it lies on, which decides how it is read."""
+    curve: speeds of the flash that it lies on, which decide how it is read."""
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
     parts: dict[str, list[dict[str, Any]]] = {"trigger": [], "value": []}

@@ -76,8 +76,13 @@ def open_context() -> Context:
 
 @dataclass(slots=True)
 class Traffic:
-    """Message counts of a channel. garbage: could not be decoded; unknown: of a type that this link does not carry;
-    foreign: of another major version; dropped: the queue was full."""
+    """Message counts of a channel.
+
+    dropped: not sent, because the queue was full
+    garbage: could not be decoded
+    unknown: had a type that this link does not carry
+    foreign: had another major version
+    """
 
     sent: int = 0
     received: int = 0

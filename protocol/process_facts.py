@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def stat_fields(pid: int | None = None) -> list[str]:
-    """Return the fields of /proc/PID/stat after the process name: state, parent, ...; None: of this process.
+    """Return the fields of /proc/PID/stat after the process name: state, parent, ...; None means this process.
 
     Raises FileNotFoundError or ProcessLookupError if there is no such process, another OSError if /proc is hidden.
     """
@@ -32,7 +32,7 @@ def parent(pid: int) -> int:
 
 
 def start_ticks(pid: int | None = None) -> int:
-    """Return the start time of a process in clock ticks since boot; None: of this process. Raises OSError."""
+    """Return the start time of a process in clock ticks since boot; None means this process. Raises OSError."""
     return int(stat_fields(pid)[19])
 
 

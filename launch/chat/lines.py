@@ -23,7 +23,7 @@ class Lines:
     """Standard input as messages.
 
     words: words that Tab completes at the beginning of a line
-    following: by such a word, the words that Tab completes after it
+    following: words that Tab completes after such a word
     is_interactive: whether standard input is a terminal
     """
 

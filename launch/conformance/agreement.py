@@ -35,7 +35,7 @@ MAX_OTHER_TOP = 0.2
 class Answers:
     """The answers of a run.
 
-    numerics: by role, as the processes declared them
+    numerics: numerics of each role, as its processes declared them
     rows: logits by the role that computes them and by name, float32 [vocabulary]
     texts: generated tokens by name, as text
     """
@@ -47,7 +47,8 @@ class Answers:
 
 @frozen
 class Agreement:
-    """The distance of two sets of answers. numerics: by role, if they differ, those of the first and of the second."""
+    """The distance of two sets of answers. numerics: those of the first and the second, for
+    each role where they differ."""
 
     numerics: Mapping[str, tuple[str, str]]
     difference: float

@@ -187,7 +187,7 @@ def record(
 ) -> None:
     """Score the missing context windows, token by token on the decode path, and add what they accessed.
 
-    progress: in tokens.
+    progress: receives (done, all) tokens
     """
     from neuronpipe.launch.client import Client
     from neuronpipe.launch.planning.implementations import implementations

@@ -21,7 +21,7 @@ class ProcessLogs:
     """Files in the run directory: a log for each process of the plan, and the file `failure`.
 
     A restarted process appends to its log. The space of `failure` is allocated at the start, because a full disk may
-    be the reason to report. Raises OSError if there is no space.
+    be the failure to report. Raises OSError if there is no space.
     """
 
     def __init__(self, directory: Path) -> None:

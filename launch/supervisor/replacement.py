@@ -29,7 +29,7 @@ class Replacement:
     """One change of processes.
 
     client: the connection that waits for the answer
-    deadline: of the current phase (monotonic clock)
+    deadline: deadline of the current phase (monotonic clock)
     """
 
     phases: dict[ProcessKey, Literal["draining", "starting"]]

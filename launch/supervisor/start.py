@@ -33,7 +33,7 @@ MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 class LiveRun:
     """A run that this command has started.
 
-    pid: of the supervisor
+    pid: process id of the supervisor
     report: descriptor of the pipe on which the supervisor reports the end
     is_exhausted: whether the run ended because a process exceeded its restart budget; known once the run is stopped
     """

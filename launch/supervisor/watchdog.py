@@ -126,7 +126,7 @@ def observe(pid: int, word: int, progress: tuple[int, ...] = (), patience_s: flo
 def observe_run(words: Mapping[int, tuple[bool, int]], spans: int) -> dict[int, Observation]:
     """Observe the processes of a run.
 
-    words: by process id, whether it computes steps, and its pulse
+    words: (whether it computes steps, its pulse) for each process id
     spans: number of spans that the processes of the run have written
     """
     return {

@@ -38,7 +38,7 @@ def add_text(
     anchor: str = "start",
     weight: str = "400",
 ) -> None:
-    """Add one line of text. y: of its baseline."""
+    """Add one line of text. y: y of its baseline."""
     attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
     if anchor != "start":
         attributes["text-anchor"] = anchor

@@ -20,7 +20,7 @@ HISTORY = 240
 class View:
     """One run on the screen.
 
-    awaits: as of its source
+    awaits: what the screen waits for before the first snapshot
     speeds: tokens per second at each of the last snapshots
     """
 

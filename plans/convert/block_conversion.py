@@ -115,7 +115,7 @@ class Work:
         return 0 if predictor is None else predictor.rank_of(ffn) * (model.width + model.neurons)
 
     def _predictor_names(self, ffn: int) -> tuple[str, str, str]:
-        """Return the names of a predictor's tensors in a package: of fc1, of fc2, of its bias."""
+        """Return the names of a predictor's three tensors in a package: fc1, fc2, the bias of fc2."""
         model = self.manifest.model
         name = predictor_name(model, *divmod(ffn, model.experts))
         return f"{name}.input", f"{name}.{model.trigger}", f"{name}.{model.trigger}.bias"

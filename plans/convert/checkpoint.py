@@ -163,8 +163,11 @@ class Inventory:
 
 
 class Options(NamedTuple):
-    """Choices of the user that override the source; None: as the source says. predictor: take the source's predictors.
-    examine_template: tries the chat template, within limits; None: it is not tried."""
+    """Choices of the user that override the source. None leaves the choice to the source.
+
+    predictor: take the source's predictors
+    examine_template: tries the chat template, within limits; None: it is not tried
+    """
 
     activation: Activation | None = None
     tokenizer: Path | None = None
@@ -203,8 +206,8 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors; matrices of feed-forwards have the names of
     `ffn_name`. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. notes: what a
-    person should know about the resulting package.
+    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: those of rotary
+    positions. notes: what a person should know about the resulting package.
     """
 
     source: Source
@@ -244,7 +247,7 @@ def take_tensors(
     """Return (matrices, vectors) of a checkpoint, by the names of its source. Raises UserError if a tensor is missing
     or has another shape.
 
-    orders: of the rows of `query` and `key`, if they are not stored as the engine rotates them, and of
+    orders: the orders of the rows of `query` and `key`, if they are not stored as the engine rotates them, and of
         `query_key_value`. norm_offset: added to the stored weights of norms. down_by_neuron: Down is stored transposed.
     """
     tensors = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
@@ -326,7 +329,7 @@ class _Tensors:
         self._take_norm("output_norm", names.output_norm)
 
     def take_layer(self, number: int) -> None:
-        """Take one layer. `prefix`: of its tensors' names in a package; `layer`: of their names in the source."""
+        """Take all tensors of one layer."""
         prefix, layer = f"layers.{number}", self._names.layer.format(number)
         self._take_norm(f"{prefix}.attention_norm", f"{layer}{self._names.attention_norm}")
         self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")

@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One piece. vectors, matrices: of fixed.safetensors. layer: layer of its neurons; orders: their order, by
-    expert."""
+    """The part of a model that is converted at once.
+
+    vectors, matrices: names in fixed.safetensors
+    layer: layer of its neurons
+    orders: the order of these neurons, by expert
+    """
 
     vectors: tuple[str, ...]
     matrices: tuple[str, ...]

@@ -25,8 +25,8 @@ class OffloadedWork:
     """The device's part of a step.
 
     batch: sequences of the step
-    trigger_bytes, value_bytes: of the rows that it computes
-    share: of its neurons, those whose rows a sequence reads
+    trigger_bytes, value_bytes: bytes of the rows that it computes
+    share: share of its neurons whose rows a sequence reads
     """
 
     blocks: int

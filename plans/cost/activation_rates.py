@@ -76,7 +76,7 @@ class ActivationRates:
         """Return how much of a token's cluster accesses go to the first `share` of clusters.
 
         read: share of all neurons that the token reads
-        neurons: of a cluster
+        neurons: neurons of a cluster
         """
         if not self.by_frequency:
             return share
@@ -108,7 +108,7 @@ class ActivationRates:
         neurons.
 
         read: share of the expert's neurons that the token reads
-        neurons: of a cluster
+        neurons: neurons of a cluster
         """
         if not self.by_frequency or read >= 1.0:
             return touched_share(read, neurons)
@@ -223,8 +223,8 @@ def ranking(
 def touched_share(share: float, neurons: int) -> float:
     """Return the share of clusters with at least one active neuron, if neurons were independent.
 
-    share: of active neurons
-    neurons: of a cluster
+    share: share of active neurons
+    neurons: neurons of a cluster
     """
     return 1 - (1 - share) ** neurons
 

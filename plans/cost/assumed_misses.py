@@ -30,7 +30,7 @@ CLUSTERS = 1 << 16  # of a ranking: it stands for shares of any number of cluste
 class MeasuredModel:
     """Measured CLOCK misses of a model's clusters in predicted mode, with nothing pinned.
 
-    neurons: of a cluster
+    neurons: neurons of a cluster
     chosen: share of the experts that a token chooses
     misses: miss rate by the share of all clusters that is resident
     """
@@ -63,9 +63,9 @@ def assumed_miss_rate(
     """Return the assumed share of a token's cluster accesses that miss.
 
     read: share of the neurons of a chosen expert that a token reads
-    neurons: of a cluster
-    resident_share: clusters in memory, of all
-    pinned_share: pinned clusters, the hottest, of all
+    neurons: neurons of a cluster
+    resident_share: share of all clusters that are in memory
+    pinned_share: share of all clusters that are pinned, which are the hottest
     """
     ranking = _ranking(rates.rates_along_curve(read), neurons, rates.chosen)
     return ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
@@ -92,7 +92,7 @@ def _reference(neurons: int, *, mixture: bool) -> Ranking:
 def _bins(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float) -> Bins:
     """Return how often a step accesses each cluster, hottest first.
 
-    neurons: of a cluster
+    neurons: neurons of a cluster
     """
     return [
         (chosen * touched_share(rate, neurons), round(last * CLUSTERS) - round(first * CLUSTERS))

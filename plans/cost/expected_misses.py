@@ -32,7 +32,7 @@ class ResidentSlots:
     """Memory for parts of one kind, in clusters.
 
     occupied: slots with a cluster, without those kept free
-    pinned: of them, those that stay
+    pinned: occupied slots whose cluster stays
     offloaded: clusters that a device computes, the first of every feed-forward, which are not looked up
     """
 
@@ -53,8 +53,8 @@ def part_accesses(
 ) -> PartAccesses:
     """Return the accesses of a step of `tokens` tokens.
 
-    share: of the neurons of its chosen experts that each token reads
-    all_accessed: True if it is all of them
+    share: share of the neurons of its chosen experts that each token reads
+    all_accessed: True if each token reads all of these neurons
     """
     clusters, mixture, occupied = manifest.clusters, manifest.model.experts > 1, slots.occupied
     neurons, on_workers = manifest.layout.cluster_neurons, manifest.clusters - slots.offloaded

@@ -45,7 +45,7 @@ class ClusterDemand:
     ) -> tuple[ClusterDemand, ...]:
         """Return the demand for each layout of slots that the package allows.
 
-        slots_bytes: of memory for slots, filled with triggers first, or with pairs
+        slots_bytes: memory for slots, filled with triggers first, or with pairs
         """
         values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
         if rates.trigger_read < 1.0:
@@ -83,8 +83,8 @@ class ClusterDemand:
 class ClusterReadCost:
     """Microseconds of flash for one cluster of a chosen feed-forward.
 
-    both_us: of both parts in one read
-    trigger_us, value_us: of the two parts one after the other
+    both_us: one read of both parts
+    trigger_us, value_us: reads of the two parts one after the other
     planes_us: if the package had planes, all trigger parts of a feed-forward and then all value parts. Nothing between
     them would be read, and no read would bring both.
     """
@@ -167,7 +167,7 @@ def choose_read_sizes(
 ) -> ReadSizes:
     """Return the reads of a plan.
 
-    demands: as returned by `ClusterDemand.of`; slots are laid out as in the one that costs the least flash time
+    demands: result of `ClusterDemand.of`; slots are laid out as in the one that costs the least flash time
     bundle: read both parts together (None: if that is faster by the curve)
     depth: maximum of reads at once (None: as many as the curve needs)
     max_staging_bytes: at least MIN_DEPTH times the longest read of one cluster

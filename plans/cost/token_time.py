@@ -134,8 +134,8 @@ def decode_reads(
 ) -> tuple[IoWait, Reads]:
     """Return the reads of one sequence's decode step that are waited for, and the model of the waiting.
 
-    measured: of the device, as for `expected`
-    tokens: of the sequence before the step
+    measured: measurements of the device, as `expected` takes them
+    tokens: tokens of the sequence before the step
     """
     run_cost = _run_cost(manifest, rates, compute, memory, flash, *measured)
     return run_cost.io_wait, run_cost.decode_step(1, tokens).flash_reads[-1]

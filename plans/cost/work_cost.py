@@ -108,7 +108,7 @@ class WorkCost:
     def reused_values_ms(self, token_weights: float, share: float) -> float:
         """Return the time of value rows that are read once for each token, from the processor's cache.
 
-        share: of the neurons that are active for a token
+        share: share of the neurons that are active for a token
         """
 
         def seconds_per_weight(profile: DeviceProfile) -> float:

@@ -41,7 +41,8 @@ class Core:
 def classify(speeds: Mapping[int, float], source: Source, allowed: Iterable[int]) -> tuple[Core, ...]:
     """Return the cores by id, classified by their speeds.
 
-    speeds: by core id, in any unit, all positive; source: what the speeds are.
+    speeds: positive speeds by core id, in any unit
+    source: what the speeds are
     """
     fastest = max(speeds.values())
     may_use = frozenset(allowed)

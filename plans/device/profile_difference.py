@@ -41,8 +41,9 @@ class Change:
 class Difference:
     """All differences of two profiles.
 
-    changes: of the figures that both have, in the later profile's order; missing, added: figures that only the earlier
-    and only the later one has.
+    changes: changes of the figures that both have, in the later profile's order
+    missing: figures that only the earlier one has
+    added: figures that only the later one has
     """
 
     changes: tuple[Change, ...]

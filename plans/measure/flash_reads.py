@@ -92,7 +92,7 @@ def measure_reads(
 ) -> tuple[str, bool, tuple[FlashRead, ...]]:
     """Measure the cases. Return (engine, whether it reads directly, points).
 
-    budget_s: of a repetition; progress is called after each. Raises UserError if the file cannot be read.
+    budget_s: time for a repetition; progress is called after each. Raises UserError if the file cannot be read.
     """
     reader = open_reader(path, max(case.depth for case in cases))
     allowed = os.sched_getaffinity(0)

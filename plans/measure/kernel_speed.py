@@ -112,7 +112,7 @@ def measure_kernels(
 ) -> list[Point]:
     """Measure with a worker on each of `cores`. core: the class of a single worker's core.
 
-    budget_s: of a repetition; progress is called after each.
+    budget_s: time for a repetition; progress is called after each.
     """
     repetitions_of: dict[tuple[Case, str], list[float]] = {}
     turns = (case for _ in range(rounds) for case in cases)

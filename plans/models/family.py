@@ -15,7 +15,7 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class Choices(NamedTuple):
-    """Choices of the user that override the source; None: as the source says."""
+    """Choices of the user that override the source. None leaves the choice to the source."""
 
     activation: Activation | None = None
     context_tokens: int | None = None
@@ -93,7 +93,7 @@ class GgufArchitecture:
     head_norm: queries and keys are normed, each head by itself
     relu_may_mean_drelu: the user has to confirm `relu`, since known models say it and mean drelu
     activation: used if a file names none; None: GELU, which is not supported
-    router, router_reads: of its mixtures; the former applies if a file names none
+    router, router_reads: properties of its mixtures; `router` applies if a file names none
     harmless: a regular expression of tensors that change nothing and may be present
     norm: norm of its layers; the weights of LayerNorm are stored whole
     gated: the feed-forward has Gate beside Up and Down
@@ -118,7 +118,7 @@ class GgufArchitecture:
 
 @frozen(kw_only=True)
 class Family:
-    """Models that are read in the same way. architectures, gguf: by the names in their files."""
+    """Models that are read in the same way. The keys of `architectures` and `gguf` are the names in their files."""
 
     name: str
     architectures: Mapping[str, Architecture]

@@ -51,7 +51,7 @@ def pages(size_bytes: int) -> int:
 @frozen(slots=True)
 class MatrixPlace:
     """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
-    quantization: of its rows, if it is not the package's."""
+    quantization: the quantization of its rows; None: the package's."""
 
     name: str
     part: Part
@@ -220,9 +220,14 @@ def compute_layout(
     gates: Quantization | None = None,
     read_whole: bool = False,
 ) -> Layout:
-    """Return the layout of a new package. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
-    first; `width` suits the quantization. gates: their own quantization. read_whole: a token needs nearly all clusters
-    of a feed-forward, so that small clusters save nothing and padding is read with them."""
+    """Return the layout of a new package. `width` must suit the quantization.
+
+    neurons: neurons of one expert in one layer
+    matrices: matrices of the feed-forward, the trigger first
+    gates: the quantization of gates, if it is another
+    read_whole: True if a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and
+        padding is read with them
+    """
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
     gates = None if gates == quantization else gates
     of_trigger = gates or quantization

@@ -35,8 +35,11 @@ class MatrixRange:
 
 @frozen(slots=True)
 class NeuronRange:
-    """Ranges of feed-forwards. hidden: of neurons' values before their factors. outputs: of their sums, over one
-    product's neurons."""
+    """Ranges of a feed-forward's values.
+
+    hidden: range of neurons' values before their factors
+    outputs: range of their sums over the neurons of one product
+    """
 
     inputs: float
     gate: float

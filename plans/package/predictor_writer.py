@@ -28,8 +28,11 @@ class SideFactor:
 
 @frozen
 class LayerFactors:
-    """The predictor of one feed-forward, a layer's or an expert's: encoded input rows [rank, width], and the factors of
-    each predicted side."""
+    """The predictor of one feed-forward, which is that of a layer or of one expert.
+
+    input: encoded rows [rank, width]
+    sides: the factor of each predicted side
+    """
 
     input: Rows
     sides: Mapping[Side, SideFactor]

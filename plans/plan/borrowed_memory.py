@@ -35,8 +35,8 @@ class BorrowableMemory:
     """The memory of a run that slots may borrow, and how much of it sequences and prompts reserve.
 
     chunk_tokens: maximum of a prompt's step
-    kv_bytes: of all KV slots at full length
-    stage_bytes: of the stage of the largest prompt step
+    kv_bytes: bytes of all KV slots at full length
+    stage_bytes: bytes of the stage of the largest prompt step
     """
 
     manifest: Manifest
@@ -78,7 +78,7 @@ class BorrowableMemory:
         """Return the bytes reserved for keys and values of these lengths, and for a prompt's stage.
 
         kv_tokens: one length for every KV slot
-        stage_tokens: as returned by stage_tokens; 0 without a prompt
+        stage_tokens: result of the method `stage_tokens`; 0 without a prompt
         """
         kv_bytes = min(self.kv_bytes, sum(map(self._slot_bytes, kv_tokens)))
         if stage_tokens == SHORT_PROMPT_TOKENS < self.chunk_tokens:

@@ -69,7 +69,7 @@ def gateway_bytes(chat_models: int, growth_bytes: int) -> int:
     """Return the bytes of a gateway and its helper processes.
 
     chat_models: how many of its models have a chat template
-    growth_bytes: by how much chat templates may make one helper process grow
+    growth_bytes: the bytes by which chat templates may make one helper process grow
     """
     return GATEWAY_BYTES + min(chat_models, MAX_TEMPLATE_HELPERS) * (TEMPLATE_HELPER_BYTES + growth_bytes)
 
@@ -232,7 +232,7 @@ class Budgets:
         self._min_limits: dict[RunShape, int] = {}
 
     def of(self, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int) -> MemoryBudget:
-        """Return `memory_budget` of this shape."""
+        """Return the budget that `memory_budget` computes, laid out once for all staging sizes."""
         key = shape, prefill_chunk_tokens
         if key not in self._budgets:
             self._budgets[key] = memory_budget(

@@ -185,8 +185,8 @@ def offload_shape(
 ) -> RunShape:
     """Return the shape with the blocks and matrices that the accelerator is to have room for.
 
-    blocks, matrices: by request, as in `Compute`; None: the blocks that fit and, for an unmeasured device, the matrices
-    that fit besides all blocks
+    blocks, matrices: the requested ones, in the form of `Compute.held_blocks` and `Compute.held_matrices`; None: the
+        blocks that fit and, for an unmeasured device, the matrices that fit besides all blocks
 
     Raises UserError if not one block fits.
     """

@@ -67,7 +67,9 @@ def read_counts(text: str, ffns: int) -> tuple[int, ...]:
 def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, ...]:
     """Return how many first clusters of each feed-forward to load before anybody needs them.
 
-    These are all pinned clusters, and as many of every feed-forward as slots allow. clusters: of one feed-forward.
+    These are all pinned clusters, and as many of every feed-forward as slots allow.
+
+    clusters: clusters of one feed-forward
     """
     low, high = 0, clusters
     while low < high:
@@ -85,7 +87,7 @@ def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int)
     The counts of all feed-forwards shrink by the same share, so that `moving` slots remain unpinned. If every cluster
     has a slot, all pins stay.
 
-    clusters: of the whole model
+    clusters: clusters of the whole model
     """
     room, total = max(0, slots - moving), sum(counts)
     if slots >= clusters or total <= room:

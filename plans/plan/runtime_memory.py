@@ -90,7 +90,7 @@ def _next_graph(tokens: int, lengths: Sequence[int]) -> int:
 def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int) -> int:
     """Return the bytes that a runtime adds to a prefill process in steps of up to `tokens` tokens; 0 for the engine.
 
-    neurons: of one graph
+    neurons: neurons of one graph
     """
     if (cost := runtime_of(backend)) is None:
         return 0
@@ -115,7 +115,7 @@ def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int
 def offload_runtime_bytes(manifest: Manifest, backend: str, *, neurons: int) -> int:
     """Return the bytes that a runtime adds to an accelerator process, besides the offloaded weights; 0 for the engine.
 
-    neurons: of one graph
+    neurons: neurons of one graph
     """
     if (cost := runtime_of(backend)) is None:
         return 0

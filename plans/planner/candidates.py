@@ -97,7 +97,7 @@ class SearchResult:
     rules: the best of the rules' variant; None if it does not fit
     by_rules: the rules' variant with the rules' chunk and depth
     target: tokens/s to be reached; None if the request is to be fast
-    smaller_limit_bytes: of the plan that is kept although the limit is larger, since no other is as fast
+    smaller_limit_bytes: the smaller limit for which the chosen plan was made, if no plan of this limit is as fast
     """
 
     candidates: tuple[Candidate, ...]

@@ -29,9 +29,9 @@ TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 class PartSlots:
     """The slots of one part.
 
-    count: of all slots, borrowed ones included
-    moving: unpinned slots at least
-    reserved: of these, free slots in advance
+    count: number of slots, borrowed ones included
+    moving: minimum of unpinned slots
+    reserved: slots among the moving ones that are freed in advance
     borrowed: slots that may be reclaimed (plans/plan/borrowed_memory.py)
     """
 
@@ -72,7 +72,7 @@ class PinAllocation:
 
 @frozen
 class _PartPins:
-    """The pins of one part: clusters of each feed-forward. ranking: by which they were chosen"""
+    """The pinned clusters of one part, by feed-forward. ranking: the ranking that chose them."""
 
     slots: PartSlots
     counts: tuple[int, ...]

@@ -47,8 +47,8 @@ def device_facts(
     """Return the facts of a device with a placement of roles on its cores.
 
     workers: decode workers (default: one per fast core)
-    backends: by role, if not the default
-    cores: to be used instead of all cores of the device
+    backends: the backends of roles that do not have the default
+    cores: the cores to use instead of all cores of the device
     accelerator: adds an accelerator process
     """
     cores = device.cores if cores is None else cores

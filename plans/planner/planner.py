@@ -57,9 +57,9 @@ def make_plan(
     budgets: Budgets | None = None,
     frequencies: AccessFrequencies | None = None,
 ) -> Plan:
-    """Make a plan.
+    """Make one plan by the rules; the search compares many.
 
-    budgets: of this package, to be reused for many plans
+    budgets: memory budgets of this package, laid out by earlier calls; None: laid out anew
     frequencies: the access frequencies of its clusters, if they were measured
 
     Raises LimitTooSmall with the smallest limit and its items, and UserError for options that cannot be combined.

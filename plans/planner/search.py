@@ -60,7 +60,7 @@ UNLIMITED_BYTES = 1 << 60
 class Search:
     """The search for one package, space and options, whose `memory_bytes` is ignored.
 
-    request: to be fast
+    request: the request that is to be fast
     frequencies: access frequencies of the package
     """
 

@@ -82,7 +82,7 @@ def allocate_slots(
     moved: scales are co-located if that fits
     cache: False keeps only what a step needs
     cache_tokens: keep no more than this number of tokens uses (0: whatever fits)
-    borrowable_bytes: of memory that slots may borrow in addition
+    borrowable_bytes: memory that slots may borrow in addition
     """
     for places in (manifest.slots(moved=True), manifest.slots()) if moved else (manifest.slots(),):
         allocator = _SlotAllocator(manifest, rates, mode, workers, max_batch, whole, places, borrowable_bytes)

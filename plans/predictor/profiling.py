@@ -71,7 +71,8 @@ class Candidate:
 
 @frozen
 class TrainedPredictor:
-    """Factors that were trained before, for which only thresholds are fitted. of_ffn: by feed-forward."""
+    """Factors that were trained before, for which only thresholds are fitted. of_ffn: the
+    factors of a feed-forward."""
 
     sides: tuple[Side, ...]
     ranks: tuple[int, ...]
@@ -310,7 +311,7 @@ class _FiringByLayer:
         self._counts[layer] += (fired.sum(), fired.size)
 
     def shares(self) -> tuple[float, ...]:
-        """Return the shares by layer."""
+        """Return for each layer the share of neurons that fired, to six decimals."""
         return tuple(round(float(fired / size), 6) for fired, size in self._counts)
 
 

@@ -76,8 +76,11 @@ class Reference:
 
 @frozen(slots=True)
 class RemoteFile:
-    """A file of a repository. sha256: of its content, if the hub stores it outside git; blob: git's own checksum of a
-    file in git."""
+    """A file of a repository.
+
+    sha256: checksum of its content, if the hub stores it outside git
+    blob: git's checksum, if it is stored in git
+    """
 
     name: str
     bytes: int

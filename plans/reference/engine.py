@@ -90,7 +90,7 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
 
 @frozen
 class LayerRun:
-    """One feed-forward during computation, a layer's or an expert's.
+    """One feed-forward during computation, which is that of a layer or of one expert.
 
     ffn: layer * experts + expert; tokens: indices of the tokens (of a mixture, those that chose the expert);
     attention_input, feed_forward_input: normed inputs [tokens, width]; residual: the latter before its norm; weights:
@@ -109,7 +109,7 @@ class LayerRun:
     inner: Array
 
     def read_by(self, reads: PredictorInput) -> Array:
-        """Return the input of a predictor with this `reads`."""
+        """Return the input [tokens, width] that a predictor reads."""
         inputs = {"attention": self.attention_input, "residual": self.residual}
         return inputs.get(reads, self.feed_forward_input)
 

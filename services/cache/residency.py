@@ -35,8 +35,8 @@ class Region:
     """The slots of one part, from the plan.
 
     reserve: free slots that the loader should have ahead of need
-    pinned: by feed-forward, how many of its first clusters are pinned
-    offloaded: how many of these an accelerator always computes, so that they are not loaded ahead
+    pinned: number of first clusters that are pinned, for each feed-forward
+    offloaded: number of these that an accelerator always computes, so that they are not loaded ahead
     """
 
     part: Literal[0, 1]
@@ -260,8 +260,8 @@ class FreeSlots:
     def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> Iterable[int]:
         """Return the slots to grant, so that the loader has its reserve and one for each waiting cluster.
 
-        free, waiting, received: from the loader's last message; slots that are on the way count as free. Free slots go
-        first; `evict(n)` frees up to n more.
+        free, waiting, received: counts in the loader's last message; slots that are on the way count as free. Free
+        slots go first; `evict(n)` frees up to n more.
         """
         if self.region.holds_everything:
             return self.take(self._free_count)

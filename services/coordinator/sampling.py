@@ -24,7 +24,7 @@ class Sampler:
         self._how = ffi.new("np_sampling *")
 
     def sample_all(self, rows: Sequence[SampleRow]) -> tuple[tuple[int, ...], dict[int, Logprobs]]:
-        """Return a token for each row, and the requested log-probabilities: as in `TokensSampled`."""
+        """Return `tokens` and `logprobs` of `TokensSampled` for these rows."""
         tokens = tuple(map(self.sample, rows))
         logprobs = {
             number: self.logprobs(row, token)

@@ -42,8 +42,10 @@ PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
 
 
 class Meter:
-    """Measurements of steps and requests, from the clock and the board. neurons: of the model, over all layers and
-    experts; plan: of the run."""
+    """Measurements of steps and requests, from the clock and the board.
+
+    neurons: neurons of the model, over all layers and experts
+    """
 
     def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
         self._board_memory = memory.view("board", "memory")

@@ -43,7 +43,7 @@ class HostedPackages:
     """Packages that are served within one memory limit, each with the plan of its run.
 
     keep_alive_s: how long an unused run stays
-    templates_bytes: by how much chat templates may make a helper process grow
+    templates_bytes: the bytes by which chat templates may make one helper process grow
     """
 
     packages: Sequence[tuple[Package, Plan]]

@@ -143,14 +143,17 @@ class Quarantine:
 
     @classmethod
     def after(cls, words: memoryview, *, killed: bool, now: float) -> Quarantine:
-        """Return the quarantine of a coordinator whose predecessor left this ledger. killed: by SIGKILL."""
+        """Return the quarantine of a coordinator whose predecessor left this ledger.
+
+        killed: True if SIGKILL ended the predecessor
+        """
         quarantine = cls(Ledger(words))
         quarantine.coordinator_died(killed=killed, now=now)
         return quarantine
 
     # ---- deaths ----------------------------------------------------------------------------------------------
     def coordinator_died(self, *, killed: bool, now: float) -> None:
-        """Suspect the requests that the predecessor had under way. killed: by SIGKILL."""
+        """Suspect the requests that the predecessor had under way. killed: True if SIGKILL ended it."""
         self.died(self._ledger.under_way(), killed=killed, now=now)
         self._ledger.clear()
 
@@ -200,11 +203,17 @@ class Quarantine:
         return suspect is not None and suspect.weight >= CERTAIN - KILL_WEIGHT
 
     def admits(self, name: int) -> None:
-        """Record that the coordinator is admitting a request, which has no KV slot yet; 0 when that is over."""
+        """Record that the coordinator is admitting a request, which has no KV slot yet.
+
+        name: its fingerprint; 0 when the admission is over
+        """
         self._ledger.set(self._ledger.admission, name, 0)
 
     def computes(self, name: int, slot: int, place: int) -> None:
-        """Record that a step is sent for the request in this KV slot. place: 1 + the number of its computed tokens."""
+        """Record that a step is sent for the request in this KV slot.
+
+        place: the number of tokens of the request that are computed after this step
+        """
         self._ledger.set(slot, name, place)
         suspect = self._suspects.get(name)
         if suspect is not None and not suspect.is_certain and place > suspect.place + SAME_PLACE_TOKENS:

@@ -12,7 +12,7 @@ from neuronpipe.protocol.run_directory import RunSummary
 
 
 def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:
-    """Return the summary of a run of this plan."""
+    """Return what `status` and the page show of a run besides its state; all sizes are in bytes."""
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
     model, slots = manifest.model, manifest.slots(moved=plan.memory.are_scales_moved)
     return RunSummary(

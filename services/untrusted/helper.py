@@ -75,8 +75,8 @@ class Helper:
     work: what prepares the work in a new process: `module:function` for a program, which has nothing of the service; or
         a function, for a fork, which shares the service's memory. See README.md
     setup: passed to that function in each new process
-    memory_bytes: by how much jobs may make a process grow
-    setup_bytes: by how much it may grow, in addition, while it is prepared
+    memory_bytes: the bytes by which jobs may make a process grow
+    setup_bytes: the bytes by which it may grow, in addition, while it is prepared
     descriptor: readable when `receive` has something to do, except for a deadline, which is due in `due_s` seconds
     """
 

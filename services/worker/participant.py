@@ -45,7 +45,7 @@ class View:
     """The buffers of a participant, each at least as long as native/neuronpipe.h says of np_shared's field of that
     name.
 
-    slots, entries: by part
+    slots, entries: a buffer for each part
     ranks, predicted: None in exact mode
     activity: None unless neurons are recorded
     """

@@ -20,7 +20,7 @@ class Lane:
     """The step channel of one worker.
 
     listens: True while steps may arrive here
-    step, epoch: of the last step that arrived here
+    step, epoch: number and epoch of the last step that arrived here
     """
 
     def __init__(self, memory: RunMemory, index: int, spin_us: int) -> None:

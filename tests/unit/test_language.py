@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,3 +157,19 @@ def docstring_faults(path: Path) -> list[str]:
 
 def test_docstrings_are_sentences_that_stand_alone() -> None:
     assert [fault for path in sources() for fault in docstring_faults(path)] == []
+
+
+FRAGMENT = re.compile(r"^\s*\w+(, \w+)*: (of|by|as) (?!in `|in the request)")
+"""A line that describes a field or a parameter and needs its name to be understood: `neurons: of a cluster`."""
+
+
+def test_descriptions_of_fields_are_noun_phrases() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for line in (ast.get_docstring(node) or "").splitlines()
+        if FRAGMENT.match(line)
+    ]
+    assert lines == []

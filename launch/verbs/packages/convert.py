@@ -94,7 +94,7 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def conversion_options(arguments: argparse.Namespace) -> Options:
-    """Return the options of a conversion."""
+    """Return the choices that override the source, from the parsed arguments."""
     return Options(
         arguments.activation,
         arguments.tokenizer,

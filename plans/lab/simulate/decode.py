@@ -40,7 +40,7 @@ class Situation:
 
 @frozen
 class Decoded:
-    """The times of a simulated decode. token_s: seconds of each token. use: of all tokens together."""
+    """The times of a simulated decode. token_s: seconds of each token. use: the sum over all tokens."""
 
     token_s: tuple[float, ...]
     use: Use

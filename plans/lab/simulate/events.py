@@ -33,7 +33,7 @@ class TaskSpan(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """A piece of work on one unit. rank: lower ranks start first. value: for the trace."""
+    """A piece of work on one unit. rank: lower ranks start first. value: shown in the trace."""
 
     unit: Unit
     seconds: float

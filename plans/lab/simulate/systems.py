@@ -31,10 +31,13 @@ HOT_IN_MEMORY_LARGE_BATCH, LARGE_BATCH = 0.7, 3
 class System:
     """A system's policies.
 
-    npu: attention and hot neurons run on the NPU if there is one. cache, reads: of cold neurons. pipeline: one I/O
-    thread reads, and clusters are computed as they arrive; without it, a layer's reads come first. early: the predictor
-    reads what attention reads, so that flash works during attention. all_layers: prefill reads whole layers, resident
-    or not. mapped: dense, from mapped pages. cores: number of computing cores; 0: as many as the device has.
+    npu: attention and hot neurons run on the NPU if there is one
+    cache, reads: how cold neurons are cached and read
+    pipeline: one I/O thread reads, and clusters are computed as they arrive; without it, a layer's reads come first
+    early: the predictor reads what attention reads, so that flash works during attention
+    all_layers: prefill reads whole layers, resident or not
+    mapped: dense, from mapped pages
+    cores: number of computing cores; 0: as many as the device has
     """
 
     name: str

@@ -45,8 +45,8 @@ class LayerDemand:
 class Workload:
     """The demands of all tokens.
 
-    tokens: [token][layer]. order: all ids, most frequent first. frequency: of each id, over tokens that choose its
-    expert. scale: neurons that an id stands for. of_layer: number of ids of one layer.
+    tokens: [token][layer]. order: all ids, most frequent first. frequency: how often each id is accessed by
+    tokens that choose its expert. scale: neurons that an id stands for. of_layer: number of ids of one layer.
     """
 
     tokens: list[list[LayerDemand]]

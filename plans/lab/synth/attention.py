@@ -32,7 +32,7 @@ class Attention(NamedTuple):
 
 
 class AttentionMaker:
-    """A maker of the attention of a shape's layers. frequency: of the rotary positions, [head_width / 2]."""
+    """A maker of the attention of a shape's layers. frequency: frequencies of rotary positions, [head_width / 2]."""
 
     def __init__(
         self,

@@ -40,8 +40,8 @@ MIN_INDEPENDENT = 96  # tokens that an expert without a predictor is fitted on, 
 class Firing:
     """Activation statistics of a feed-forward.
 
-    activity, fired: mean shares of neurons that are active, and whose trigger fires. factors, quality: of its
-    predictor, if it has one.
+    activity, fired: mean shares of neurons that are active, and whose trigger fires. factors, quality: those
+    of its predictor, if it has one.
     """
 
     activity: float
@@ -68,8 +68,8 @@ class _Inputs:
     """The inputs of all blocks of a feed-forward.
 
     tokens: ids of the calibration tokens that it is fitted on. independent: those of them with independent states.
-    vectors: their normed input. steady: the sum of its steady coordinates. scale: of rows. groups, common: the group of
-    each neuron, and the shared rows of the groups.
+    vectors: their normed input. steady: the sum of its steady coordinates. scale: scale of rows. groups: the group of
+    each neuron. common: the shared rows of the groups.
     """
 
     ffn: int

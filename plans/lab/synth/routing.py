@@ -29,7 +29,7 @@ class Routing:
     token_share: share of the values' variance that comes from the token's code. moved: variance of the difference to
     the values that the input of the layer before would give, relative to theirs. hot_experts, hot_frequency: share of
     the experts that are hot, and share of all tokens that choose each of them; 0: experts are equally likely.
-    deviation: of a router's values.
+    deviation: standard deviation of a router's values.
     """
 
     token_share: float = 0.0

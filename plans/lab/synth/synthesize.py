@@ -64,9 +64,14 @@ def synthesize(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Package:
-    """Write a package of this shape, where it is dReLU with its predictor. progress is called with bytes of neurons
-    written and all of them. gates: "q3", or as the rest. reads: of a mixture's predictors always "feed_forward". Raises
-    UserError for what the disk refuses."""
+    """Write a package of this shape, with its predictor if it is dReLU.
+
+    reads: the input of predictors; those of a mixture always read "feed_forward"
+    gates: the quantization of gates; None: that of the other matrices
+    progress: receives (bytes of neurons written, all bytes)
+
+    Raises UserError if the disk refuses to take it.
+    """
     if model.experts > 1:
         reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)

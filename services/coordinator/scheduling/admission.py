@@ -52,8 +52,8 @@ class Limits:
     def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
         """Return the fields of `Step` that assign blocks and matrices to participants.
 
-        holds: by participant, True for an accelerator. It computes the first blocks and the offloaded matrices; the
-        others share the remaining blocks by work stealing.
+        holds: for each participant True if it is an accelerator, which computes the first blocks and the offloaded
+            matrices; the others share the remaining blocks by work stealing
         texts: the number of sequences in the step
         """
         offloaded = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0

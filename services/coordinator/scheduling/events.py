@@ -26,7 +26,7 @@ class RequestReceived:
 
 @frozen
 class ProcessReady:
-    """A service has finished its start or restart. numerics: as in `Hello`."""
+    """A service has finished its start or restart. numerics: the field of its `Hello`."""
 
     process: ProcessKey
     numerics: str = ""
@@ -44,8 +44,8 @@ class EpochChanged:
 
 @frozen
 class StepLeft:
-    """A participant has left a step. done: False if it abandoned the step because the epoch changed. ratings: as in
-    `Prefilled`."""
+    """A participant has left a step. done: False if it abandoned the step because the epoch changed. ratings: the
+    field of `Prefilled`."""
 
     process: ProcessKey
     step: int
@@ -80,7 +80,7 @@ class TokensSampled:
 
     tokens: one for each row, in the same order; NOT_A_NUMBER or ALL_BANNED if there is no token
     cost: figures of the step, measured by the service
-    logprobs: by the row's place in `SampleTokens`, for the rows that request them
+    logprobs: log-probabilities of the rows that request them, by the row's place in `SampleTokens`
     """
 
     NOT_A_NUMBER: ClassVar[int] = -1  # a logit is no number
@@ -229,8 +229,10 @@ class Dismiss:
 
 @frozen
 class ReserveMemory:
-    """Tell the cache how much of the memory borrowed for weight slots it must give back. kv_tokens: for each KV
-    slot, the number of tokens that have memory."""
+    """Tell the cache how much of the memory borrowed for weight slots it must give back.
+
+    kv_tokens: the number of tokens that have memory, for each KV slot
+    """
 
     number: int
     reserved_bytes: int
@@ -239,7 +241,7 @@ class ReserveMemory:
 
 @frozen
 class ReleaseMemory:
-    """Tell the prefill worker to release memory: as in `Release`."""
+    """Send `Release` to the prefill worker, which releases memory."""
 
     keep_tokens: tuple[int, ...]
 
@@ -250,7 +252,7 @@ class Ahead:
     action.
 
     rows: how to sample the outstanding step's tokens
-    number, positions: of the next step, which has the same sequences and participants
+    number, positions: number and positions of the next step, which has the same sequences and participants
     ends: end tokens; if one is sampled, another step follows and this one must not be sent
     """
 

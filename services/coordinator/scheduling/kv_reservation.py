@@ -27,7 +27,7 @@ class Reservation:
     """The reserved memory of a run.
 
     lendable: None if the plan lends no memory
-    kv_tokens: for each KV slot the number of tokens that have memory, as a previous coordinator left it
+    kv_tokens: the number of tokens that have memory, for each KV slot, as a previous coordinator left it
     """
 
     def __init__(self, lendable: BorrowableMemory | None, kv_tokens: Sequence[int]) -> None:
@@ -105,7 +105,8 @@ class Reservation:
         return bool(self._stage_tokens) and not self.waits and now - self._prompt_at >= RELEASE_AFTER_S
 
     def release(self, used_tokens: Sequence[int]) -> ReleaseMemory:
-        """Release memory between two steps. used_tokens: for each KV slot the number of tokens to keep."""
+        """Release memory between two steps. used_tokens: the number of tokens to keep in each
+        KV slot."""
         assert self._lendable is not None
         self._releasing = tuple(self._kv_tokens)
         sizes = zip(self._kv_tokens, map(self._lendable.granted_tokens, used_tokens), strict=True)

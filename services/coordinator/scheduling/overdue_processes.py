@@ -78,8 +78,8 @@ class Delays:
         """When to look again, by the clock of `look`."""
 
     def look(self, observations: Mapping[ProcessKey, Observation], flash_reads: int, now_s: float) -> Delay:
-        """Return the delay now. observations: of all processes that take work; flash_reads: the number of reads so
-        far."""
+        """Return the delay now. observations: those of all processes that take work; flash_reads: the number of
+        reads so far."""
         passed_s, self._looked_at = now_s - self._looked_at, now_s
         before, self._observations = self._observations, observations
         self.due_at = now_s + LOOK_S
@@ -131,7 +131,7 @@ def write_reasons(directory: Path, reasons: Mapping[ProcessKey, str], dropped: M
     """Write the reasons to the run directory for the supervisor: a line per process with its name, a tab and the
     reason.
 
-    dropped: by process, why its last message could not be read
+    dropped: the reason why a process's last message could not be read
     """
     lines = [
         f"{role}.{index}\t{with_dropped(reason, dropped.get((role, index)))}"

@@ -226,7 +226,7 @@ class WorkerProcesses:
 class DelayWatch:
     """The search for processes that keep the run waiting: it writes notes and has the supervisor replace them.
 
-    directory: of the run
+    directory: directory of the run
     notes: receives what clients see of the processes
     """
 
@@ -239,7 +239,7 @@ class DelayWatch:
         return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
 
     def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
-        """Look once. owed: the answers that processes owe; dropped: by peer, why its last message could not be read."""
+        """Look once. owed: the answers that processes owe; dropped: why a peer's last message could not be read."""
         delay = self._delays.look(self._processes.observe(owed), flash_reads, now)
         reasons = self._processes.by_name(dropped)
         self._notes.clear()
@@ -259,7 +259,7 @@ def why_rejected(process: WorkerProcess, hello: Hello) -> str | None:
 class Workers:
     """The ready processes of the run, and the choice of participants.
 
-    ready: by process the numerics in which it computes; empty if it computes nothing
+    ready: the numerics in which each ready process computes; empty if it computes nothing
     complete: True once all were ready at the same time. No step is sent earlier, so that a process that cannot start is
     noticed
     memory_served: True while the loader and the cache, which every step needs, are ready
@@ -307,7 +307,7 @@ class Workers:
         """Return the participants of a decode step.
 
         They are the ready decode workers in the numerics of the first one, and the accelerators that compute blocks for
-        these: in the same numerics, or in their own, whose id then ends with "+" and the workers' id.
+        these, in the same numerics or in numerics of their own, whose id ends with "+" and the workers' id.
         """
         return self._decoders
 

@@ -23,9 +23,9 @@ class OutstandingStep:
     """A step from when it is sent until its logits have been read. Its tokens and positions stay the same however
     often it is sent.
 
-    sequences: in the order of the logit rows; empty if all were refused
-    rows: by row of logits, the sequences whose next token is sampled from it
-    numerics: of its participants
+    sequences: its sequences in the order of the logit rows; empty if all were refused
+    rows: the sequence whose next token is sampled from each row of logits
+    numerics: numerics of its participants
     """
 
     def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str) -> None:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @frozen
 class Failure:
-    """The reason why an answer cannot be followed: as in `Refused`."""
+    """The code and the message of the `Refused` that ends an answer which cannot be followed."""
 
     code: RefusalCode
     message: str
@@ -120,7 +120,8 @@ class ConstrainedAnswer:
 class ConstrainedAnswers:
     """`Constraints` by a helper process, which starts with the first request.
 
-    memory_bytes: by how much grammars may make the process grow; vocabulary_bytes: in addition, for the vocabulary
+    memory_bytes: the bytes by which grammars may make the process grow
+    vocabulary_bytes: the bytes of the vocabulary, in addition
     descriptor, due_s: when to call `receive`, as in `Helper`
     """
 

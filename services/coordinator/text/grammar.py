@@ -61,7 +61,7 @@ class Grammars:
         self._compiled_calls = functools.lru_cache(KEPT_COMPILED)(self._compile_calls)
 
     def start(self, grammar: str, syntax: GrammarSyntax = "json") -> Grammar:
-        """Return the state before the first token. grammar, syntax: as in `Generate`. Raises GrammarError."""
+        """Return the state before the first token. Arguments are fields of `Generate`. Raises GrammarError."""
         return _Matcher(self._compiled(grammar, syntax).deep_copy())
 
     def start_calls(self, calls: Calls, grammar: str | None, syntax: GrammarSyntax = "json") -> Grammar:

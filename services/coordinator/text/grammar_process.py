@@ -29,7 +29,7 @@ _CONTINUATION = struct.Struct("<cQQI")
 
 
 class Source(NamedTuple):
-    """The grammar or calls that an answer follows: as in `Generate`."""
+    """The fields of `Generate` that say which grammar or calls an answer follows."""
 
     calls: Calls | None
     grammar: str | None

@@ -198,7 +198,7 @@ def _host_name(host: str) -> str:
 
 
 def respond(problem: ApiError) -> Response:
-    """Return the response for an error."""
+    """Return the HTTP response that carries this error as JSON."""
     return Response(problem.body(), problem.status, headers=dict(problem.headers), media_type="application/json")
 
 

@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
-        """Connect to a run. ended: as `run_ended` of `CoordinatorClient`."""
+        """Connect to a run. ended: `run_ended` of `CoordinatorClient`."""
         return cls(CoordinatorClient(endpoint, ended), LiveFeed(directory))
 
     def end(self, code: str, reason: str) -> None:
@@ -71,7 +71,7 @@ class ServedModel:
 class ServedModels:
     """The packages of the server. This class serves one package whose run lasts; `HostedModels` serves several.
 
-    templates_bytes: by how much chat templates may make a helper process grow
+    templates_bytes: the bytes by which chat templates may make one helper process grow
     """
 
     def __init__(self, models: Sequence[ServedModel], templates_bytes: int) -> None:

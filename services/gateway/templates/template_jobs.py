@@ -1,7 +1,7 @@
 """The jobs of the helper process for chat templates, their results, limits and errors.
 
 Both ends import this module: the gateway, which must not load Jinja, and the helper, which must not load the HTTP
-    server.
+server.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def report_job(source: TemplateSource) -> bytes:
 
 
 def encode_result(result: WrittenPrompt | TemplateReport) -> bytes:
-    """Encode a result in the helper process."""
+    """Return a result as bytes for the gateway; the helper process calls this."""
     if isinstance(result, TemplateReport):
         return _json({"result": dataclasses.asdict(result)})
     form = None if result.form is None else dataclasses.asdict(result.form)
@@ -118,7 +118,7 @@ def encode_result(result: WrittenPrompt | TemplateReport) -> bytes:
 
 
 def encode_error(error: Refused | TemplateError) -> bytes:
-    """Encode an error in the helper process."""
+    """Return an error as bytes for the gateway; the helper process calls this."""
     return _json({"refused" if isinstance(error, Refused) else "failed": str(error)})
 
 

@@ -23,7 +23,7 @@ TURN_S = 2 * JOB_S
 class TemplatePool:
     """Runs jobs of `template_jobs.py` in processes that start when they are needed. Belongs to one event loop.
 
-    growth_bytes: by how much jobs may make one process grow
+    growth_bytes: the bytes by which jobs may make one process grow
     """
 
     def __init__(self, growth_bytes: int) -> None:

@@ -102,7 +102,7 @@ class HeldBlocks:
         """Copy the clusters of the next layer to the device.
 
         weights: uint8 [experts][offloaded clusters][bytes of both slots]
-        bias: of the up projection, or None
+        bias: bias of the up projection, or None
         """
         cl = opencl()
         weight_buffer, bias_buffer = self._filled(weights), self._no_bias if bias is None else self._filled(bias)

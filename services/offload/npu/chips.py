@@ -97,7 +97,7 @@ def android_property(name: str) -> str:
 def find_chip(root: Path = Path("/"), android: Callable[[str], str] = android_property) -> DetectedChip | None:
     """Detect this machine's chip. Return None if nothing indicates one of Qualcomm's.
 
-    root: of the file system. Android apps may not read sysfs, so Android's properties are read as well.
+    root: root of the file system. Android apps may not read sysfs, so Android's properties are read as well.
     """
     number, name = _line(root / SYSFS / "soc_id"), android("ro.soc.model") or _line(root / SYSFS / "machine")
     maker = f"{_line(root / SYSFS / 'family')} {android('ro.soc.manufacturer')}".lower()

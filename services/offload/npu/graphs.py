@@ -168,7 +168,7 @@ class Shapes:
 
     @classmethod
     def of(cls, manifest: Manifest, neurons: int) -> Shapes:
-        """Return the ranges that the package states. neurons: of one product."""
+        """Return the ranges that the package states. neurons: neurons of one product."""
         return cls.scaled(manifest.model, neurons, None if manifest.npu is None else manifest.npu.static_ranges)
 
     @classmethod

@@ -49,9 +49,9 @@ PART_TOKENS = 64
 class _Turn:
     """The inputs that the products of a turn share.
 
-    parts: for each graph run, the integers padded to the graph's length, and the number of tokens among them
-    divisors: by which the inputs of each token were divided, [tokens]
-    is_sound: for each token, whether its values were finite and within the range
+    parts: the integers of each graph run, padded to the graph's length, and the number of tokens among them
+    divisors: the divisors of the inputs of each token, [tokens]
+    is_sound: True for each token whose values were finite and within the range
     """
 
     parts: list[tuple[Integers, int]]

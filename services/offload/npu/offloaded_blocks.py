@@ -44,7 +44,7 @@ class _PreparedRows:
     """The rows of one product, ready for its graph.
 
     inputs: the inputs of the graph, except the activations
-    scales: of the rows of each matrix, [3][neurons]
+    scales: scales of the rows of each matrix, [3][neurons]
     max_scale: the greatest product of a neuron's three scales, to which the factors are relative; if it is 0, all
         neurons are zero
     """

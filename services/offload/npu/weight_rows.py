@@ -43,8 +43,8 @@ class PreparedRows:
     place: the np_product_rows that were read
     inputs: the inputs of the graph, except the activations
     scales: one per row of an attention matrix, [rows]
-    max_scale: for neurons, the greatest product of a neuron's three scales, to which their factors are relative; if it
-        is 0, all neurons are zero
+    max_scale: the greatest product of a neuron's three scales, to which the factors of neurons are relative; if it is
+        0, all neurons are zero
     """
 
     place: Any
