@@ -79,6 +79,7 @@ class Client(Closing):
 
         on_wait: called again and again while nothing comes, with the run's status once that is known
         first_status: called once, with the status before the request
+
         Raises Declined if the run refuses the request, UserError if the run ends.
 
         A restarted coordinator does not know the request. A `Generate` is then sent again: its tokens come again, and
@@ -194,6 +195,7 @@ def await_ready(client: Client, *, plain: bool) -> None:
     """Wait until a run that was just started takes requests, and show that on stderr.
 
     plain: show lines, not one line that changes
+
     Raises UserError if the run ends first.
     """
     with Elapsed(plain=plain) as elapsed:
@@ -206,6 +208,7 @@ def follow_warm_up(client: Client, *, plain: bool) -> None:
     """Show progress until memory is warm, and then a line if the progress was shown.
 
     plain: show lines, not a bar
+
     Raises UserError if the run ends first.
     """
     report_due = time.monotonic() + MAX_UNKNOWN_S

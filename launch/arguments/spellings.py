@@ -115,6 +115,7 @@ def translate(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
     """Return the words in current spellings, and one line for each former or foreign spelling.
 
     words: the verb and its words
+
     Raises UserError for an option of another program that has no equivalent or lacks its value.
     """
     verb, translated, package, lines = words[0], list[str](), None, list[str]()

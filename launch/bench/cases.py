@@ -75,6 +75,7 @@ class Prompts:
     preset: a preset of the package's workload; None takes the default, if the package has a workload
     max_tokens: number of tokens of all prompts and answers together; None keeps the whole corpus. A run that is started
         later inherits this memory, so no more is kept
+
     Raises UserError if there is no such preset.
     """
 

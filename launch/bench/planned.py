@@ -31,6 +31,7 @@ def planned(
 
     before: the tests that the run has had, which count in its peak memory
     frequencies: access frequencies of the package
+
     Figures that the plan does not have are absent; of a prompt only the time is planned, not its reads.
     """
     expectation = expected(

@@ -27,6 +27,7 @@ def set_option(request: Generate, text: str) -> tuple[Generate, str]:
     """Return the request with an option changed, and the option as text.
 
     text: `NAME VALUE` or `NAME=VALUE`
+
     Raises UserError for an unknown option or a value that it cannot have.
     """
     name, _, value = text.replace("=", " ", 1).partition(" ")

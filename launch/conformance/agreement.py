@@ -47,8 +47,8 @@ class Answers:
 
 @frozen
 class Agreement:
-    """The distance of two sets of answers. numerics: those of the first and the second, for
-    each role where they differ."""
+    """The distance of two sets of answers. numerics: those of the first and the second, for each role where
+    they differ."""
 
     numerics: Mapping[str, tuple[str, str]]
     difference: float

@@ -63,6 +63,7 @@ class Probe:
         """Return the run's answers: rows of logits, and a generated text.
 
         computed: called with the number of further tokens, of ANSWERED_TOKENS in total
+
         Raises UserError if an answer takes longer than `limit_s`, or if the processes of a role differ in numerics.
         """
         with self.client(limit_s) as client:

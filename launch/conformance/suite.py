@@ -75,6 +75,7 @@ class Suite:
 
         report: called with each result
         progress: called with the number of finished checks and of all checks, also while none finishes
+
         Raises UserError if the run of the built-in implementations fails.
         """
         self._report, self._progress = report, progress

@@ -109,6 +109,7 @@ def run_trial(
     """Run the trial; return the distance of the candidate's answers if it computes in other numerics.
 
     progress: called with the computed tokens and their total
+
     Raises UserError that says what the candidate did wrong.
     """
     done = 0

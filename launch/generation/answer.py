@@ -33,6 +33,7 @@ def generate(
     extra_fields: further fields of the JSON object
     run_stays: whether the run goes on after the request; then a line on stderr says that memory was still warming up,
         even if that took no noticeable time
+
     Raises Declined if the run refuses the request, UserError if the run ends.
     """
     cold: list[WarmUp] = []  # the warm-up's state before the request, if it was not complete

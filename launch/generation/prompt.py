@@ -81,6 +81,7 @@ def checked_prompt(prompt: str | None, package: Path | None) -> str:
     """Return the prompt; None reads standard input.
 
     package: the package that an error names in the command for a chat, if there is one
+
     Raises UserError for an empty or too long prompt, and if standard input is a terminal.
     """
     if prompt is None:

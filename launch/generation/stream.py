@@ -21,6 +21,7 @@ def stream(
 
     first_status: called once with the run's status before the request
     plain: show the wait as lines, not as one line that changes
+
     Raises Declined if the run refuses the request, UserError if the run ends.
     """
     prompt_tokens = tokens = 0

@@ -15,6 +15,7 @@ def named_accelerator(backend: str | None, memory_bytes: int | None, manifest: M
     """Return the device of the backend that --backend names; None if it names none.
 
     memory_bytes: the value of --gpu-memory
+
     Raises UserError if there is no such device or it cannot compute this model.
     """
     if backend is None:

@@ -17,6 +17,7 @@ def memory_warning(plan: Plan, device: Device, min_limit_bytes: int) -> str | No
     """Return a warning if the plan takes more memory than is available now.
 
     min_limit_bytes: the smallest limit for which there is a plan
+
     Raises UserError for a plan that takes more than the machine has: the kernel would kill the run. The plan's total
     counts, not its limit: a generous limit for a small model is no mistake.
     """

@@ -59,6 +59,7 @@ def open_package(path: Path, *, plain: bool = False) -> Package:
     """Open a package. A GGUF file or a Hugging Face folder is converted first, unless that was done before.
 
     plain: show progress as lines, not as a bar
+
     Raises UserError, which lists the packages if there is none at `path`.
     """
     refuse_missing(path)

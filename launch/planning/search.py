@@ -60,6 +60,7 @@ def search_plan(
     """Search for the best plan, and return the search, its result and the plan.
 
     several: make room for further sequences, unless the options name their number or a speed: each takes memory
+
     Raises UserError if nothing fits the options.
     """
     requirements = PlannerOptions(

@@ -35,6 +35,7 @@ def package_of(source: Path, *, plain: bool) -> Path:
     """Return the package of a model on this disk; convert the model first, unless that was done before.
 
     plain: show progress on stderr as lines, not as a bar
+
     Raises UserError. The conversion runs in a process of its own, because its memory must not count in the run that
     follows.
     """

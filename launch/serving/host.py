@@ -61,6 +61,7 @@ class Host:
         """Serve until a signal, which is raised again at the end.
 
         serving: called when the first requests are taken
+
         Raises UserError if the gateway dies again and again.
         """
         received: list[int] = []

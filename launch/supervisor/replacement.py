@@ -46,6 +46,7 @@ class Replacement:
         """Parse a request of the control socket.
 
         current: the current implementations
+
         Raises ValueError for an invalid request, UserError for an invalid implementation.
         """
         names, use, folder = request.get("processes"), request.get("use"), request.get("folder", "/")

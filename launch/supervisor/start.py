@@ -96,6 +96,7 @@ def started_run(
     uses: implementations that replace built-in ones
     listener: the gateway's, if the plan has a gateway
     fixed: the fixed tensors, if another run has loaded them
+
     Raises UserError if the run cannot be started.
 
     Signals are blocked until there is something to stop, so that Ctrl-C cannot leave a run without an owner.

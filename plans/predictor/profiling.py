@@ -71,8 +71,8 @@ class Candidate:
 
 @frozen
 class TrainedPredictor:
-    """Factors that were trained before, for which only thresholds are fitted. of_ffn: the
-    factors of a feed-forward."""
+    """Factors that were trained before, for which only thresholds are fitted. of_ffn: the factors of
+    a feed-forward."""
 
     sides: tuple[Side, ...]
     ranks: tuple[int, ...]

@@ -385,8 +385,10 @@ class CacheService:
 
     def evict_clusters(self, part: int, clusters: array[int], count: int) -> array[int]:
         """Evict the first `count` of these clusters that are resident, unpinned and not being read, and return the
-        slots
-        that this freed. clusters: ids of uint32 in the package's order; those out of range are passed over."""
+        slots that this freed.
+
+        clusters: ids of uint32 in the package's order; those out of range are passed over
+        """
         slots: Any = ffi.new("uint32_t[]", count)
         ids = ffi.from_buffer("uint32_t[]", clusters)
         entries, words = self._entries[part], self._pointers[part]
@@ -397,6 +399,5 @@ class CacheService:
 
     def entries(self, part: int) -> memoryview:
         """Return the residency entries of a part, a uint32 per cluster; protocol/memory/residency.py explains their
-        bits. They
-        change at any time: read them, and write them only through `evict_clusters`."""
+        bits. They change at any time: read them, and write them only through `evict_clusters`."""
         return self._entries[part].toreadonly()

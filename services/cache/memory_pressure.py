@@ -48,8 +48,7 @@ class Pressure:
 
     def swapped(self, swapped_bytes: int) -> None:
         """Record how much of the run is swapped out. Growth counts as short memory even if much seems available,
-        since a
-        swapped slot costs more than an absent one."""
+        since a swapped slot costs more than an absent one."""
         self._swaps = swapped_bytes > self._swapped_bytes + SWAP_BYTES
         self._swapped_bytes = min(swapped_bytes, self._swapped_bytes) if not self._swaps else swapped_bytes
 

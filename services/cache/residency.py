@@ -60,8 +60,7 @@ class Region:
         """Return by feed-forward the end of the clusters to load ahead of any request.
 
         The range begins after the offloaded clusters and includes the pinned ones. Every feed-forward gets equally
-        many,
-        from its beginning, where conversion puts the hottest, as far as there are slots.
+        many, from its beginning, where conversion puts the hottest, as far as there are slots.
         """
         pinned = [max(0, count - self.offloaded) for count in self.pinned]
         counts = warm_counts(pinned, self.clusters_per_ffn - self.offloaded, self.slots - self.reserve)

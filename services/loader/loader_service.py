@@ -183,8 +183,7 @@ class Core:
 
     def serve(self, descriptors: tuple[int, ...], timeout_ms: int) -> None:
         """Read, publish and sleep until a descriptor is readable, the number of free slots must be reported, or the
-        time
-        has passed."""
+        time has passed."""
         if lib.np_loader_serve(self._loader, descriptors, len(descriptors), timeout_ms, SPIN_US) < 0:
             raise RuntimeError("the loader cannot wait for its descriptors")
 

@@ -193,8 +193,7 @@ class CpuBackend:
 
     def _core(self, number: int) -> int | None:
         """Return the core for a thread of a multi-threaded process: that of the decode worker with the same number,
-        which
-        is idle during prefill."""
+        which is idle during prefill."""
         several = len(self._participants) > 1 and number < len(self._decode_workers)
         return self._decode_workers[number].core if several else None
 

@@ -202,6 +202,7 @@ class Participant:
         """Compute this participant's share of a step.
 
         multiply: computes the external matrix products, for the first participant; None if there are none.
+
         Raises Abandoned if the epoch changed, Damaged if a cluster cannot be read, ValueError for arguments out of
         range.
         """

@@ -1,5 +1,5 @@
-"""`neuronpipe trace [--run DIR] [--seconds N] [-o FILE] [--picture FILE.svg]`: record the
-steps of a run."""
+"""`neuronpipe trace [--run DIR] [--seconds N] [-o FILE] [--picture FILE.svg]`: record the steps of
+a run."""
 
 from __future__ import annotations
 

@@ -173,6 +173,7 @@ def _serve_run(
     """Serve with one run, and return the reason why it ended.
 
     measurements: lines for the user, printed after the address
+
     Raises UserError if another run would end in the same way, and if the first one never served.
     """
     with (

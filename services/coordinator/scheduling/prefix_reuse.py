@@ -165,8 +165,8 @@ class Shares:
         self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
 
     def came(self, owner: Owner, present: Mapping[Owner, int]) -> None:
-        """Note a request of an owner. present: the tokens of the active sequences of each owner that
-        waits or has slots."""
+        """Note a request of an owner. present: the tokens of the active sequences of each owner that waits or
+        has slots."""
         if not present:
             self._ended.clear()
         min_tokens = min((self._total(present_owner, present) for present_owner in present), default=0)

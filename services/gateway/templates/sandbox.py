@@ -70,6 +70,7 @@ class Template:
 
         tools: the functions that may be called, as in OpenAI's API
         answer: True if the assistant's answer comes next
+
         Raises Refused, TemplateError, and MemoryError at the process's limit.
         """
         variables = {"messages": messages, "tools": tools, "documents": None}

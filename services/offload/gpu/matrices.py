@@ -1,8 +1,7 @@
 """Offloaded matrices in a device's memory: those of attention in every layer, and the output matrix.
 
 The kernels are in dots.cl and rows.cl. A matrix takes three calls for any number of sequences: a copy to the device,
-one
-kernel, and a blocking copy of the products back. Softmax, keys and values stay on the processor.
+one kernel, and a blocking copy of the products back. Softmax, keys and values stay on the processor.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def measure(
 
     text: the name of the texts
     scaling: the scaling to choose; None chooses the one that loses less
+
     Raises UserError if the perplexity of the held-out texts is not finite.
     """
     package.verify_fixed()

@@ -151,6 +151,7 @@ class Contexts:
     graph.
 
     qnn: the version of the installed runtime; None to accept any
+
     Raises UserError, with the command that compiles again, if they are of another version, chip or runtime, do not fit
     the model, or are damaged.
     """
