@@ -25,12 +25,12 @@ def named_accelerator(backend: str | None, memory_bytes: int | None, manifest: M
                 f"{ACCELERATOR}=opencl, or measure it with `neuronpipe profile device`"
             )
         return None
-    from neuronpipe.services.offload.offload_backend import HolderBackend
+    from neuronpipe.services.offload.offload_backend import OffloadBackend
     from neuronpipe.services.steps.backend import create_backend, require
 
     offload_backend = create_backend(backend, "accelerator")
     require(offload_backend, manifest, "accelerator", f"--backend {ACCELERATOR}={backend}")
-    assert isinstance(offload_backend, HolderBackend)
+    assert isinstance(offload_backend, OffloadBackend)
     return dataclasses.replace(offload_backend.describe(), limit_bytes=memory_bytes)
 
 

@@ -8,7 +8,7 @@ differ slightly, and each records the numerics of its participants.
 
 from __future__ import annotations
 
-from neuronpipe.services.offload.offload_backend import HolderBackend
+from neuronpipe.services.offload.offload_backend import OffloadBackend
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.steps.backend import Backend, create_backend
 from neuronpipe.services.worker.decode import DecodeService
@@ -20,6 +20,6 @@ class AcceleratorService(DecodeService):
     def backend(self, job: Job) -> Backend:
         """Construct the backend that the plan names, with the instruction set of the decode workers."""
         backend = create_backend(job.process.backend, "accelerator")
-        if isinstance(backend, HolderBackend):
+        if isinstance(backend, OffloadBackend):
             backend.follow(job.plan.compute.decode_workers()[0].backend)
         return backend

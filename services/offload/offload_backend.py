@@ -13,7 +13,7 @@ from neuronpipe.services.worker.cpu import CpuBackend
 from neuronpipe.services.worker.participant import View
 
 
-class HolderBackend(CpuBackend):
+class OffloadBackend(CpuBackend):
     """The base class of offload backends; the interface is `Backend` and the methods below."""
 
     name = ""

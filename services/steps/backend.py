@@ -36,7 +36,7 @@ BACKENDS = {
 }
 """The class of each backend, which is constructed with its options, a string."""
 
-HOLDERS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxOffloadBackend"}
+OFFLOAD_BACKENDS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxOffloadBackend"}
 """The classes of accelerator processes, where they differ; see services/offload/offload_backend.py."""
 
 
@@ -140,7 +140,7 @@ class Backend(Protocol):
 def create_backend(text: str, phase: Phase = "decode") -> Backend:
     """Construct the backend that a plan names as NAME or NAME:OPTIONS. Raises UserError for an unknown name."""
     name, _, options = text.partition(":")
-    classes = BACKENDS | HOLDERS if phase == "accelerator" else BACKENDS
+    classes = BACKENDS | OFFLOAD_BACKENDS if phase == "accelerator" else BACKENDS
     if name not in classes:
         raise UserError(f"backend {quoted(text)}: the backends are {', '.join(classes)}")
     module, _, cls = classes[name].partition(":")

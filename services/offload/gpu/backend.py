@@ -14,13 +14,13 @@ from neuronpipe.native import lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.offload.offload_backend import HolderBackend
+from neuronpipe.services.offload.offload_backend import OffloadBackend
 from neuronpipe.services.runtime.trace import Trace
 from neuronpipe.services.steps.backend import Phase, Placement, StepWork
 from neuronpipe.services.worker.participant import Participant, View
 
 
-class OpenClBackend(HolderBackend):
+class OpenClBackend(OffloadBackend):
     """Offloaded blocks and matrices on an OpenCL device."""
 
     name = "opencl"

@@ -14,13 +14,13 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.services.offload.npu.backend import refusal
 from neuronpipe.services.offload.npu.providers import provider_of
-from neuronpipe.services.offload.offload_backend import HolderBackend
+from neuronpipe.services.offload.offload_backend import OffloadBackend
 from neuronpipe.services.runtime.trace import Trace
 from neuronpipe.services.steps.backend import Phase, Placement, StepWork
 from neuronpipe.services.worker.participant import Participant, View
 
 
-class OnnxOffloadBackend(HolderBackend):
+class OnnxOffloadBackend(OffloadBackend):
     """The offload backend `onnx`; the interface is that of services/offload/offload_backend.py."""
 
     name = "onnx"
