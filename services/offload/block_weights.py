@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 READ_BYTES = 4 << 20  # at once, in whole clusters
 
 
-def held_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
+def offloaded_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
     """Yield for each layer the first clusters of its experts: uint8 [experts][clusters][bytes of both slots].
 
     The array is reused for the next layer. Raises UserError for bytes that do not match their checksum.
@@ -74,7 +74,7 @@ def _damaged(package: Package, cluster: int, part: str) -> UserError:
     )
 
 
-def held_biases(package: Package) -> Iterator[NDArray[np.float32] | None]:
+def offloaded_biases(package: Package) -> Iterator[NDArray[np.float32] | None]:
     """Yield for each layer the biases of its up projections, or None."""
     for layer in range(package.manifest.model.layers):
         entry = package.fixed.get(f"layers.{layer}.up.bias")

@@ -28,7 +28,7 @@ from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
-from neuronpipe.services.offload.block_weights import held_weights
+from neuronpipe.services.offload.block_weights import offloaded_weights
 from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
 from neuronpipe.services.offload.npu.providers import Provider, provider_of
 from neuronpipe.services.offload.npu.sessions import Runtime
@@ -80,7 +80,7 @@ def _measure(package: Package, chosen: Provider, count: int, length: int, chunks
     offloaded = OffloadedProducts(
         package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.held_tokens
     )
-    for weights in held_weights(package, layout.blocks):
+    for weights in offloaded_weights(package, layout.blocks):
         offloaded.load(weights)
     alone = Participants(package, count=1, max_tokens=1)
     exact = [alone.run(sequence, 1) for sequence in sequences]

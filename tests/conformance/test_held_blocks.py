@@ -22,7 +22,7 @@ from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
-from neuronpipe.services.offload.block_weights import held_biases, held_weights
+from neuronpipe.services.offload.block_weights import offloaded_biases, offloaded_weights
 from neuronpipe.services.offload.gpu.blocks import ORDERS, HeldBlocks
 from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.matrices import HeldMatrices
@@ -49,7 +49,7 @@ def _instructions() -> Iterator[None]:
 
 def held(package: Package, blocks: int, tokens: int, instructions: str) -> HeldBlocks:
     holder = HeldBlocks(find_device(), package.manifest, blocks=blocks, tokens=tokens, instructions=instructions)
-    for weights, bias in zip(held_weights(package, blocks), held_biases(package), strict=True):
+    for weights, bias in zip(offloaded_weights(package, blocks), offloaded_biases(package), strict=True):
         holder.load(weights, bias)
     return holder
 

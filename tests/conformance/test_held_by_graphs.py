@@ -20,7 +20,7 @@ from tests.conformance.specs import SPECS, give_predictor, write_package
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from neuronpipe.services.offload.block_weights import held_weights
+from neuronpipe.services.offload.block_weights import offloaded_weights
 from neuronpipe.services.offload.npu import graphs
 from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
 from neuronpipe.services.offload.npu.providers import provider_of
@@ -32,7 +32,7 @@ TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 def held(package: Package, blocks: int, provider: str = "cpu") -> OffloadedProducts:
     chosen = provider_of(provider)
     holder = OffloadedProducts(package.manifest, Runtime(chosen).session, blocks=blocks, lengths=chosen.held_tokens)
-    for weights in held_weights(package, blocks):
+    for weights in offloaded_weights(package, blocks):
         holder.load(weights)
     return holder
 

@@ -50,7 +50,7 @@ class OpenClBackend(OffloadBackend):
     def load(self, placement: Placement) -> None:
         """Create the engine, compile the kernels, and copy the weights of blocks and matrices to the device. Raises
         UserError if they do not fit the device's memory."""
-        from neuronpipe.services.offload.block_weights import held_biases, held_weights
+        from neuronpipe.services.offload.block_weights import offloaded_biases, offloaded_weights
         from neuronpipe.services.offload.gpu.blocks import HeldBlocks
         from neuronpipe.services.offload.gpu.device import find_device, opencl
         from neuronpipe.services.offload.gpu.matrices import HeldMatrices
@@ -73,7 +73,7 @@ class OpenClBackend(OffloadBackend):
                 instructions=self._isa,
             )
             for weights, bias in zip(
-                held_weights(job.package, self._held.blocks), held_biases(job.package), strict=True
+                offloaded_weights(job.package, self._held.blocks), offloaded_biases(job.package), strict=True
             ):
                 self._held.load(weights, bias)
             view = self._own_view(placement)

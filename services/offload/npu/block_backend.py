@@ -55,7 +55,7 @@ class OnnxOffloadBackend(OffloadBackend):
     def load(self, placement: Placement) -> None:
         """Build the engine and the sessions, and convert the weights to bytes."""
         import numpy as np
-        from neuronpipe.services.offload.block_weights import held_weights
+        from neuronpipe.services.offload.block_weights import offloaded_weights
         from neuronpipe.services.offload.npu.offloaded_blocks import OffloadedProducts
         from neuronpipe.services.offload.npu.sessions import Runtime
 
@@ -74,7 +74,7 @@ class OnnxOffloadBackend(OffloadBackend):
             blocks=job.plan.compute.max_offloaded_blocks(),
             lengths=self._provider.held_tokens,
         )
-        for weights in held_weights(job.package, self._products.blocks):
+        for weights in offloaded_weights(job.package, self._products.blocks):
             self._products.load(weights)
         self._participants = [Participant(manifest, self._own_view(placement), config)]
 
