@@ -17,7 +17,7 @@ from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
-from neuronpipe.services.offload.gpu.blocks import HeldBlocks
+from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.trial import TYPES, TrialSteps, manifest_of
 
@@ -68,7 +68,7 @@ class Numbers:
 
     def on_the_device(self, instructions: str) -> NDArray[np.float32]:
         """The same by OpenCL, with the order of sums of these instructions."""
-        held = HeldBlocks(find_device(), self.manifest, blocks=1, tokens=TEXTS, instructions=instructions)
+        held = OffloadedBlocks(find_device(), self.manifest, blocks=1, tokens=TEXTS, instructions=instructions)
         held.load(self._slots(), None)
         steps = TrialSteps(self.manifest, 1)
         wanted = steps.request(0, TEXTS)

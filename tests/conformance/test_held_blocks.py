@@ -23,9 +23,9 @@ from tests.opencl import require_opencl
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
 from neuronpipe.services.offload.block_weights import offloaded_biases, offloaded_weights
-from neuronpipe.services.offload.gpu.blocks import ORDERS, HeldBlocks
+from neuronpipe.services.offload.gpu.blocks import ORDERS, OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import find_device
-from neuronpipe.services.offload.gpu.matrices import HeldMatrices
+from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
 from neuronpipe.services.offload.gpu.trial import manifest_of
 
 require_opencl()
@@ -47,23 +47,25 @@ def _instructions() -> Iterator[None]:
     lib.np_isa_select(ffi.NULL)
 
 
-def held(package: Package, blocks: int, tokens: int, instructions: str) -> HeldBlocks:
-    holder = HeldBlocks(find_device(), package.manifest, blocks=blocks, tokens=tokens, instructions=instructions)
+def held(package: Package, blocks: int, tokens: int, instructions: str) -> OffloadedBlocks:
+    holder = OffloadedBlocks(find_device(), package.manifest, blocks=blocks, tokens=tokens, instructions=instructions)
     for weights, bias in zip(offloaded_weights(package, blocks), offloaded_biases(package), strict=True):
         holder.load(weights, bias)
     return holder
 
 
-def matrices(package: Package, holder: HeldBlocks, tokens: int, instructions: str, names: Names) -> HeldMatrices:
+def matrices(
+    package: Package, holder: OffloadedBlocks, tokens: int, instructions: str, names: Names
+) -> OffloadedMatrices:
     file = np.fromfile(package.fixed_path, np.uint8)
     tensors = {name: file[entry.start : entry.stop] for name, entry in package.fixed.items()}
     of_device = holder.queue, find_device(), package.manifest, tensors
-    return HeldMatrices(*of_device, names=names, tokens=tokens, instructions=instructions)
+    return OffloadedMatrices(*of_device, names=names, tokens=tokens, instructions=instructions)
 
 
 def run(
     package: Package, blocks: int, chunk: int, instructions: str, names: Names = (), **config: Any
-) -> tuple[np.ndarray, HeldBlocks]:
+) -> tuple[np.ndarray, OffloadedBlocks]:
     """Two participants, and one whose blocks, the first ones, and matrices a device computes."""
     holder, last = held(package, blocks, chunk, instructions), package.manifest.layout.blocks
     rows = matrices(package, holder, chunk, instructions, names)
@@ -185,4 +187,4 @@ def test_an_engine_takes_the_sums_that_it_wants_and_no_others(tmp_path: Path, si
 @pytest.mark.parametrize("instructions", sorted(ORDERS.keys() - set(INSTRUCTIONS)))
 def test_the_orders_of_other_processors_compile(quantization: Quantization, instructions: str) -> None:
     """Their bits are test_arm_orders.py's, by night."""
-    HeldBlocks(find_device(), manifest_of(quantization, 256), blocks=1, tokens=1, instructions=instructions)
+    OffloadedBlocks(find_device(), manifest_of(quantization, 256), blocks=1, tokens=1, instructions=instructions)

@@ -51,9 +51,9 @@ class OpenClBackend(OffloadBackend):
         """Create the engine, compile the kernels, and copy the weights of blocks and matrices to the device. Raises
         UserError if they do not fit the device's memory."""
         from neuronpipe.services.offload.block_weights import offloaded_biases, offloaded_weights
-        from neuronpipe.services.offload.gpu.blocks import HeldBlocks
+        from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
         from neuronpipe.services.offload.gpu.device import find_device, opencl
-        from neuronpipe.services.offload.gpu.matrices import HeldMatrices
+        from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
 
         lib.np_isa_select(self._isa.encode())
         job, memory = placement.job, placement.memory
@@ -65,7 +65,7 @@ class OpenClBackend(OffloadBackend):
         )
         device = find_device(self._device_name)
         try:
-            self._held = HeldBlocks(
+            self._blocks = OffloadedBlocks(
                 device,
                 manifest,
                 blocks=compute.max_offloaded_blocks(),
@@ -73,12 +73,12 @@ class OpenClBackend(OffloadBackend):
                 instructions=self._isa,
             )
             for weights, bias in zip(
-                offloaded_weights(job.package, self._held.blocks), offloaded_biases(job.package), strict=True
+                offloaded_weights(job.package, self._blocks.blocks), offloaded_biases(job.package), strict=True
             ):
-                self._held.load(weights, bias)
+                self._blocks.load(weights, bias)
             view = self._own_view(placement)
-            self._matrices = HeldMatrices(
-                self._held.queue,
+            self._matrices = OffloadedMatrices(
+                self._blocks.queue,
                 device,
                 manifest,
                 view.fixed,
@@ -96,10 +96,10 @@ class OpenClBackend(OffloadBackend):
     def compute(self, work: StepWork) -> dict[str, float]:
         """Compute this participant's share of a step. OpenCL's errors are raised unchanged: a lost device ends the
         process, whose successor looks for it again."""
-        self._held.clear_counters()
-        self._participants[0].compute_held(work, self._held, self._matrices)
-        device_counters, counters = self._held.counters(), self._counters()
-        up_rows = device_counters["fired"] if self._held.gated else 0
+        self._blocks.clear_counters()
+        self._participants[0].compute_held(work, self._blocks, self._matrices)
+        device_counters, counters = self._blocks.counters(), self._counters()
+        up_rows = device_counters["fired"] if self._blocks.gated else 0
         rows = device_counters["predicted"] + device_counters["active"] + up_rows
         matrix_rows = counters.pop("matrix_rows")
         return counters | device_counters | {"held_rows": rows, "held_matrix_rows": matrix_rows}
@@ -110,7 +110,7 @@ class OpenClBackend(OffloadBackend):
             participant.close()
         self._participants = []
         self._matrices.close()
-        self._held.close()
+        self._blocks.close()
 
     def _own_view(self, placement: Placement) -> View:
         """Return a view with keys and values, and with private outputs for the rows of offloaded attention matrices."""

@@ -55,7 +55,7 @@ def built_program(context: Any, name: str, options: list[str]) -> Any:
         return program.build(options=options)
 
 
-class HeldBlocks:
+class OffloadedBlocks:
     """The first `blocks` blocks of every feed-forward, for steps of up to `tokens` tokens.
 
     instructions: the instruction set whose order of summation the device follows

@@ -30,7 +30,7 @@ class _Matrix:
     buffers: tuple[Any, ...]
 
 
-class HeldMatrices:
+class OffloadedMatrices:
     """The offloaded matrices of these names, for steps of up to `tokens` tokens.
 
     tensors: the package's fixed tensors, by name

@@ -14,7 +14,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Source
-from neuronpipe.services.offload.gpu.blocks import HeldBlocks
+from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import Device
 from numpy.typing import NDArray
 
@@ -87,7 +87,7 @@ def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDA
 
 
 class TrialSteps:
-    """Requests for HeldBlocks, for several numbers of sequences."""
+    """Requests for OffloadedBlocks, for several numbers of sequences."""
 
     def __init__(self, manifest: Manifest, blocks: int) -> None:
         self._manifest, self.blocks = manifest, blocks
@@ -140,9 +140,9 @@ class TrialSteps:
 
 def trial_blocks(
     device: Device, manifest: Manifest, blocks: int, instructions: str, shares: tuple[float, ...], layers: int
-) -> HeldBlocks:
+) -> OffloadedBlocks:
     """Return offloaded blocks with `layers` layers for each share of firing neurons, in the order of the shares."""
-    offloaded = HeldBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
+    offloaded = OffloadedBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
     neurons = blocks * manifest.layout.block_neurons
     for share in shares:
         weights = weights_of(manifest, blocks, fired_of(neurons, share))
