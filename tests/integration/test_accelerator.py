@@ -156,7 +156,7 @@ def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
         "        super().__init__(job)\n"
         "    def compute(self, step):\n"
         "        if step.positions[0] > 20:\n"
-        "            self._worker._backend._blocks._biases[2] = object()\n"
+        "            self._worker._backend._blocks._layers[2].values = object()\n"
         "        return super().compute(step)\n"
     )
     with shell.up(DEMO, *OPENCL, "--use", "accelerator=lost:Lost", "--workers", "1", cwd=shell.folder) as run:
