@@ -221,7 +221,7 @@ class Participant:
         finally:
             multiply.end()
 
-    def compute_held(self, work: StepWork, blocks: ComputeBlocks, rows: ComputeRows | None = None) -> None:
+    def compute_offloaded(self, work: StepWork, blocks: ComputeBlocks, rows: ComputeRows | None = None) -> None:
         """Take part in a step whose offloaded blocks and matrices `blocks` and `rows` compute, layer after layer.
 
         Raises as `compute`, and ValueError if the step has offloaded matrices and `rows` is None.

@@ -193,7 +193,7 @@ def _compute(
     if holder is None:
         one.compute(work, multiply)
     else:
-        one.compute_held(work, holder, rows)
+        one.compute_offloaded(work, holder, rows)
 
 
 def _work(

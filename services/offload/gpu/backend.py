@@ -97,7 +97,7 @@ class OpenClBackend(OffloadBackend):
         """Compute this participant's share of a step. OpenCL's errors are raised unchanged: a lost device ends the
         process, whose successor looks for it again."""
         self._blocks.clear_counters()
-        self._participants[0].compute_held(work, self._blocks, self._matrices)
+        self._participants[0].compute_offloaded(work, self._blocks, self._matrices)
         device_counters, counters = self._blocks.counters(), self._counters()
         up_rows = device_counters["fired"] if self._blocks.gated else 0
         rows = device_counters["predicted"] + device_counters["active"] + up_rows

@@ -81,7 +81,7 @@ class OnnxOffloadBackend(OffloadBackend):
     def compute(self, work: StepWork) -> dict[str, float]:
         """Compute this participant's share of a step."""
         self._products.clear_counters()
-        self._participants[0].compute_held(work, self._products)
+        self._participants[0].compute_offloaded(work, self._products)
         return self._counters() | self._products.counters()
 
     def close(self) -> None:
