@@ -78,7 +78,7 @@ def _measure(package: Package, chosen: Provider, count: int, length: int, chunks
     encoded = (tokenizer.encode(sequence)[:length] for sequence in documents(held_out=True))
     sequences = list(itertools.islice((sequence for sequence in encoded if len(sequence) == length), count))
     offloaded = OffloadedProducts(
-        package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.held_tokens
+        package.manifest, Runtime(chosen).session, blocks=layout.blocks, lengths=chosen.offload_graph_tokens
     )
     for weights in offloaded_weights(package, layout.blocks):
         offloaded.load(weights)

@@ -31,7 +31,9 @@ TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 
 def held(package: Package, blocks: int, provider: str = "cpu") -> OffloadedProducts:
     chosen = provider_of(provider)
-    holder = OffloadedProducts(package.manifest, Runtime(chosen).session, blocks=blocks, lengths=chosen.held_tokens)
+    holder = OffloadedProducts(
+        package.manifest, Runtime(chosen).session, blocks=blocks, lengths=chosen.offload_graph_tokens
+    )
     for weights in offloaded_weights(package, blocks):
         holder.load(weights)
     return holder

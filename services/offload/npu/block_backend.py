@@ -72,7 +72,7 @@ class OnnxOffloadBackend(OffloadBackend):
             manifest,
             Runtime(self._provider).session,
             blocks=job.plan.compute.max_offloaded_blocks(),
-            lengths=self._provider.held_tokens,
+            lengths=self._provider.offload_graph_tokens,
         )
         for weights in offloaded_weights(job.package, self._products.blocks):
             self._products.load(weights)

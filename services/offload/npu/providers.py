@@ -64,7 +64,7 @@ class Provider:
         return chip if self.needs_device else f"{chip}, emulated"
 
     @property
-    def held_tokens(self) -> tuple[int, ...]:
+    def offload_graph_tokens(self) -> tuple[int, ...]:
         """The lengths of an accelerator's graphs, all of which give a token the same bits.
 
         The CPU provider's graph of one token sums in another order, so one sequence is computed with an empty place.
