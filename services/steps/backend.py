@@ -37,7 +37,7 @@ BACKENDS = {
 """The class of each backend, which is constructed with its options, a string."""
 
 OFFLOAD_BACKENDS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxOffloadBackend"}
-"""The classes of accelerator processes, where they differ; see services/offload/offload_backend.py."""
+"""The classes that accelerator processes use instead; their base is in services/offload/offload_backend.py."""
 
 
 Activity = bytearray | mmap.mmap
@@ -59,8 +59,8 @@ class Share:
     first_block, end_block: the range of blocks whose neurons it computes, in every layer
     participants, participant: the number of participants, and the index of this one
     sharers, sharer: the number of participants that take turns at the same blocks, and the index of this one
-    held_blocks: the number of offloaded blocks, which come first; only the accelerator looks up their clusters
-    held_matrices: the offloaded matrices by their names in a plan; only the accelerator computes their rows
+    offloaded_blocks: the number of offloaded blocks, which come first; only the accelerator looks up their clusters
+    offloaded_matrices: the offloaded matrices by their names in a plan; only the accelerator computes their rows
     """
 
     first_block: int
@@ -69,8 +69,8 @@ class Share:
     participant: int = 0
     sharers: int = 1
     sharer: int = 0
-    held_blocks: int = 0
-    held_matrices: tuple[str, ...] = ()
+    offloaded_blocks: int = 0
+    offloaded_matrices: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

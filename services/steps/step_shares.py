@@ -38,8 +38,8 @@ def _share_of(
         participant=index,
         sharers=len(sharers),
         sharer=sharers.index(index),
-        held_blocks=max(offloaded_ends, default=0),
-        held_matrices=matrices,
+        offloaded_blocks=max(offloaded_ends, default=0),
+        offloaded_matrices=matrices,
     )
 
 

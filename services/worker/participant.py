@@ -32,7 +32,7 @@ READS = {
 }
 
 
-HELD_MATRICES = {
+OFFLOADED_MATRICES = {
     "qkv": lib.NP_OFFLOAD_QKV,
     "attention_output": lib.NP_OFFLOAD_ATTENTION_OUTPUT,
     "output": lib.NP_OFFLOAD_OUTPUT,
@@ -226,8 +226,9 @@ class Participant:
 
         Raises as `compute`, and ValueError if the step has offloaded matrices and `rows` is None.
         """
-        if work.share.held_matrices and rows is None:
-            raise ValueError(f"held_matrices: {', '.join(work.share.held_matrices)}: this backend computes no rows")
+        names = work.share.offloaded_matrices
+        if names and rows is None:
+            raise ValueError(f"offloaded_matrices: {', '.join(names)}: this backend computes no rows")
         engine = self._engine
         self._check(lib.np_engine_begin_offload(engine, self._take(work)))
         block_request, row_request = ffi.new("np_offloaded_blocks *"), ffi.new("np_offloaded_matrix *")
@@ -257,8 +258,8 @@ class Participant:
         step.participants, step.participant = share.participants, share.participant
         step.first_block, step.end_block = share.first_block, share.end_block
         step.sharers, step.sharer = share.sharers, share.sharer
-        step.offloaded_blocks = share.held_blocks
-        step.offloaded_matrices = sum(HELD_MATRICES.get(name, 1 << 31) for name in set(share.held_matrices))
+        step.offloaded_blocks = share.offloaded_blocks
+        step.offloaded_matrices = sum(OFFLOADED_MATRICES.get(name, 1 << 31) for name in set(share.offloaded_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
         step.sequences, step.positions, step.tokens = self._step_arrays
         step.token_scores = ffi.NULL if work.ratings is None else work.ratings.native

@@ -23,7 +23,7 @@ Ranges = list[tuple[int, int]]
 
 class Participants:
     """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
-    be otherwise than here. holder: the last of them has another compute its blocks; rows: and held_matrices."""
+    be otherwise than here. holder: the last of them has another compute its blocks; rows: and offloaded_matrices."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Participants:
         predicts: bool = False,
         holder: ComputeBlocks | None = None,
         rows: ComputeRows | None = None,
-        held_matrices: tuple[str, ...] = (),
+        offloaded_matrices: tuple[str, ...] = (),
         **config: Any,
     ) -> None:
         manifest, self._package = package.manifest, package
@@ -71,7 +71,7 @@ class Participants:
             "inputs": np.zeros((tokens, max(model.width, model.query_width)), np.float32),
             "outputs": np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32),
         }
-        self._holder, self._rows, self._matrices = holder, rows, held_matrices
+        self._holder, self._rows, self._matrices = holder, rows, offloaded_matrices
         self._rings = [np.zeros(3 * LINE_WORDS + RING_ENTRIES, np.uint32) for _ in range(count)]
         self.all = [
             Participant(
@@ -103,9 +103,9 @@ class Participants:
                 some = list(tokens[first : first + chunk])
                 self._claims[:] = 0
                 shares = ranges(number) if ranges else [(0, blocks)] * len(self.all)
-                held_blocks = shares[-1][1] if self._holder else 0
+                offloaded_blocks = shares[-1][1] if self._holder else 0
                 matrices = self._matrices if len(shares) == len(self.all) else ()
-                works = [_work(first, some, shares, own, held_blocks, matrices) for own in range(len(shares))]
+                works = [_work(first, some, shares, own, offloaded_blocks, matrices) for own in range(len(shares))]
                 held = [self._holder if one is self.all[-1] else None for one in self.all]
                 others = [multiply] * len(shares), [self._rows] * len(shares)
                 list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
@@ -197,7 +197,7 @@ def _compute(
 
 
 def _work(
-    first: int, tokens: list[int], shares: Ranges, own: int, held_blocks: int, matrices: tuple[str, ...]
+    first: int, tokens: list[int], shares: Ranges, own: int, offloaded_blocks: int, matrices: tuple[str, ...]
 ) -> StepWork:
     """One step of one text, as the participant number `own` gets it."""
     sharers = [number for number, share in enumerate(shares) if share == shares[own]]
@@ -216,8 +216,8 @@ def _work(
             participant=own,
             sharers=len(sharers),
             sharer=sharers.index(own),
-            held_blocks=held_blocks,
-            held_matrices=matrices,
+            offloaded_blocks=offloaded_blocks,
+            offloaded_matrices=matrices,
         ),
     )
 

@@ -69,7 +69,7 @@ def run(
     """Two participants, and one whose blocks, the first ones, and matrices a device computes."""
     holder, last = held(package, blocks, chunk, instructions), package.manifest.layout.blocks
     rows = matrices(package, holder, chunk, instructions, names)
-    of_device = {"holder": holder, "rows": rows, "held_matrices": names}
+    of_device = {"holder": holder, "rows": rows, "offloaded_matrices": names}
     several = Participants(package, count=3, max_tokens=chunk, **of_device, **config)
     several.partials[:] = np.nan  # what nobody writes nobody reads
     found = several.run(TEXT, chunk, lambda number: [(blocks, last), (blocks, last), (0, blocks)])
@@ -132,7 +132,7 @@ def test_a_step_without_held_blocks_may_have_held_matrices(tmp_path: Path) -> No
     instructions, last = ffi.string(lib.np_isa_name()).decode(), package.manifest.layout.blocks
     holder = held(package, 1, 2, instructions)
     rows = matrices(package, holder, 2, instructions, MATRICES)
-    several = Participants(package, count=2, max_tokens=2, holder=holder, rows=rows, held_matrices=MATRICES)
+    several = Participants(package, count=2, max_tokens=2, holder=holder, rows=rows, offloaded_matrices=MATRICES)
     found = several.run(TEXT, 2, lambda number: [(0, last), (0, 0)])
     assert np.array_equal(found, Participants(package, count=1, max_tokens=2).run(TEXT, 2))
     assert several.all[0].counters()["matrix_rows"] == 0
@@ -143,12 +143,12 @@ def test_matrices_that_nobody_may_hold_are_refused(tmp_path: Path) -> None:
     package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
     nobody: Any = lambda wanted: None  # noqa: E731
     with pytest.raises(ValueError, match="refused its arguments"):
-        Participants(package, count=1, max_tokens=1, held_matrices=("qkv",)).run(TEXT, 1)
+        Participants(package, count=1, max_tokens=1, offloaded_matrices=("qkv",)).run(TEXT, 1)
     for names, rows, why in (
         (("gate",), nobody, "refused its arguments"),
         (("qkv",), None, "computes no rows"),
     ):
-        several = Participants(package, count=1, max_tokens=1, holder=nobody, rows=rows, held_matrices=names)
+        several = Participants(package, count=1, max_tokens=1, holder=nobody, rows=rows, offloaded_matrices=names)
         with pytest.raises(ValueError, match=why):
             several.run(TEXT, 1, lambda number: [(0, package.manifest.layout.blocks)])
 

@@ -18,7 +18,7 @@ from neuronpipe.plans.plan.offloaded_blocks import matrix_shape
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.gpu.blocks import LANES, ORDERS, TOKENS, WORK_ITEMS, built_program, vector_bytes
 from neuronpipe.services.offload.gpu.device import Device, opencl
-from neuronpipe.services.worker.participant import HELD_MATRICES
+from neuronpipe.services.worker.participant import OFFLOADED_MATRICES
 
 
 @frozen
@@ -66,7 +66,7 @@ class OffloadedMatrices:
         for name, (rows, _) in shapes.items():
             for layer, tensor in enumerate(tensors_of(model, name)):
                 matrix = self._matrix(programs[kinds[name]], tensors, tensor, rows)
-                self._matrices[HELD_MATRICES[name], layer] = matrix
+                self._matrices[OFFLOADED_MATRICES[name], layer] = matrix
 
     def __call__(self, request: Any) -> None:
         """Compute all rows of one matrix, and wait for them."""
