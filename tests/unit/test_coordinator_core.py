@@ -287,7 +287,9 @@ def test_every_participant_of_a_step_has_all_blocks_to_share() -> None:
 
 
 def test_an_accelerator_has_the_first_blocks_by_how_many_texts_there_are_and_while_it_is_there() -> None:
-    scheduler = make_scheduler(blocks=7, held_blocks=(5, 3), held_matrices=("output",), accelerator="cpu:avx2")
+    scheduler = make_scheduler(
+        blocks=7, offloaded_blocks=(5, 3), offloaded_matrices=("output",), accelerator="cpu:avx2"
+    )
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
@@ -312,7 +314,7 @@ def test_an_accelerator_has_the_first_blocks_by_how_many_texts_there_are_and_whi
 
 
 def test_an_accelerator_of_other_numerics_is_left_out() -> None:
-    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator="cpu:scalar")
+    scheduler = make_scheduler(blocks=7, offloaded_blocks=(5,), accelerator="cpu:scalar")
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
@@ -322,7 +324,7 @@ def test_an_accelerator_of_other_numerics_is_left_out() -> None:
 def test_an_accelerator_in_numerics_of_its_own_names_the_steps_that_it_takes_part_in() -> None:
     """Without it a step is computed in those of the decode workers, and what is kept says by whom it was computed."""
     both = "npu-held+cpu:avx2"
-    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator=both)
+    scheduler = make_scheduler(blocks=7, offloaded_blocks=(5,), accelerator=both)
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
@@ -360,7 +362,7 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
-    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator="cpu:avx2")
+    scheduler = make_scheduler(blocks=7, offloaded_blocks=(5,), accelerator="cpu:avx2")
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=2), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))

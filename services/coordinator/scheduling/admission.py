@@ -28,8 +28,8 @@ class Limits:
     end_tokens: frozenset[int]
     plan_id: str
     blocks: int = 1  # of neurons, in a layer
-    held_blocks: tuple[int, ...] = ()  # those that an accelerator computes, by batch size: see `Compute`
-    held_matrices: tuple[str, ...] = ()  # the matrices that an accelerator multiplies
+    offloaded_blocks: tuple[int, ...] = ()  # by batch size: see `held_blocks` of `Compute`
+    offloaded_matrices: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, job: Job) -> Limits:
@@ -45,8 +45,8 @@ class Limits:
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,
             blocks=manifest.layout.blocks,
-            held_blocks=compute.held_blocks,
-            held_matrices=compute.held_matrices,
+            offloaded_blocks=compute.held_blocks,
+            offloaded_matrices=compute.held_matrices,
         )
 
     def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
@@ -56,11 +56,11 @@ class Limits:
             matrices; the others share the remaining blocks by work stealing
         texts: the number of sequences in the step
         """
-        offloaded = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
+        offloaded = self.offloaded_blocks[min(texts, len(self.offloaded_blocks)) - 1] if any(holds) else 0
         return {
             "first_blocks": tuple(0 if is_accelerator else offloaded for is_accelerator in holds),
             "end_blocks": tuple(offloaded if is_accelerator else self.blocks for is_accelerator in holds),
-            "held_matrices": self.held_matrices if any(holds) else (),
+            "held_matrices": self.offloaded_matrices if any(holds) else (),
         }
 
 
