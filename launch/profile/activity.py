@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 from neuronpipe.launch.arguments.values import parse_bytes
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.planning.options import PlanOptions
-from neuronpipe.launch.planning.plan import package_and_plan
+from neuronpipe.launch.planning.plan import plan_here
 from neuronpipe.launch.profile.profile_arguments import is_demo, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
 from neuronpipe.plans.package.activity_profile import ProfileMode
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.document import MODES, Plan
+from neuronpipe.plans.plan.document import MODES, Mode, Plan
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 
 if TYPE_CHECKING:
@@ -70,45 +71,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_requested(arguments: argparse.Namespace) -> bool:
-    """Return True if `profile` is to do this instead of fitting a predictor."""
-    return bool(arguments.activity or arguments.import_activity or arguments.reorder or arguments.import_tokens)
+@frozen(kw_only=True)
+class ActivityOptions:
+    """The options of `profile` for activity.
+
+    measure: measure activity on the text in a run, with the options after it
+    imported: folder of PowerInfer's counts
+    """
+
+    measure: bool
+    text: Path | None
+    tokens: int | None
+    mode: Mode | None
+    memory_bytes: int | None
+    imported: Path | None
+    import_tokens: int | None
+    reorder: bool
+    as_json: bool
+
+    @property
+    def is_requested(self) -> bool:
+        """True if `profile` is to do this instead of fitting a predictor."""
+        return bool(self.measure or self.imported or self.reorder or self.import_tokens)
+
+    def refuse_unrelated(self, changed: Set[str]) -> None:
+        """Raise UserError for arguments that are meaningless here.
+
+        changed: names of the arguments with values other than their defaults
+        """
+        if self.measure and self.imported:
+            raise UserError("--activity and --import-activity: measure or import; leave one of the two out")
+        if self.import_tokens is not None and not self.imported:
+            raise UserError("--import-tokens: says something about --import-activity; give that too")
+        if self.import_tokens is not None and self.import_tokens < 1:
+            raise UserError(f"--import-tokens {self.import_tokens}: expected 1 or more")
+        variants = {"activity", "import_activity", "reorder"} & changed
+        accepted = {"package", "json", "reorder"}
+        accepted |= {"activity", "text", "tokens", "mode", "memory"} if self.measure else set()
+        accepted |= {"import_activity", "import_tokens"} if self.imported else set()
+        refuse_combination(f"--{min(variants).replace('_', '-')}", changed, accepted)
 
 
-def refuse_unrelated(arguments: argparse.Namespace, changed: Set[str]) -> None:
-    """Raise UserError for arguments that are meaningless here. changed: those with values other than their defaults."""
-    if arguments.activity and arguments.import_activity:
-        raise UserError("--activity and --import-activity: measure or import; leave one of the two out")
-    if arguments.import_tokens is not None and not arguments.import_activity:
-        raise UserError("--import-tokens: says something about --import-activity; give that too")
-    if arguments.import_tokens is not None and arguments.import_tokens < 1:
-        raise UserError(f"--import-tokens {arguments.import_tokens}: expected 1 or more")
-    variants = {"activity", "import_activity", "reorder"} & changed
-    accepted = {"package", "json", "reorder"}
-    accepted |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
-    accepted |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
-    refuse_combination(f"--{min(variants).replace('_', '-')}", changed, accepted)
-
-
-def main(arguments: argparse.Namespace, package: Package) -> int:
+def main(options: ActivityOptions, package: Package) -> int:
     """Measure or import, then reorder, as requested."""
-    if arguments.activity:
-        package = _measured(arguments, package)
-    if arguments.import_activity:
-        package = _imported(arguments, package)
-    if arguments.reorder:
-        package = _reordered(arguments, package)
+    if options.measure:
+        package = _measured(options, package)
+    if options.imported:
+        package = _imported(options.imported, options.import_tokens, package)
+    if options.reorder:
+        package = _reordered(package, as_json=options.as_json)
     description = describe(package)
     result = {name: description[name] for name in ("path", "id", "profiles")} | {
         "neuron_order": description["layout"]["neuron_order"],
         "activity_by_layer": description["activity_by_layer"],
         "trigger_fired_by_layer": description["trigger_fired_by_layer"],
     }
-    if arguments.json:
+    if options.as_json:
         print(json.dumps(result))
     else:
         print("\n".join(profile_lines(description["profiles"])))
-        if arguments.reorder:
+        if options.reorder:
             print(f"{package.path}: stored hot-first now, as {package.manifest.id[:12]}; plans made before are refused")
             if any(
                 profile["misses"] is None and profile["source"] == "measured" for profile in description["profiles"]
@@ -117,47 +139,47 @@ def main(arguments: argparse.Namespace, package: Package) -> int:
     return 0
 
 
-def _measured(arguments: argparse.Namespace, package: Package) -> Package:
+def _measured(options: ActivityOptions, package: Package) -> Package:
     from neuronpipe.plans.activity.recorded_profile import measure
     from neuronpipe.plans.activity.recording import RecordingFolder
     from neuronpipe.plans.activity.stored_profile import add_profile
 
-    name, windows = _windows(arguments, package)
-    options = PlanOptions(memory_bytes=arguments.memory, mode=arguments.mode)
-    package, plan = package_and_plan(arguments.package, options, plain=arguments.json)
+    name, windows = _windows(options.text, options.tokens, package)
+    plan_options = PlanOptions(memory_bytes=options.memory_bytes, mode=options.mode)
+    plan = plan_here(package, plan_options, plain=options.as_json).plan
     mode: ProfileMode = plan.compute.mode
     with RecordingFolder(package, mode, windows) as folder:
         if folder.windows_done:
             print(f"neuronpipe: goes on after {folder.windows_done} of {len(windows)} texts", file=sys.stderr)
-        with Progress("recording", "tokens", plain=arguments.json) as progress:
+        with Progress("recording", "tokens", plain=options.as_json) as progress:
             record(package, plan, mode, windows, folder, progress)
-        with Progress("counting", "checks", plain=arguments.json) as progress:
+        with Progress("counting", "checks", plain=options.as_json) as progress:
             package = add_profile(package, measure(package.manifest, folder.open_recording(), mode, name, progress))
         folder.remove()
     return package
 
 
-def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Windows]:
+def _windows(text: Path | None, tokens: int | None, package: Package) -> tuple[str, Windows]:
     """Return the name of the text, and its context windows."""
     from neuronpipe.plans.predictor import calibration_texts as texts
 
-    tokens = DEFAULT_TOKENS if arguments.tokens is None else arguments.tokens
+    tokens = DEFAULT_TOKENS if tokens is None else tokens
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         raise UserError(f"--tokens {tokens}: between {MIN_TOKENS} and {MAX_TOKENS:,}")
     calibration_texts: Texts | None = None
-    if arguments.text is not None:
-        calibration_texts = texts.from_file(package, arguments.text, tokens)
+    if text is not None:
+        calibration_texts = texts.from_file(package, text, tokens)
     elif is_demo(package):
         calibration_texts = texts.from_demo(package, tokens)
-    return text_name(package, arguments.text), texts.activity_windows(package, calibration_texts, tokens)
+    return text_name(package, text), texts.activity_windows(package, calibration_texts, tokens)
 
 
-def _imported(arguments: argparse.Namespace, package: Package) -> Package:
+def _imported(folder: Path, tokens: int | None, package: Package) -> Package:
     from neuronpipe.plans.activity.powerinfer_statistics import import_activity
     from neuronpipe.plans.activity.stored_profile import add_profile
 
-    measured = import_activity(package, arguments.import_activity, arguments.import_tokens)
-    if arguments.import_tokens is None:
+    measured = import_activity(package, folder, tokens)
+    if tokens is None:
         print(
             f"neuronpipe: the counts are taken to be of {measured.profile.tokens:,} tokens, the greatest of them; "
             "--import-tokens N says better",
@@ -166,14 +188,14 @@ def _imported(arguments: argparse.Namespace, package: Package) -> Package:
     return add_profile(package, measured)
 
 
-def _reordered(arguments: argparse.Namespace, package: Package) -> Package:
+def _reordered(package: Package, *, as_json: bool) -> Package:
     from neuronpipe.plans.activity.reorder import needed_bytes, reorder
 
     print(
         f"neuronpipe: the package is written anew beside the old one, {show_bytes(needed_bytes(package))}",
         file=sys.stderr,
     )
-    with Progress("reordering", "bytes", plain=arguments.json) as progress:
+    with Progress("reordering", "bytes", plain=as_json) as progress:
         return reorder(package, progress)
 
 

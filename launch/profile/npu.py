@@ -9,11 +9,12 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.profile.profile_arguments import read_calibration_texts, refuse_combination, text_name
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.package.npu_section import SCALINGS
+from neuronpipe.plans.package.npu_section import SCALINGS, Scaling
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -42,27 +43,27 @@ def refuse_unrelated(changed: Set[str]) -> None:
     refuse_combination("--npu", changed, {"package", "npu", "scaling", "text", "tokens", "json"})
 
 
-def main(arguments: argparse.Namespace, package: Package) -> int:
-    """Measure, store the profile and print it."""
+def main(package: Package, *, text: Path | None, tokens: int | None, scaling: Scaling | None, as_json: bool) -> int:
+    """Measure, store the profile and print it. scaling: the one to store; None stores the better one."""
     _require_supported(package)
     from neuronpipe.services.offload.npu.accuracy_measurement import keep, measure
     from neuronpipe.services.offload.npu.providers import Provider
     from neuronpipe.services.offload.npu.sessions import Runtime
 
-    texts = read_calibration_texts(arguments, package)
-    with Progress("measuring", "tokens", plain=arguments.json, steady=True) as progress:
+    texts = read_calibration_texts(package, text, tokens)
+    with Progress("measuring", "tokens", plain=as_json, steady=True) as progress:
         profile = measure(
             package,
             texts,
             Runtime(Provider("cpu")).session,
-            text=text_name(package, arguments.text),
-            scaling=None if arguments.scaling == AUTO else arguments.scaling,
+            text=text_name(package, text),
+            scaling=scaling,
             progress=progress,
         )
     package = keep(package, profile)
     profile_values = dataclasses.asdict(profile) | {"loss_share": profile.loss_share}
     result = {"package": str(package.path), "id": package.manifest.id, "npu": profile_values}
-    print(json.dumps(result) if arguments.json else render(profile_values))
+    print(json.dumps(result) if as_json else render(profile_values))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,15 +42,18 @@ def text_name(package: Package, file: Path | None) -> str:
     return name if file is None else safe_name(file.name)
 
 
-def read_calibration_texts(arguments: argparse.Namespace, package: Package) -> Texts:
-    """Return the calibration and held-out texts of `--text`, or the package's own. Raises UserError."""
+def read_calibration_texts(package: Package, file: Path | None, tokens: int | None) -> Texts:
+    """Return calibration and held-out texts of a file, or the package's own. Raises UserError.
+
+    file, tokens: the values of `--text` and `--tokens`
+    """
     from neuronpipe.plans.predictor import calibration_texts as texts
 
-    model, tokens = package.manifest.model, arguments.tokens
+    model = package.manifest.model
     if tokens is None:
         tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // (model.neurons * model.experts_per_token))
     if tokens < GROUP_WEIGHTS:
         raise UserError(f"--tokens {tokens}: expected {GROUP_WEIGHTS} or more")
-    if arguments.text is not None:
-        return texts.from_file(package, arguments.text, tokens)
+    if file is not None:
+        return texts.from_file(package, file, tokens)
     return texts.from_demo(package, tokens) if is_demo(package) else texts.from_workload(package.manifest, tokens)

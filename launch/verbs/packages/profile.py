@@ -120,10 +120,18 @@ def main(arguments: argparse.Namespace) -> int:
         return _set_thresholds(arguments)
     if arguments.npu or arguments.scaling != npu.AUTO:
         npu.refuse_unrelated(_typed_names(arguments))
-        return npu.main(arguments, _open_to_change(arguments))
-    if activity.is_requested(arguments):
-        activity.refuse_unrelated(arguments, _typed_names(arguments))
-        return activity.main(arguments, _open_to_change(arguments))
+        scaling = None if arguments.scaling == npu.AUTO else arguments.scaling
+        return npu.main(
+            _open_to_change(arguments),
+            text=arguments.text,
+            tokens=arguments.tokens,
+            scaling=scaling,
+            as_json=arguments.json,
+        )
+    activity_options = _activity_options(arguments)
+    if activity_options.is_requested:
+        activity_options.refuse_unrelated(_typed_names(arguments))
+        return activity.main(activity_options, _open_to_change(arguments))
     if arguments.mode or arguments.memory:
         raise UserError(f"--{'mode' if arguments.mode else 'memory'}: applies to the run of --activity; give that too")
     package = _open_to_change(arguments)
@@ -170,7 +178,7 @@ def _fit(arguments: argparse.Namespace, package: Package, progress: Progress) ->
     default_rank = min(width, max(2, width // (DEFAULT_RANK_DIVISOR * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     return profile(
         package,
-        read_calibration_texts(arguments, package),
+        read_calibration_texts(package, arguments.text, arguments.tokens),
         rank=arguments.rank or default_rank,
         quantization=arguments.quantization,
         recall=arguments.recall,
@@ -188,6 +196,20 @@ def _open_to_change(arguments: argparse.Namespace) -> Package:
     package = open_package(arguments.package, plain=arguments.json)
     require_writable(package)
     return package
+
+
+def _activity_options(arguments: argparse.Namespace) -> activity.ActivityOptions:
+    return activity.ActivityOptions(
+        measure=arguments.activity,
+        text=arguments.text,
+        tokens=arguments.tokens,
+        mode=arguments.mode,
+        memory_bytes=arguments.memory,
+        imported=arguments.import_activity,
+        import_tokens=arguments.import_tokens,
+        reorder=arguments.reorder,
+        as_json=arguments.json,
+    )
 
 
 def _typed_names(arguments: argparse.Namespace) -> set[str]:
@@ -211,7 +233,7 @@ def _set_thresholds(arguments: argparse.Namespace) -> int:
         with Progress("setting thresholds", "tokens", plain=arguments.json, steady=True) as progress:
             package = thresholds.set_thresholds(
                 package,
-                read_calibration_texts(arguments, package),
+                read_calibration_texts(package, arguments.text, arguments.tokens),
                 share=arguments.silent,
                 text=text_name(package, arguments.text),
                 progress=progress,
