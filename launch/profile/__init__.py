@@ -1,2 +1,2 @@
-"""Profiles: of a device as people see them (page.py in words and tables, picture.py as curves); of a package, recorded
-by a run (activity.py)."""
+"""Profiles of a device, as text (text_report.py) and as curves (picture.py); of a package, recorded by a run
+(activity.py) or measured for neural processors (npu.py)."""

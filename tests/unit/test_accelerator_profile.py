@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.launch.profile.accelerator import accelerator_options
-from neuronpipe.launch.profile.page import render
 from neuronpipe.launch.profile.picture import draw
+from neuronpipe.launch.profile.text_report import render
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,

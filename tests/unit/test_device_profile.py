@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import draw
+from neuronpipe.launch.profile.text_report import render, warnings
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.measured_figures import Figure, interpolate, interpolate_all
 from neuronpipe.plans.device.measured_points import (

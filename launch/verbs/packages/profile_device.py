@@ -14,9 +14,9 @@ from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning.options import parse_backend
 from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
 from neuronpipe.launch.profile.accelerator import accelerator_count, accelerator_options, with_accelerator
-from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import write_picture
 from neuronpipe.launch.profile.steps import steps_count, with_steps
+from neuronpipe.launch.profile.text_report import render, warnings
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.profile.page import render_difference
+from neuronpipe.launch.profile.text_report import render_difference
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.device.profile_difference import compare_profiles
 from neuronpipe.plans.measure.probe import profile_path, this_device
