@@ -31,8 +31,10 @@ enum {
  * its fp16 scales are stored separately. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low
  * nibble) and j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. q3: 12 bytes a
  * group, w = s*(code-4) with a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row
- * with the same weights and scales. */
-enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3 };
+ * with the same weights and scales. q4k, q5k, q6k: groups with a minimum, w = d*scale*code - dmin*minimum, with a code
+ * of 4, 5 or 6 bits, and of every 8 groups 16 bytes with d, dmin, scales and minimums (kernels/minimum.h), the values of
+ * GGUF's Q4_K and Q5_K. */
+enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3, NP_Q4K = 4, NP_Q5K = 5, NP_Q6K = 6 };
 
 size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
 size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
@@ -47,9 +49,9 @@ const char *np_isa_names(void);
 /* The reason why "amx" is not among them; NULL if it is. The first call asks the kernel for the tile registers. */
 const char *np_isa_amx_lacks(void);
 
-/* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; q8, q4 and q3
- * rows read int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4 and
- * for q3 are the same. 64-byte aligned buffers of np_activation_bytes. */
+/* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; others read int8
+ * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4, q3, q4k, q5k and
+ * q6k are the same. 64-byte aligned buffers of np_activation_bytes. */
 size_t np_activation_bytes(int type, size_t n);
 void np_activation_prepare(int type, const float *x, size_t n, void *activation);
 
@@ -60,7 +62,7 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const float *bias, float *out, size_t out_stride);
 
 /* Many tokens: their activations are packed into a panel once, for all rows. A panel is valid for rows of its type and
- * n (q4 panels for q3 as well) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
+ * n (q4 panels for q3 as well, q4k, q5k and q6k panels for each other) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
  * np_panel_bytes, which is 0 where np_quant_bytes is. */
 size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
@@ -96,7 +98,7 @@ void np_dot_masked(int type, const void *const *quants, const void *const *scale
  * not finite. Not for q3. Needs 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
-/* Convert rows of q8, q4 or q3 to signed bytes, `out_stride` apart, with one scale each: w[r][j] ~ row_scales[r] *
+/* Convert quantized rows to signed bytes, `out_stride` apart, with one scale each: w[r][j] ~ row_scales[r] *
  * out[r*out_stride + j], rounded to nearest even; a row's largest magnitude becomes 127. The same bits on every
  * instruction set. A row with a scale that is not finite gets NaN as its scale, and zeros. Returns NP_OK; or
  * NP_E_ARGUMENT, and writes nothing, for another type, if n is no multiple of 32 or out_stride < n. */

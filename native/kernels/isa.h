@@ -9,6 +9,7 @@
 #define NP_INLINE static inline __attribute__((always_inline))
 
 enum { NP_GROUP = 32 };      /* weights that share a scale */
+enum { NP_TYPES = NP_Q6K + 1 };
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
 /* True if so many of NP_TOKEN_BLOCK tokens are faster together with the others than by themselves. */
@@ -53,10 +54,10 @@ typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows only. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
-/* A row of q8, q4 or q3 as signed bytes with one scale: np_rows_to_s8. */
+/* A quantized row as signed bytes with one scale: np_rows_to_s8. */
 typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
 
-/* Rows of q8, q4 or q3 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are
+/* Quantized rows times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are
  * the panel). */
 typedef struct {
     size_t most_columns; /* n beyond this goes without a panel of its own */
@@ -68,9 +69,9 @@ typedef struct {
 typedef struct {
     const char *name;
     int (*runs_here)(void);
-    np_dot_function *dot_rows[4]; /* by NP_F16, NP_Q8, NP_Q4, NP_Q3 */
-    np_add_function *add_rows[3]; /* q3 has none */
-    void (*prepare)(int type, const float *x, size_t n, uint8_t *activation); /* NP_Q8, NP_Q4 or NP_Q3 */
+    np_dot_function *dot_rows[NP_TYPES]; /* by NP_F16, NP_Q8, ... */
+    np_add_function *add_rows[NP_TYPES]; /* NULL for NP_Q3 */
+    void (*prepare)(int type, const float *x, size_t n, uint8_t *activation); /* any but NP_F16 */
     float (*softmax_weights)(float *scores, size_t count); /* x -> exp(x - max); returns their sum */
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *out);
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
@@ -84,6 +85,8 @@ typedef struct {
 const np_isa *np_isa_current(void);
 
 extern const np_isa np_isa_scalar;
+np_dot_function np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k;
+np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k;
 #if defined(__x86_64__)
 extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
 np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3;

@@ -1,9 +1,11 @@
 /* Conversion of a row of groups of 32 to signed bytes with a single scale, for neural processors. Products of a scale
- * and a quant are exact and rounding to nearest is unambiguous, so all instruction sets give the same bits. */
+ * and a quant are exact and rounding to nearest is unambiguous, so all instruction sets give the same bits. Rows with
+ * minimums are decoded first. */
 #ifndef NP_KERNELS_NARROW_H
 #define NP_KERNELS_NARROW_H
 #include "kernels/half.h"
 #include "kernels/isa.h"
+#include "kernels/minimum.h"
 #include "kernels/three_bits.h"
 
 NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? NP_GROUP / 2 : NP_Q3_GROUP_BYTES; }
@@ -33,6 +35,8 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
             NP_NARROW_ROW(NP_Q8, LARGEST, ROUND);                                                                        \
         else if (type == NP_Q4)                                                                                          \
             NP_NARROW_ROW(NP_Q4, LARGEST, ROUND);                                                                        \
+        else if (np_has_minimum(type))                                                                                   \
+            np_minimum_narrow(type, quants, (const uint8_t *)scales, n, out, row_scale);                                 \
         else                                                                                                             \
             NP_NARROW_ROW(NP_Q3, LARGEST, ROUND);                                                                        \
     }

@@ -169,8 +169,8 @@ static int runs_here(void) { return 1; }
 const np_isa np_isa_scalar = {
     "scalar",
     runs_here,
-    {dot_f16, dot_q8, dot_q4, dot_q3},
-    {add_f16, add_q8, add_q4},
+    {dot_f16, dot_q8, dot_q4, dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k},
+    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k},
     prepare,
     softmax_weights,
     f32_to_f16,

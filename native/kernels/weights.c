@@ -1,14 +1,16 @@
 /* Sizes of rows, and the public kernels, which call the instruction set in use. */
-#include "kernels/activation.h"
+#include "kernels/minimum.h"
 #include "kernels/three_bits.h"
 
 size_t np_quant_bytes(int type, size_t n) {
     if (type == NP_F16) return 2 * n;
     if (n % NP_GROUP) return 0;
+    if (np_has_minimum(type)) return n / 2 + np_high_bits(type) * (n / 8);
     return type == NP_Q8 ? n : type == NP_Q4 ? n / 2 : type == NP_Q3 ? n / NP_GROUP * NP_Q3_GROUP_BYTES : 0;
 }
 
 size_t np_scale_bytes(int type, size_t n) {
+    if (np_has_minimum(type) && n % NP_GROUP == 0) return np_padded(n / NP_GROUP, NP_MINIMUM_GROUPS) * 2;
     return (type == NP_Q8 || type == NP_Q4 || type == NP_Q3) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
 }
 
@@ -74,12 +76,13 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
     np_rows all = rows_of(type, rows, n);
     all.quants_at = quants;
     all.scales_at = scales;
-    if (all.quant_bytes && type != NP_Q3) np_isa_current()->add_rows[type](&all, a, y);
+    np_add_function *add = all.quant_bytes ? np_isa_current()->add_rows[type] : NULL;
+    if (add) add(&all, a, y);
 }
 
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales) {
-    if ((type != NP_Q8 && type != NP_Q4 && type != NP_Q3) || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;
+    if (type <= NP_F16 || type >= NP_TYPES || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;
     const np_isa *isa = np_isa_current();
     for (size_t r = 0; r < rows; r++) isa->narrow(type, quants[r], scales[r], n, out + r * out_stride, row_scales + r);
     return NP_OK;
@@ -89,6 +92,12 @@ int np_rows_to_s8(int type, const void *const *quants, const void *const *scales
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w) {
     if (type == NP_F16) {
         np_f16_to_f32(quants, n, w);
+        return;
+    }
+    if (np_has_minimum(type)) {
+        const size_t groups = n % NP_GROUP ? 0 : n / NP_GROUP;
+        for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS)
+            np_minimum_decode(type, quants, scales, n, first, np_minimum_count(groups, first), w + first * NP_GROUP);
         return;
     }
     const uint16_t *s = scales;

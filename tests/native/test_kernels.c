@@ -1,6 +1,6 @@
 /* Row kernels of every instruction set against double precision, and batches against single rows. */
 #include "isa_loop.h"
-#include "kernels/half.h"
+#include "weights.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -12,12 +12,11 @@ typedef struct {
     size_t n, quant_bytes, scale_bytes;
     uint8_t *quants, *scales; /* exactly ROWS rows, so that the sanitizer sees a read past the end */
     double *w, *x;            /* decoded: [ROWS, n] and [TOKENS, n] */
+    double *size;             /* [ROWS, n]: magnitudes of what a weight is the difference of */
     float *inputs;
     uint8_t *activations;
     size_t stride;
 } matrix;
-
-static const char *type_names[] = {"f16", "q8", "q4", "q3"};
 
 /* Kinds of content. Scales of every kind are finite fp16. */
 enum { ORDINARY, EXTREME, ZERO_SCALES, TINY_SCALES, KINDS };
@@ -35,35 +34,31 @@ static uint8_t quant_of_kind(int type, int kind) {
     return (uint8_t[]){0x00, 0xff, 0x0f, 0xf0}[random_bits() % 4];
 }
 
-static double decoded(const matrix *m, size_t row, size_t j) {
-    const uint8_t *quants = m->quants + row * m->quant_bytes;
-    if (m->type == NP_F16) return np_half_to_float(((const uint16_t *)(const void *)quants)[j]);
-    const double scale = np_half_to_float(((const uint16_t *)(const void *)(m->scales + row * m->scale_bytes))[j / 32]);
-    if (m->type == NP_Q8) return scale * (int8_t)quants[j];
-    if (m->type == NP_Q3) {
-        const uint8_t *group = quants + j / 32 * 12, low = group[j % 8] >> j % 32 / 8 * 2 & 3, third = group[8 + j % 4] >> j % 32 / 4 & 1;
-        return scale * (low + 4 * third - 4);
-    }
-    const uint8_t byte = quants[j / 32 * 16 + j % 16];
-    return scale * ((j % 32 < 16 ? byte & 15 : byte >> 4) - 8);
-}
-
 static matrix make_matrix(int type, size_t n, int kind) {
     matrix m = {.type = type, .n = n, .quant_bytes = np_quant_bytes(type, n), .scale_bytes = np_scale_bytes(type, n)};
     m.quants = malloc(ROWS * m.quant_bytes);
     m.scales = malloc(ROWS * m.scale_bytes + 1);
     m.w = malloc(ROWS * n * sizeof *m.w);
+    m.size = malloc(ROWS * n * sizeof *m.size);
     m.x = malloc(TOKENS * n * sizeof *m.x);
     m.inputs = malloc(TOKENS * n * sizeof *m.inputs);
     for (size_t i = 0; i < ROWS * m.quant_bytes; i++) m.quants[i] = quant_of_kind(type, kind);
-    for (size_t i = 0; i < ROWS * m.scale_bytes / 2; i++) ((uint16_t *)(void *)m.scales)[i] = scale_of_kind(kind, i);
+    for (size_t i = 0; i < ROWS * m.scale_bytes; i++) m.scales[i] = (uint8_t)random_bits();
+    for (size_t at = 0; at < ROWS * m.scale_bytes; at = next_half(type, at)) {
+        const uint16_t half = scale_of_kind(kind, at / 2);
+        memcpy(m.scales + at, &half, 2);
+    }
     if (type == NP_F16)
         for (size_t i = 0; i < ROWS * n; i++) {
             const float tiny = kind == TINY_SCALES ? 1e-7f : kind == EXTREME ? 65504.0f : 1.0f;
             ((uint16_t *)(void *)m.quants)[i] = kind == ZERO_SCALES ? 0 : np_float_to_half(tiny * random_float());
         }
     for (size_t r = 0; r < ROWS; r++)
-        for (size_t j = 0; j < n; j++) m.w[r * n + j] = decoded(&m, r, j);
+        for (size_t j = 0; j < n; j++) {
+            const weight_parts parts = weight_parts_at(type, m.quants + r * m.quant_bytes, m.scales + r * m.scale_bytes, n, j);
+            m.w[r * n + j] = weight_of(parts);
+            m.size[r * n + j] = fabs(parts.product) + fabs(parts.minimum);
+        }
     for (size_t i = 0; i < TOKENS * n; i++)
         m.inputs[i] = kind == EXTREME ? (random_bits() % 2 ? 1.0f : -1.0f) : i / 32 % 5 == 4 ? 0.0f : 3.0f * random_float();
     m.stride = (np_activation_bytes(type, n) + 63) / 64 * 64;
@@ -86,7 +81,7 @@ static matrix make_matrix(int type, size_t n, int kind) {
 }
 
 static void free_matrix(matrix *m) {
-    free(m->quants), free(m->scales), free(m->w), free(m->x), free(m->inputs), free(m->activations);
+    free(m->quants), free(m->scales), free(m->w), free(m->size), free(m->x), free(m->inputs), free(m->activations);
 }
 
 static void dot(const matrix *m, size_t row, size_t rows, size_t token, size_t tokens, const float *bias, float *out,
@@ -104,7 +99,7 @@ static void test_dot(const matrix *m, const char *isa) {
             double want = 0, size = 0;
             for (size_t j = 0; j < m->n; j++) {
                 want += m->w[r * m->n + j] * m->x[t * m->n + j];
-                size += fabs(m->w[r * m->n + j] * m->x[t * m->n + j]);
+                size += fabs(m->size[r * m->n + j] * m->x[t * m->n + j]);
             }
             CHECK(fabs(out[t][r] - want) <= 2e-6 * size + 1e-30, "%s %s n=%zu row %zu token %zu: %.9g, want %.9g", isa,
                   type_names[m->type], m->n, r, t, out[t][r], want);
@@ -135,8 +130,8 @@ static void test_add_and_decode(const matrix *m, const char *isa) {
         if (m->type == NP_Q3) continue; /* rows of q3 are never added */
         np_add_rows(m->type, (const void *[]){quants}, (const void *[]){scales}, &a, 1, m->n, y);
         for (size_t j = 0; j < m->n; j++) {
-            const double added = (double)a * m->w[r * m->n + j];
-            CHECK(fabs(y[j] - (before[j] + added)) <= 2e-7 * (fabs(before[j]) + fabs(added)), "%s %s add n=%zu [%zu]: %.9g", isa,
+            const double added = (double)a * m->w[r * m->n + j], size = fabs((double)a) * m->size[r * m->n + j];
+            CHECK(fabs(y[j] - (before[j] + added)) <= (has_minimum(m->type) ? 3e-7 : 2e-7) * (fabs(before[j]) + size), "%s %s add n=%zu [%zu]: %.9g", isa,
                   type_names[m->type], m->n, j, y[j]);
         }
     }
@@ -176,7 +171,7 @@ static void test_halves(const char *isa) {
 
 /* A non-finite value must make the result non-finite. */
 static void test_not_finite_shows(const char *isa) {
-    for (int type = NP_Q8; type <= NP_Q3; type++) {
+    for (int type = NP_Q8; type < TYPES; type++) {
         matrix m = make_matrix(type, 96, ORDINARY);
         for (int i = 0; i < 2; i++) {
             float out;
@@ -194,7 +189,7 @@ static void test_isa(const char *isa) {
     static const size_t whole_groups = sizeof lengths / sizeof *lengths;
     static const size_t odd_lengths[] = {1, 7, 15, 17, 33, 63, 65, 80, 127, 333};
     for (int kind = 0; kind < KINDS; kind++) {
-        for (int type = NP_F16; type <= NP_Q3; type++) {
+        for (int type = NP_F16; type < TYPES; type++) {
             for (size_t i = 0; i < whole_groups + (type == NP_F16 ? sizeof odd_lengths / sizeof *odd_lengths : 0); i++) {
                 matrix m = make_matrix(type, i < whole_groups ? lengths[i] : odd_lengths[i - whole_groups], kind);
                 test_dot(&m, isa);
@@ -216,6 +211,9 @@ int main(void) {
     CHECK(np_isa_select("abacus") == NULL, "an unknown instruction set is refused");
     CHECK(np_isa_select(NULL) != NULL && strncmp(np_isa_names(), np_isa_name(), strlen(np_isa_name())) == 0, "best first");
     CHECK(np_quant_bytes(NP_Q4, 64) == 32 && np_scale_bytes(NP_Q4, 64) == 4 && np_quant_bytes(NP_F16, 3) == 6, "sizes");
+    CHECK(np_quant_bytes(NP_Q4K, 288) == 144 && np_quant_bytes(NP_Q5K, 288) == 180 && np_quant_bytes(NP_Q6K, 288) == 216, "sizes");
+    CHECK(np_scale_bytes(NP_Q4K, 256) == 16 && np_scale_bytes(NP_Q5K, 288) == 32 && np_scale_bytes(NP_Q6K, 32) == 16, "sizes");
+    CHECK(np_quant_bytes(NP_Q5K, 40) == 0 && np_scale_bytes(NP_Q6K, 40) == 0 && np_activation_bytes(NP_Q4K, 40) == 0, "refused sizes");
     CHECK(np_quant_bytes(NP_Q8, 40) == 0 && np_quant_bytes(9, 64) == 0 && np_scale_bytes(NP_F16, 64) == 0, "refused sizes");
     for_each_isa(test_isa);
     return checks_report();

@@ -1,7 +1,7 @@
 /* np_rows_to_s8: nearest bytes relative to a row's largest magnitude, the same under every instruction set, within
  * bounds. */
 #include "isa_loop.h"
-#include "kernels/half.h"
+#include "weights.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -19,11 +19,11 @@ static rows_of_groups make_rows(int type, size_t n) {
     for (int r = 0; r < ROWS; r++) {
         const size_t quant_bytes = np_quant_bytes(type, n), scale_bytes = np_scale_bytes(type, n);
         uint8_t *quants = rows.quants[r] = malloc(quant_bytes);
-        uint16_t *scales = rows.scales[r] = malloc(scale_bytes);
+        uint8_t *scales = rows.scales[r] = malloc(scale_bytes);
         for (size_t i = 0; i < quant_bytes; i++) quants[i] = (uint8_t)random_bits(); /* -128 among them */
-        for (size_t i = 0; i < scale_bytes / 2; i++) scales[i] = np_float_to_half((r == 1 ? 4e-7f : 0.02f) * random_float());
+        fill_scales(type, scales, scale_bytes, r == 1 ? 4e-7f : 0.02f);
         if (r == 2) memset(scales, 0, scale_bytes);
-        if (r == 3) scales[0] = 0x8000; /* a negative zero */
+        if (r == 3) memcpy(scales, (uint8_t[]){0, 0x80}, 2); /* a negative zero */
     }
     return rows;
 }
@@ -76,7 +76,8 @@ static void check_not_finite(rows_of_groups *rows, const char *isa) {
     int8_t *out = malloc(ROWS * rows->n);
     float scales[ROWS];
     for (int k = 0; k < 3; k++) {
-        uint16_t *last = (uint16_t *)rows->scales[4] + rows->n / 32 - 1, before = *last;
+        const size_t groups = rows->n / 32;
+        uint16_t *last = (uint16_t *)rows->scales[4] + (has_minimum(rows->type) ? (groups - 1) / 8 * 8 + (k == 1) : groups - 1), before = *last;
         *last = bad[k];
         memset(out, 99, ROWS * rows->n);
         to_s8(rows, out, rows->n, scales);
@@ -100,7 +101,7 @@ static void check_refusals(const rows_of_groups *rows) {
 
 static void test_isa(const char *isa) {
     static const size_t lengths[] = {32, 64, 96, 320, 4096 + 32};
-    for (int type = NP_Q8; type <= NP_Q3; type++)
+    for (int type = NP_Q8; type < TYPES; type++)
         for (size_t i = 0; i < 5; i++)
             for (size_t stride = lengths[i]; stride <= lengths[i] + BEHIND; stride += BEHIND) {
                 rows_of_groups rows = make_rows(type, lengths[i]);

@@ -1,7 +1,7 @@
 /* np_dot_panel against np_dot_rows, bit for bit: every instruction set, awkward sizes, one to forty tokens, with and
  * without bias. */
 #include "isa_loop.h"
-#include "kernels/half.h"
+#include "weights.h"
 
 #include <stdlib.h>
 
@@ -24,7 +24,7 @@ static product make_product(int type, size_t n) {
     p.activations = aligned_alloc(64, TOKENS * p.stride);
     for (size_t i = 0; i < ROWS * quant_bytes; i++) p.quants[i] = (uint8_t)random_bits();
     for (size_t i = 0; type == NP_F16 && i < ROWS * n; i++) ((uint16_t *)(void *)p.quants)[i] = np_float_to_half(random_float());
-    for (size_t i = 0; i < ROWS * scale_bytes / 2; i++) ((uint16_t *)(void *)p.scales)[i] = np_float_to_half(0.01f * random_float());
+    fill_scales(type, p.scales, ROWS * scale_bytes, 0.01f);
     for (size_t t = 0; t < TOKENS; t++) {
         for (size_t j = 0; j < n; j++) x[j] = t == 5 ? 0.0f : t == 6 ? (j % 2 ? 1.0f : -1.0f) : random_float(); /* 6: all at +-127 */
         np_activation_prepare(type, x, n, p.activations + t * p.stride);
@@ -58,7 +58,7 @@ static void check_panel(const product *p, const char *isa, size_t rows, size_t t
 
 static void test_isa(const char *isa) {
     static const size_t lengths[] = {32, 96, 352, 512, 1056, 4096 + 32};
-    for (int type = NP_F16; type <= NP_Q3; type++) {
+    for (int type = NP_F16; type < TYPES; type++) {
         for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
             product p = make_product(type, lengths[i]);
             for (size_t tokens = 1; tokens <= TOKENS; tokens += lengths[i] > 1000 ? 13 : 1)
@@ -68,9 +68,11 @@ static void test_isa(const char *isa) {
             free(p.quants), free(p.scales), free(p.activations);
         }
     }
-    product wide = make_product(NP_Q4, 20480); /* more columns than a panel of its own takes */
-    check_panel(&wide, isa, 3, 17, wide.bias);
-    free(wide.quants), free(wide.scales), free(wide.activations);
+    for (int type = NP_Q4; type <= NP_Q5K; type += NP_Q5K - NP_Q4) {
+        product wide = make_product(type, 20480); /* more columns than a panel of its own takes */
+        check_panel(&wide, isa, 3, 17, wide.bias);
+        free(wide.quants), free(wide.scales), free(wide.activations);
+    }
     CHECK(np_panel_bytes(NP_Q4, 40, 3) == 0 && np_panel_bytes(9, 64, 3) == 0, "%s refused sizes", isa);
 }
 

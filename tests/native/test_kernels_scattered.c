@@ -1,7 +1,7 @@
 /* Rows at arbitrary addresses: np_dot_scattered gives the bits of np_dot_rows; np_add_rows gives bits that depend on
  * its list only, near the sum in double precision. */
 #include "isa_loop.h"
-#include "kernels/half.h"
+#include "weights.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -19,9 +19,9 @@ static scattered make_rows(int type, size_t n) {
     for (int r = 0; r < ROWS; r++) {
         const size_t quant_bytes = np_quant_bytes(type, n), scale_bytes = np_scale_bytes(type, n);
         uint8_t *quants = s.quants[r] = malloc(quant_bytes);
-        uint16_t *scales = s.scales[r] = malloc(scale_bytes + 1);
+        s.scales[r] = malloc(scale_bytes + 1);
         for (size_t i = 0; i < quant_bytes; i++) quants[i] = (uint8_t)random_bits();
-        for (size_t i = 0; i < scale_bytes / 2; i++) scales[i] = np_float_to_half(0.01f * random_float());
+        fill_scales(type, s.scales[r], scale_bytes, 0.01f);
         for (size_t i = 0; type == NP_F16 && i < n; i++) ((uint16_t *)(void *)quants)[i] = np_float_to_half(random_float());
     }
     return s;
@@ -90,13 +90,15 @@ static void check_add(const scattered *s, const char *isa) {
         for (size_t r = 0; r < rows; r++) most[r / 32] = fmax(most[r / 32], fabsf(a[r]));
         for (size_t r = 0; r < rows; r++) {
             np_decode_row(s->type, s->quants[r], s->scales[r], s->n, w);
-            const double step = s->type == NP_F16 ? 0 : most[r / 32] * (double)(s->type == NP_Q4 ? 8 : 128) / 32639 / 2;
+            const double step = most[r / 32] * (double)largest_code(s->type) / 32639 / 2;
             for (size_t j = 0; j < s->n; j++) {
                 double scale = 0; /* the largest of this group in any row */
                 for (size_t i = 0; s->type != NP_F16 && i < rows; i++)
-                    scale = fmax(scale, fabsf(np_half_to_float(((uint16_t *)s->scales[i])[j / 32])));
+                    scale = fmax(scale, has_minimum(s->type) ? 63 * fabs(half_at((uint8_t *)s->scales[i] + j / 256 * 16))
+                                                             : fabs(half_at((uint8_t *)s->scales[i] + j / 32 * 2)));
+                const weight_parts parts = weight_parts_at(s->type, s->quants[r], s->scales[r], s->n, j);
                 want[j] += (double)a[r] * w[j];
-                room[j] += 1.01 * step * scale + 1.3e-7 * (fabs(want[j]) + fabs((double)a[r] * w[j]));
+                room[j] += 1.01 * step * scale + 1.3e-7 * (fabs(want[j]) + fabs((double)a[r]) * (fabs(parts.product) + 2 * fabs(parts.minimum)));
             }
         }
         np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, rows, s->n, y);
@@ -109,14 +111,15 @@ static void check_add(const scattered *s, const char *isa) {
 
 /* Bits do not depend on addresses or on the number of columns that follow. */
 static void check_add_bits(const scattered *s, const char *isa) {
-    const size_t part = s->type == NP_F16 ? s->n : s->n / 64 * 32, quant_bytes = np_quant_bytes(s->type, s->n);
+    const size_t part = s->type == NP_F16 ? s->n : s->n / 64 * 32, quant_bytes = np_quant_bytes(s->type, part);
     const size_t scale_bytes = np_scale_bytes(s->type, s->n);
     uint8_t *quants = malloc(ROWS * quant_bytes + 1), *scales = malloc(ROWS * scale_bytes + 2);
     float *y = malloc(4 * s->n), *elsewhere = malloc(4 * s->n), a[ROWS];
     void *quants_at[ROWS], *scales_at[ROWS];
     for (size_t r = 0; r < ROWS; r++) {
         a[r] = factor_of(r);
-        quants_at[r] = memcpy(quants + r * quant_bytes, s->quants[r], quant_bytes);
+        quants_at[r] = quants + r * quant_bytes;
+        copy_columns(s->type, s->quants[r], s->n, part, quants_at[r]);
         scales_at[r] = memcpy(scales + r * scale_bytes, s->scales[r], scale_bytes);
     }
     for (size_t j = 0; j < s->n; j++) y[j] = elsewhere[j] = random_float();
@@ -132,8 +135,8 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
     float *y = malloc(4 * s->n), a[ROWS];
     for (size_t r = 0; r < ROWS; r++)
         for (int k = 0; k < 3; k++)
-            for (int of_scale = 0; of_scale <= (s->type != NP_F16); of_scale++) {
-                uint16_t *scale = s->scales[r];
+            for (int of_scale = 0; of_scale <= (s->type == NP_F16 ? 0 : has_minimum(s->type) ? 2 : 1); of_scale++) { /* 2: of dmin */
+                uint16_t *scale = (uint16_t *)s->scales[r] + (of_scale == 2);
                 const uint16_t before = of_scale ? *scale : 0;
                 for (size_t i = 0; i < ROWS; i++) a[i] = i == r && !of_scale ? bad[k] : 0.5f;
                 if (of_scale) *scale = np_float_to_half(bad[k]);
@@ -148,7 +151,7 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
 
 static void test_isa(const char *isa) {
     static const size_t lengths[] = {32, 64, 96, 128, 352, 512, 544, 4096 + 32, 7, 333};
-    for (int type = NP_F16; type <= NP_Q3; type++)
+    for (int type = NP_F16; type < TYPES; type++)
         for (size_t i = 0; i < (type == NP_F16 ? 10 : 8); i++) {
             scattered s = make_rows(type, lengths[i]);
             check_dot(&s, isa);
