@@ -126,8 +126,8 @@ static int runs_here(void) {
 const np_isa np_isa_avx2 = {
     "avx2",
     runs_here,
-    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k},
+    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k},
+    {add_f16, add_q8, add_q4, NULL, np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k},
     prepare,
     softmax_weights,
     f32_to_f16,

@@ -89,7 +89,8 @@ np_dot_function np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k;
 np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k;
 #if defined(__x86_64__)
 extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
-np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3;
+np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k;
+np_add_function np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k;
 np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;

@@ -1,0 +1,175 @@
+/* AVX2 with FMA and F16C: dot products and sums of q4k, q5k and q6k rows; minimum.h describes the rows. */
+#include "kernels/minimum.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* s and z of a block, lane i of group i. */
+typedef struct {
+    __m256 scales, minimums;
+} block_scales;
+
+NP_INLINE NP_AVX2 __m256 times_codes(__m128 half, uint64_t codes) {
+    return _mm256_mul_ps(_mm256_broadcastss_ps(half), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)codes))));
+}
+
+NP_INLINE NP_AVX2 block_scales scales_of(const uint8_t *block) {
+    const np_minimum_codes codes = np_minimum_codes_of(block);
+    int32_t halves;
+    memcpy(&halves, block, 4);
+    const __m128 both = _mm_cvtph_ps(_mm_cvtsi32_si128(halves));
+    return (block_scales){times_codes(both, codes.scales), times_codes(_mm_movehdup_ps(both), codes.minimums)};
+}
+
+/* `value` in the bytes whose bit is set. */
+NP_INLINE NP_AVX2 __m256i where(uint32_t bits, char value) {
+    const __m256i spread = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i which = _mm256_set1_epi64x((int64_t)0x8040201008040201u);
+    const __m256i chosen = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)bits), spread), which);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(chosen, which), _mm256_set1_epi8(value));
+}
+
+NP_INLINE uint32_t bits_at(const uint8_t *plane, size_t bytes) {
+    uint32_t bits = 0;
+    memcpy(&bits, plane, bytes);
+    return bits;
+}
+
+/* The codes of two groups, `planes` at their bits: the first 16 of both, and the last 16. `both`: 0 if the second one
+ * is not there. */
+NP_INLINE NP_AVX2 void pair_codes(const int type, const uint8_t *nibbles, const uint8_t *planes, size_t plane_bytes, int both,
+                                  __m256i codes[2]) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const __m128i first = _mm_loadu_si128((const void *)nibbles);
+    const __m256i w = _mm256_set_m128i(both ? _mm_loadu_si128((const void *)(nibbles + 16)) : _mm_setzero_si128(), first);
+    codes[0] = _mm256_and_si256(w, nibble);
+    codes[1] = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
+    for (size_t bit = 0; bit < np_high_bits(type); bit++)
+        for (int half = 0; half < 2; half++, planes += plane_bytes)
+            codes[half] = _mm256_or_si256(codes[half], where(bits_at(planes, both ? 4 : 2), (char)(16 << bit)));
+}
+
+/* Add the eight lanes in a fixed order. */
+NP_INLINE NP_AVX2 float add_lanes(__m256 sum) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+/* A block's products: of a pair of groups in lanes 0-3 and 4-7, then the minimums, lane i of group i. Two products are at
+ * most 2 * 63 * 127, and two such sums fit int16. */
+NP_INLINE NP_AVX2 void dot_block(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t first, const size_t count,
+                                 size_t ahead, const np_activation *x, const int tokens, __m256 *sum) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    const size_t plane_bytes = n / 16;
+    const uint8_t *planes = quants + n / 2 + 2 * first;
+    const block_scales block = scales_of(scales + 2 * first);
+    __m256 scale[NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++) {
+        const __m256 x_scales = _mm256_loadu_ps(x[t].scales + first);
+        const __m256 x_sums = _mm256_cvtepi32_ps(_mm256_loadu_si256((const void *)(x[t].sums + first)));
+        scale[t] = _mm256_mul_ps(block.scales, x_scales);
+        sum[t] = _mm256_fnmadd_ps(block.minimums, _mm256_mul_ps(x_sums, x_scales), sum[t]);
+    }
+    for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
+    for (size_t g = 0; g < count; g += 2) {
+        const uint8_t *nibbles = quants + (first + g) * 16;
+        const __m256i which = _mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32((int)g));
+        __m256i codes[2];
+        np_prefetch(nibbles, ahead);
+        pair_codes(type, nibbles, planes + 2 * g, plane_bytes, g + 1 < count, codes);
+        for (int t = 0; t < tokens; t++) {
+            const int8_t *q = x[t].quants + np_q4_place(first + g);
+            const __m256i v0 = _mm256_loadu_si256((const void *)q), v1 = _mm256_loadu_si256((const void *)(q + 64));
+            const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(codes[0], v0), _mm256_maddubs_epi16(codes[1], v1));
+            sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones)), _mm256_permutevar8x32_ps(scale[t], which), sum[t]);
+        }
+    }
+}
+
+NP_INLINE NP_AVX2 void dot_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                               const uint8_t *activation, size_t stride, const int tokens, float *sums) {
+    const size_t groups = n / NP_GROUP;
+    np_activation x[NP_TOKEN_BLOCK];
+    __m256 sum[NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++) {
+        x[t] = np_activation_at(activation + t * stride, n);
+        sum[t] = _mm256_setzero_ps();
+    }
+    size_t first = 0;
+    for (; first + NP_MINIMUM_GROUPS <= groups; first += NP_MINIMUM_GROUPS)
+        dot_block(type, quants, scales, n, first, NP_MINIMUM_GROUPS, ahead, x, tokens, sum);
+    if (first < groups) dot_block(type, quants, scales, n, first, groups - first, ahead, x, tokens, sum);
+    for (int t = 0; t < tokens; t++) sums[t] = add_lanes(sum[t]);
+}
+
+enum { TOGETHER = 4 }; /* rows that are added with one load and store of y */
+
+/* Prefetch what the next rows have where these have a block. */
+NP_INLINE void prefetch_block(const int type, const np_rows *rows, size_t r, size_t first, size_t count) {
+    for (; count > 0 && r < rows->rows; r++, count--) {
+        const np_row row = np_row_at(rows, r);
+        __builtin_prefetch(row.quants + first * 16, 0, 2);
+        __builtin_prefetch(row.quants + first * 16 + 64, 0, 2);
+        for (size_t plane = 0; first % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
+            __builtin_prefetch(row.quants + rows->n / 2 + plane * (rows->n / 16) + 2 * first, 0, 2);
+        if (first % 32 == 0) __builtin_prefetch(row.scales + 2 * first, 0, 2);
+    }
+}
+
+/* y[0..31] += factor * codes of a group. */
+NP_INLINE NP_AVX2 void add_group(const int type, const uint8_t *quants, size_t n, size_t g, __m256 factor, __m256 y[4]) {
+    const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
+    const uint8_t *planes = quants + n / 2 + 2 * g;
+    __m256i codes = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(packed, 4), packed), _mm256_set1_epi8(15));
+    for (size_t bit = 0; bit < np_high_bits(type); bit++, planes += n / 8)
+        codes = _mm256_or_si256(codes, where(bits_at(planes, 2) | bits_at(planes + n / 16, 2) << 16, (char)(16 << bit)));
+    const __m128i low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
+    const __m128i eights[4] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
+    for (int k = 0; k < 4; k++) y[k] = _mm256_fmadd_ps(factor, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eights[k])), y[k]);
+}
+
+/* Add `count` rows from r on. Their minimums are added up before they are subtracted. */
+NP_INLINE NP_AVX2 void add_together(const int type, const np_rows *rows, size_t r, const size_t count, const float *a, float *y) {
+    const size_t groups = rows->n / NP_GROUP;
+    np_row row[TOGETHER];
+    for (size_t i = 0; i < count; i++) row[i] = np_row_at(rows, r + i);
+    for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
+        float factors[TOGETHER][NP_MINIMUM_GROUPS], minimums[NP_MINIMUM_GROUPS];
+        __m256 minimum = _mm256_setzero_ps();
+        prefetch_block(type, rows, r + count, first, count);
+        for (size_t i = 0; i < count; i++) {
+            const block_scales block = scales_of(row[i].scales + 2 * first);
+            const __m256 factor = _mm256_set1_ps(a[r + i]);
+            _mm256_storeu_ps(factors[i], _mm256_mul_ps(factor, block.scales));
+            minimum = _mm256_fmadd_ps(factor, block.minimums, minimum);
+        }
+        _mm256_storeu_ps(minimums, minimum);
+        for (size_t g = 0; g < NP_MINIMUM_GROUPS && first + g < groups; g++, y += NP_GROUP) {
+            __m256 columns[4];
+            for (int k = 0; k < 4; k++) columns[k] = _mm256_sub_ps(_mm256_loadu_ps(y + 8 * k), _mm256_set1_ps(minimums[g]));
+            for (size_t i = 0; i < count; i++)
+                add_group(type, row[i].quants, rows->n, first + g, _mm256_set1_ps(factors[i][g]), columns);
+            for (int k = 0; k < 4; k++) _mm256_storeu_ps(y + 8 * k, columns[k]);
+        }
+    }
+}
+
+NP_INLINE NP_AVX2 void add_rows(const int type, const np_rows *rows, const float *a, float *y) {
+    size_t r = 0;
+    for (; r + TOGETHER <= rows->rows; r += TOGETHER) add_together(type, rows, r, TOGETHER, a, y);
+    for (; r < rows->rows; r++) add_together(type, rows, r, 1, a, y);
+}
+
+#define DEFINE_ROWS(NAME, TYPE)                                                                                               \
+    NP_INLINE NP_AVX2 void dot_row_##NAME(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,               \
+                                          const uint8_t *activation, size_t stride, const int tokens, float *sums) {          \
+        dot_row(TYPE, quants, scales, n, ahead, activation, stride, tokens, sums);                                            \
+    }                                                                                                                         \
+    NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_##NAME, dot_row_##NAME)                                                           \
+    NP_AVX2 void np_avx2_add_##NAME(const np_rows *rows, const float *a, float *y) { add_rows(TYPE, rows, a, y); }
+
+DEFINE_ROWS(q4k, NP_Q4K)
+DEFINE_ROWS(q5k, NP_Q5K)
+DEFINE_ROWS(q6k, NP_Q6K)
+#endif
