@@ -45,7 +45,7 @@ static int agree(int type, const np_panel_kernel *kernels[2]) {
         np_isa_avx512.prepare(type, x, TRIAL_N, activations + t * stride);
     }
     for (int k = 0; same && k < 2; k++) {
-        uint8_t *panel = room(kernels[k]->bytes(TRIAL_N, TRIAL_TOKENS));
+        uint8_t *panel = room(kernels[k]->bytes(type, TRIAL_N, TRIAL_TOKENS));
         const np_dot_job job = {
             .rows = {.quant_bytes = quant_bytes,
                      .scale_bytes = scale_bytes,

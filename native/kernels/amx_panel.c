@@ -1,4 +1,4 @@
-/* AMX: q8, q4 and q3 rows times a panel of many tokens, with the bits of avx512_panel.c.
+/* AMX: quantized rows times a panel of many tokens, with the bits of avx512_panel.c.
  *
  * A tile product has 16 rows, 16 tokens and one group of 32 columns, half of what a tile could hold, since the next
  * group has other scales. Its integers go through memory to vectors of 16 tokens, where they are converted, scaled and
@@ -29,12 +29,13 @@ enum {
 typedef struct {
     int8_t *quants; /* [group][height][32] */
     float *scales;  /* [group][height] */
+    float *minimums; /* the same; of rows that have some */
     size_t rows, height;
 } row_block;
 
 typedef struct {
     _Alignas(64) int8_t quants[BLOCK_COLUMNS];
-    float scales[BLOCK_GROUPS];
+    float scales[BLOCK_GROUPS], minimums[BLOCK_GROUPS];
 } unpacked;
 
 /* Partial sums of the tree, [level][row][token]. */
@@ -73,16 +74,20 @@ static void panel_prepare(int type, const uint8_t *activations, size_t stride, s
  * first-level cache. */
 NP_INLINE NP_AVX512 void unpack_rows(int type, const np_rows *rows, size_t r, const visits *v, row_block *b) {
     const size_t groups = rows->n / NP_GROUP;
+    unpacked_scales s[BLOCK_ROWS];
     np_row row[BLOCK_ROWS];
     b->height = b->rows > SIDE ? BLOCK_ROWS : SIDE;
     for (size_t i = 0; i < b->height; i++) row[i] = np_row_at(rows, r + (i < b->rows ? i : b->rows - 1));
     for (size_t from = 0; from < groups; from += NEAR)
-        for (size_t i = 0; i < b->height; i++)
+        for (size_t i = 0; i < b->height; i++) {
+            if (from % 16 == 0) unpack_scales(type, row[i].scales, from, groups, &s[i]);
             for (size_t g = from; g < groups && g < from + NEAR; g++) {
                 const size_t at = place_of(v, g) * b->height + i;
-                _mm256_store_si256((void *)(b->quants + at * NP_GROUP), unpack(type, row[i].quants, g));
-                b->scales[at] = _cvtsh_ss(((const uint16_t *)(const void *)row[i].scales)[g]);
+                _mm256_store_si256((void *)(b->quants + at * NP_GROUP), unpack(type, row[i].quants, rows->n, g));
+                b->scales[at] = s[i].scales[g % 16];
+                if (np_has_minimum(type)) b->minimums[at] = s[i].minimums[g % 16];
             }
+        }
 }
 
 /* The integers of one product: tile 0 or 1 of the rows times tile 0 or 1 of the tokens. */
@@ -132,22 +137,25 @@ NP_INLINE void multiply_piece(const row_block *b, const uint8_t *tile, const pie
 }
 
 /* Add up eight rows over the groups of a piece; when a visit ends, its sums go up the tree. A visit's sum accumulates
- * in its final place in the tree, which is free until then. */
-NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, const piece *p, const group_dots *dots, size_t row,
-                                   const int vectors, sum_tree *tree) {
+ * in its final place in the tree, which is free until then. scaled_sums are read if there are
+ * minimums. */
+NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, const float *scaled_sums, const piece *p,
+                                   const group_dots *dots, size_t row, const int vectors, const int has_minimum, sum_tree *tree) {
     __m512 sum[EIGHT][2];
     for (size_t i = 0; i < EIGHT; i++)
         for (int k = 0; k < vectors; k++)
             sum[i][k] = p->begins ? _mm512_setzero_ps() : _mm512_loadu_ps(tree->sums[p->level][row + i] + SIDE * k);
     for (size_t g = 0; g < p->count; g++) {
-        const float *scales = b->scales + (p->first + g) * b->height + row;
-        __m512 x_scale[2];
+        const float *scales = b->scales + (p->first + g) * b->height + row, *minimums = b->minimums + (p->first + g) * b->height + row;
+        __m512 x_scale[2], x_sum[2];
         for (int k = 0; k < vectors; k++) x_scale[k] = _mm512_loadu_ps(x_scales + (p->first + g) * TILE + SIDE * k);
+        for (int k = 0; k < vectors && has_minimum; k++) x_sum[k] = _mm512_loadu_ps(scaled_sums + (p->first + g) * TILE + SIDE * k);
         for (size_t i = 0; i < EIGHT; i++)
             for (int k = 0; k < vectors; k++) {
                 const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[i]), x_scale[k]);
                 const __m512 dot = _mm512_cvtepi32_ps(_mm512_loadu_si512(dots[g][row + i] + SIDE * k));
                 sum[i][k] = _mm512_fmadd_ps(dot, scale, sum[i][k]);
+                if (has_minimum) sum[i][k] = _mm512_fnmadd_ps(_mm512_set1_ps(minimums[i]), x_sum[k], sum[i][k]);
             }
     }
     for (int level = 0; p->ends && level < p->level; level++) /* a binary counter: 2^level visits are in the sum */
@@ -160,13 +168,22 @@ NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, co
 
 /* Multiply a block of rows with one tile of tokens, into the tree's top level. */
 NP_INLINE NP_AVX512 void multiply_tile(const row_block *b, size_t groups, const piece *pieces, size_t count, const uint8_t *tile,
-                                       const int heights, const int vectors, sum_tree *tree) {
+                                       const int heights, const int vectors, const int has_minimum, sum_tree *tree) {
     _Alignas(64) group_dots dots[PIECE];
-    const float *x_scales = (const float *)(const void *)(tile + groups * TILE * NP_GROUP);
+    const float *x_scales = (const float *)(const void *)(tile + groups * TILE * NP_GROUP), *scaled_sums = x_scales + groups * TILE;
     for (size_t p = 0; p < count; p++) {
         multiply_piece(b, tile, &pieces[p], heights, vectors, dots);
-        for (size_t row = 0; row < b->rows; row += EIGHT) add_piece(b, x_scales, &pieces[p], dots, row, vectors, tree);
+        for (size_t row = 0; row < b->rows; row += EIGHT) add_piece(b, x_scales, scaled_sums, &pieces[p], dots, row, vectors, has_minimum, tree);
     }
+}
+
+/* The same with the number of 16 rows and of 16 tokens as constants. */
+NP_INLINE NP_AVX512 void multiply_sides(const row_block *b, size_t groups, const piece *pieces, size_t count, const uint8_t *tile,
+                                        size_t tokens, const int has_minimum, sum_tree *tree) {
+    if (b->height > SIDE && tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 2, has_minimum, tree);
+    else if (b->height > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 1, has_minimum, tree);
+    else if (tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 1, 2, has_minimum, tree);
+    else multiply_tile(b, groups, pieces, count, tile, 1, 1, has_minimum, tree);
 }
 
 /* Interleaving rows i and i + 8, four times over, turns the eight bits of an element's place around by four. */
@@ -215,21 +232,23 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
             row_block *b = &blocks[used];
             *b = (row_block){.quants = space.quants + (from - r) * rows->n,
                              .scales = space.scales + (from - r) * groups,
+                             .minimums = space.minimums + (from - r) * groups,
                              .rows = end - from < BLOCK_ROWS ? end - from : BLOCK_ROWS};
             if (type == NP_Q4) unpack_rows(NP_Q4, rows, from, &v, b);
             else if (type == NP_Q3) unpack_rows(NP_Q3, rows, from, &v, b);
+            else if (type == NP_Q4K) unpack_rows(NP_Q4K, rows, from, &v, b);
+            else if (type == NP_Q5K) unpack_rows(NP_Q5K, rows, from, &v, b);
+            else if (type == NP_Q6K) unpack_rows(NP_Q6K, rows, from, &v, b);
             else unpack_rows(NP_Q8, rows, from, &v, b);
         }
         fetch_rows(rows, end, end + block_rows);
         const uint8_t *tile = job->activations;
-        for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(rows->n)) {
+        for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(type, rows->n)) {
             const size_t tokens = job->tokens - from < TILE ? job->tokens - from : TILE;
             for (size_t k = 0; k < used; k++) {
                 const row_block *b = &blocks[k];
-                if (b->height > SIDE && tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 2, &tree);
-                else if (b->height > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 1, &tree);
-                else if (tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 1, 2, &tree);
-                else multiply_tile(b, groups, pieces, count, tile, 1, 1, &tree);
+                if (np_has_minimum(type)) multiply_sides(b, groups, pieces, count, tile, tokens, 1, &tree);
+                else multiply_sides(b, groups, pieces, count, tile, tokens, 0, &tree);
                 for (size_t i = 0; i < b->rows; i += SIDE)
                     for (size_t t = 0; t < tokens; t += SIDE) {
                         const size_t row = r + k * BLOCK_ROWS + i;

@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: rows of q8 and q4 added to a vector, as sums of integers.
+/* AVX-512 with VNNI: quantized rows added to a vector, as sums of integers.
  *
  * A list is processed in batches of ROWS rows, in order. For a batch and a group of 32 columns, the factors a * scale
  * are converted to 16-bit integers in steps of a 32639th of the largest one, each as two signed bytes: 256 * high +
@@ -6,12 +6,15 @@
  * factors and adds them. These sums are exact, and a batch adds them to y with one rounding: bits depend on the list
  * and y only.
  *
+ * Of rows with minimums, the minimums of a batch are added up as floats, and a group's sum is subtracted from its
+ * columns.
+ *
  * Rows are copied piece by piece, one piece ahead of the sums: slots lie at multiples of 4 KiB, and reading one line
  * from each of many such rows in turn halves the speed of the second-level cache. */
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include "kernels/avx512_minimum.h"
 
 enum { ROWS = 32, QUADS = ROWS / 4, LINES = 4, PIECE = 64 * LINES };
 enum { MOST = 127 * 256 + 127 }; /* of a factor: both bytes 127 */
@@ -19,16 +22,16 @@ enum { MOST = 127 * 256 + 127 }; /* of a factor: both bytes 127 */
 /* The current batch, padded to whole quads with its first row and a factor of zero; and the rows to prefetch, if
  * any. */
 typedef struct {
-    size_t quads, quant_bytes, fetched;
+    size_t quads, quant_bytes, fetched, n;
     np_row at[ROWS], next[ROWS];
     float a[ROWS];
 } row_batch;
 
 /* Of 16 groups: of each quad one byte of each factor, rows in the order 0, 2, 1, 3; the factors' sum; what one step
- * is. */
+ * is; of rows with minimums the sum of a * minimum. */
 typedef struct {
     __m512i high[QUADS], low[QUADS], sum;
-    __m512 step;
+    __m512 step, minimum;
 } batch_factors;
 
 typedef __m512i batch_piece[ROWS][LINES];
@@ -37,6 +40,7 @@ NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_batc
     const size_t left = rows->rows - r, count = left < ROWS ? left : ROWS;
     b->quads = (count + 3) / 4;
     b->quant_bytes = rows->quant_bytes;
+    b->n = rows->n;
     b->fetched = left - count < ROWS ? left - count : ROWS;
     for (size_t i = 0; i < b->fetched; i++) b->next[i] = np_row_at(rows, r + ROWS + i);
     for (size_t i = 0; i < 4 * b->quads; i++) {
@@ -47,14 +51,21 @@ NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_batc
 
 /* The factors of up to 16 groups from `group` on. A non-finite factor makes the step non-finite, and with it the
  * group's columns: compared as integers, NaN has the largest magnitude. */
-NP_INLINE NP_AVX512 void take_factors(const row_batch *b, size_t group, size_t groups, batch_factors *f) {
+NP_INLINE NP_AVX512 void take_factors(const int type, const row_batch *b, size_t group, size_t groups, batch_factors *f) {
     const __mmask16 mask = groups < 16 ? (__mmask16)((1u << groups) - 1) : 0xffff;
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512 factor[ROWS];
     __m512i most = _mm512_castps_si512(_mm512_set1_ps(0x1p-100f)); /* at least, so that the quotient does not overflow */
+    f->minimum = _mm512_setzero_ps();
     for (size_t i = 0; i < 4 * b->quads; i++) {
         const uint16_t *s = (const uint16_t *)(const void *)b->at[i].scales + group;
-        factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, s)));
+        if (np_has_minimum(type)) {
+            const np_lane_scales lanes = np_minimum_lanes(s, groups > NP_MINIMUM_GROUPS);
+            factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), lanes.scales);
+            f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(b->a[i]), lanes.minimums, f->minimum);
+        } else {
+            factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, s)));
+        }
         most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(factor[i]), magnitude));
         if (i < b->fetched && group % 32 == 0) __builtin_prefetch(b->next[i].scales + 2 * group, 0, 2);
     }
@@ -97,6 +108,25 @@ NP_INLINE NP_AVX512 void copy_piece(const row_batch *b, size_t row, size_t at, b
     }
 }
 
+/* Copy the codes of a row's eight groups from `group` on as bytes, and prefetch the row ROWS later. A line of the piece
+ * has the first 16 codes of four groups, the next one their last 16. */
+NP_INLINE NP_AVX512 void copy_codes(const int type, const row_batch *b, size_t row, size_t group, batch_piece piece) {
+    const size_t groups = b->n / NP_GROUP, plane_bytes = b->n / 16;
+    const __m512i nibble = _mm512_set1_epi8(15);
+    for (size_t i = 0; i < LINES && group < groups; i += 2, group += 4) {
+        const size_t lacking = groups - group < 4 ? 4 - (groups - group) : 0;
+        const uint8_t *nibbles = b->at[row].quants + 16 * group, *planes = b->at[row].quants + b->n / 2 + 2 * group;
+        const __m512i w = lacking ? _mm512_maskz_loadu_epi8(~(__mmask64)0 >> 16 * lacking, nibbles) : _mm512_loadu_si512(nibbles);
+        const __m512i first = _mm512_and_si512(w, nibble), last = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
+        piece[row][i] = np_add_high_bits(type, first, planes, plane_bytes, 2 * lacking);
+        piece[row][i + 1] = np_add_high_bits(type, last, planes + plane_bytes, plane_bytes, 2 * lacking);
+        if (row >= b->fetched) continue;
+        __builtin_prefetch(b->next[row].quants + 16 * group, 0, 2);
+        for (size_t plane = 0; group % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
+            __builtin_prefetch(b->next[row].quants + b->n / 2 + plane * plane_bytes + 2 * group, 0, 2);
+    }
+}
+
 /* A line of each row of a quad: register k gets bytes 4k to 4k + 3 of each 16, as dwords of the rows 0, 2, 1, 3. */
 NP_INLINE NP_AVX512 void interleave(batch_piece piece, size_t quad, size_t line, __m512i w[4]) {
     const __m512i row0 = piece[4 * quad][line], row1 = piece[4 * quad + 1][line];
@@ -114,24 +144,26 @@ NP_INLINE NP_AVX512 void add_products(__m512i *sum, __m512i weights, __m512i fac
 
 NP_INLINE NP_AVX512 __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 
-/* y[stride * i] .. += v * step[i], 16 columns for each i < count. Columns 4k to 4k + 3 of them stand in register k,
- * quarter i. */
-NP_INLINE NP_AVX512 void add_quarters(const __m512i v[4], const float *const step[4], size_t count, size_t stride, float *y) {
+/* y[stride * i] .. += v * step[i] - minimum[i], 16 columns for each i < count. Columns 4k to 4k + 3 of them stand in
+ * register k, quarter i. minimum: NULL for none. */
+NP_INLINE NP_AVX512 void add_quarters(const __m512i v[4], const float *const step[4], const float *minimum, size_t count, size_t stride,
+                                      float *y) {
     const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
     const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
     const __m512i columns[4] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
                                 _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
     for (size_t i = 0; i < 4 && i < count; i++) {
         const __m512 before = _mm512_loadu_ps(y + stride * i), steps = _mm512_cvtepi32_ps(columns[i]);
-        _mm512_storeu_ps(y + stride * i, _mm512_fmadd_ps(steps, _mm512_set1_ps(*step[i]), before));
+        const __m512 sum = _mm512_fmadd_ps(steps, _mm512_set1_ps(*step[i]), before);
+        _mm512_storeu_ps(y + stride * i, minimum ? _mm512_sub_ps(sum, _mm512_set1_ps(minimum[i])) : sum);
     }
 }
 
-/* Line `line` of a q4 piece: four groups from `group` on, `groups` of them there. A byte is 16 * upper + lower nibble:
- * sums of bytes and sums of lower nibbles leave those of upper nibbles, with no need to take these out. Nibbles are
- * weights plus 8. */
-NP_INLINE NP_AVX512 void add_q4_groups(const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
-                                       size_t groups, float *y) {
+/* Line `line` of a q4 or q4k piece: four groups from `group` on, `groups` of them there. A byte is 16 * upper + lower nibble:
+ * sums of bytes and sums of lower nibbles leave those of upper nibbles, with no need to take these out. q4's nibbles
+ * are weights plus 8. */
+NP_INLINE NP_AVX512 void add_nibble_groups(const int type, const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
+                                           size_t groups, float *y) {
     const size_t first = group % 16, line = first / 4;
     const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32((int)first));
     const __m512i nibble = _mm512_set1_epi8(15);
@@ -148,20 +180,45 @@ NP_INLINE NP_AVX512 void add_q4_groups(const row_batch *b, const batch_factors *
             add_products(&lower_high[k], lower_nibbles, high), add_products(&lower_low[k], lower_nibbles, low);
         }
     }
-    const __m512i offset = _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 3);
+    const __m512i offset = np_has_minimum(type) ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 3);
     for (int k = 0; k < 4; k++) {
         const __m512i sum = join(lower_high[k], lower_low[k]);
         lower[k] = _mm512_sub_epi32(sum, offset);
         upper[k] = _mm512_sub_epi32(_mm512_srai_epi32(_mm512_sub_epi32(join(byte_high[k], byte_low[k]), sum), 4), offset);
     }
     const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps + 1, steps + 2, steps + 3};
-    add_quarters(lower, step, groups, NP_GROUP, y);
-    add_quarters(upper, step, groups, NP_GROUP, y + 16);
+    const float *minimum = np_has_minimum(type) ? (const float *)&f->minimum + first : NULL;
+    add_quarters(lower, step, minimum, groups, NP_GROUP, y);
+    add_quarters(upper, step, minimum, groups, NP_GROUP, y + 16);
+}
+
+/* Four groups of q5k or q6k, whose codes are copied to two lines. */
+NP_INLINE NP_AVX512 void add_code_groups(const int type, const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later,
+                                         size_t group, size_t groups, float *y) {
+    const size_t first = group % 16, line = group % 8 / 2;
+    const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32((int)first));
+    __m512i sum_high[2][4], sum_low[2][4], sum[2][4];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 4; k++) sum_high[half][k] = sum_low[half][k] = _mm512_setzero_si512();
+    for (size_t q = 0; q < b->quads; q++) {
+        const __m512i high = _mm512_permutexvar_epi32(which, f->high[q]), low = _mm512_permutexvar_epi32(which, f->low[q]);
+        for (size_t half = 0; half < 2; half++) {
+            __m512i w[4];
+            interleave(piece, q, line + half, w);
+            copy_codes(type, b, 4 * q + line + half, (group / 8 + 1) * 8, later);
+            for (int k = 0; k < 4; k++) add_products(&sum_high[half][k], w[k], high), add_products(&sum_low[half][k], w[k], low);
+        }
+    }
+    const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps + 1, steps + 2, steps + 3};
+    for (int half = 0; half < 2; half++) {
+        for (int k = 0; k < 4; k++) sum[half][k] = join(sum_high[half][k], sum_low[half][k]);
+        add_quarters(sum[half], step, (const float *)&f->minimum + first, groups, NP_GROUP, y + 16 * half);
+    }
 }
 
 /* The same of q8: two groups a line. With the sign turned over, weights are weights plus 128. */
-NP_INLINE NP_AVX512 void add_q8_groups(const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
-                                       size_t groups, float *y) {
+NP_INLINE NP_AVX512 void add_q8_groups(const int type, const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later,
+                                       size_t group, size_t groups, float *y) {
     const size_t first = group % 16, line = group % 8 / 2;
     const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), _mm512_set1_epi32((int)first));
     const __m512i signs = _mm512_set1_epi8((char)0x80);
@@ -180,27 +237,32 @@ NP_INLINE NP_AVX512 void add_q8_groups(const row_batch *b, const batch_factors *
     const __m512i offset = _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 7);
     for (int k = 0; k < 4; k++) sum[k] = _mm512_sub_epi32(join(sum_high[k], sum_low[k]), offset);
     const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps, steps + 1, steps + 1};
-    add_quarters(sum, step, 2 * groups, 16, y);
+    add_quarters(sum, step, NULL, 2 * groups, 16, y);
 }
 
-/* Define the np_add_function NAME from ADD_GROUPS, which takes a line's groups, PER_LINE of them. */
-#define DEFINE_ADD(NAME, PER_LINE, ADD_GROUPS)                                                                            \
+/* Define the np_add_function NAME from COPY, which copies the first piece of a row, and ADD_GROUPS, which adds PER_CALL of
+ * the PER_PIECE groups of a piece and copies the following one. */
+#define DEFINE_ADD(NAME, TYPE, PER_CALL, PER_PIECE, COPY, ADD_GROUPS)                                                     \
     NP_AVX512 void NAME(const np_rows *rows, const float *a, float *y) {                                                  \
-        enum { PER_PIECE = (PER_LINE) * LINES };                                                                          \
         const size_t groups = rows->n / NP_GROUP;                                                                         \
         for (size_t r = 0; r < rows->rows; r += ROWS) {                                                                   \
             row_batch b;                                                                                                  \
             batch_factors f;                                                                                              \
             batch_piece pieces[2];                                                                                        \
             take_rows(rows, a, r, &b);                                                                                    \
-            for (size_t i = 0; i < 4 * b.quads; i++) copy_piece(&b, i, 0, pieces[0]);                                     \
-            for (size_t g = 0; g < groups; g += (PER_LINE)) {                                                             \
-                const size_t piece = g / PER_PIECE, left = groups - g;                                                    \
-                if (g % 16 == 0) take_factors(&b, g, left, &f);                                                           \
-                ADD_GROUPS(&b, &f, pieces[piece % 2], pieces[(piece + 1) % 2], g, left, y + g * NP_GROUP);                \
+            for (size_t i = 0; i < 4 * b.quads; i++) COPY(&b, i, 0, pieces[0]);                                           \
+            for (size_t g = 0; g < groups; g += (PER_CALL)) {                                                             \
+                const size_t piece = g / (PER_PIECE), left = groups - g;                                                  \
+                if (g % 16 == 0) take_factors(TYPE, &b, g, left, &f);                                                     \
+                ADD_GROUPS(TYPE, &b, &f, pieces[piece % 2], pieces[(piece + 1) % 2], g, left, y + g * NP_GROUP);          \
             }                                                                                                             \
         }                                                                                                                 \
     }
-DEFINE_ADD(np_avx512_add_q4, 4, add_q4_groups)
-DEFINE_ADD(np_avx512_add_q8, 2, add_q8_groups)
+#define COPY_Q5K(b, row, group, piece) copy_codes(NP_Q5K, b, row, group, piece)
+#define COPY_Q6K(b, row, group, piece) copy_codes(NP_Q6K, b, row, group, piece)
+DEFINE_ADD(np_avx512_add_q4, NP_Q4, 4, 4 * LINES, copy_piece, add_nibble_groups)
+DEFINE_ADD(np_avx512_add_q8, NP_Q8, 2, 2 * LINES, copy_piece, add_q8_groups)
+DEFINE_ADD(np_avx512_add_q4k, NP_Q4K, 4, 4 * LINES, copy_piece, add_nibble_groups)
+DEFINE_ADD(np_avx512_add_q5k, NP_Q5K, 4, 2 * LINES, COPY_Q5K, add_code_groups)
+DEFINE_ADD(np_avx512_add_q6k, NP_Q6K, 4, 2 * LINES, COPY_Q6K, add_code_groups)
 #endif

@@ -1,5 +1,4 @@
-/* AVX-512 with VNNI: dot products of f16 rows, and of q8, q4 and q3 rows with one token; avx512_few.c has a few
- * tokens. */
+/* AVX-512 with VNNI: dot products of f16 rows, and of quantized rows with one token; avx512_few.c has a few tokens. */
 #if defined(__x86_64__)
 #include "kernels/avx512_lanes.h"
 
@@ -44,8 +43,10 @@ NP_INLINE NP_AVX512 __m512i add_up_quarters(__m512i a, __m512i b, __m512i c, __m
 
 /* 16 groups from `group` on. dpbusd needs one unsigned side: weights plus 128; 128 times the group's sum of activations
  * is subtracted. Each register holds two groups. */
-NP_INLINE NP_AVX512 __m512 q8_block(const int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block,
-                                    size_t ahead, const np_activation *x, __m512 sum) {
+NP_INLINE NP_AVX512 __m512 q8_block(const int type, const np_row *row, size_t n, size_t group, const np_block *block, size_t ahead,
+                                    const np_activation *x, __m512 sum) {
+    const uint8_t *w = row->quants + group * NP_GROUP;
+    const uint16_t *scales = (const uint16_t *)(const void *)row->scales + group;
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     __m512i half[2];
     for (size_t h = 0; h < 2; h++) {
@@ -66,9 +67,12 @@ NP_INLINE NP_AVX512 __m512 q8_block(const int type, const uint8_t *w, const uint
     return np_add_scaled(_mm512_sub_epi32(_mm512_permutexvar_epi32(order, dots), taken), scales, block, x->scales + group, sum);
 }
 
-/* The same for q4 and q3. Each register holds four groups. */
-NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block,
-                                        size_t ahead, const np_activation *x, __m512 sum) {
+/* The same for all other types, those with minimums without an offset. Each register holds four groups. */
+NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const np_row *row, size_t n, size_t group, const np_block *block, size_t ahead,
+                                        const np_activation *x, __m512 sum) {
+    const uint8_t *w = row->quants + group * np_block_group_bytes(type), *planes = row->quants + n / 2 + 2 * group;
+    const uint16_t *scales = (const uint16_t *)(const void *)row->scales + group;
+    const size_t plane_bytes = n / 16;
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), nibble = _mm512_set1_epi8(np_nibble(type));
     __m512i dot[4];
     for (size_t k = 0; k < 4; k++) {
@@ -76,34 +80,43 @@ NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const uint8_t *w, const 
         if (k >= block->registers) continue;
         np_prefetch(w + np_register_bytes(type) * k, ahead);
         const __m512i packed = np_load_nibbles(type, w, k, block);
-        const __m512i low = _mm512_and_si512(packed, nibble), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+        __m512i low = _mm512_and_si512(packed, nibble), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+        if (np_high_bits(type) > 0) {
+            const size_t lacking = k + 1 < block->registers ? 0 : block->lacking;
+            low = np_add_high_bits(type, low, planes + 8 * k, plane_bytes, lacking);
+            high = np_add_high_bits(type, high, planes + 8 * k + plane_bytes, plane_bytes, lacking);
+        }
         const int8_t *quants = x->quants + group * NP_GROUP + 128 * k;
         dot[k] = _mm512_dpbusd_epi32(dot[k], low, _mm512_loadu_si512(quants));
         dot[k] = _mm512_dpbusd_epi32(dot[k], high, _mm512_loadu_si512(quants + 64));
     }
     const __m512i dots = _mm512_permutexvar_epi32(order, add_up_quarters(dot[0], dot[1], dot[2], dot[3]));
+    if (np_has_minimum(type)) {
+        for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
+        const np_lane_scales s = np_block_minimums(scales, block);
+        return np_add_with_minimums(dots, &s, x->scales + group, np_scaled_sums(x, group), sum);
+    }
     const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x->sums + group), np_offset_bits(type));
     return np_add_scaled(_mm512_sub_epi32(dots, taken), scales, block, x->scales + group, sum);
 }
 
-typedef __m512 block_function(int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
+typedef __m512 block_function(int type, const np_row *row, size_t n, size_t group, const np_block *block, size_t ahead,
                               const np_activation *x, __m512 sum);
 
 /* The 16 sums of row r; zeros if there is no such row, or this token does not need it. */
 NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const np_rows *rows, size_t r, int is_needed,
                                     const np_block *end, const np_activation *x) {
     const np_block whole = np_block_of(NP_BLOCK_GROUPS, type);
-    const size_t groups = rows->n / NP_GROUP, group_bytes = np_block_group_bytes(type);
+    const size_t groups = rows->n / NP_GROUP;
     __m512 sum = _mm512_setzero_ps();
     size_t g = 0;
     if (!is_needed) return sum;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
-    const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
     np_prefetch_extra(rows, r);
     for (; g + NP_BLOCK_GROUPS <= groups; g += NP_BLOCK_GROUPS)
-        sum = dot(type, row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, sum);
-    return g < groups ? dot(type, row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;
+        sum = dot(type, &row, rows->n, g, &whole, ahead, x, sum);
+    return g < groups ? dot(type, &row, rows->n, g, end, ahead, x, sum) : sum;
 }
 
 /* True if there is a row r and this token needs it. */
@@ -137,6 +150,9 @@ NP_INLINE NP_AVX512 void at_or_in_order(block_function *dot, const int type, con
 static NP_AVX512 void one_q8(const np_dot_job *job, size_t token) { at_or_in_order(q8_block, NP_Q8, job, token); }
 static NP_AVX512 void one_q4(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q4, job, token); }
 static NP_AVX512 void one_q3(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q3, job, token); }
+static NP_AVX512 void one_q4k(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q4K, job, token); }
+static NP_AVX512 void one_q5k(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q5K, job, token); }
+static NP_AVX512 void one_q6k(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q6K, job, token); }
 
 static void dot_tokens(const np_dot_job *job, void (*one)(const np_dot_job *, size_t), np_few_function *few) {
     size_t token = 0;
@@ -155,4 +171,7 @@ NP_DEFINE_DOT_ROWS(NP_AVX512, np_avx512_dot_f16, f16_row)
 void np_avx512_dot_q8(const np_dot_job *job) { dot_tokens(job, one_q8, np_avx512_few_q8); }
 void np_avx512_dot_q4(const np_dot_job *job) { dot_tokens(job, one_q4, np_avx512_few_q4); }
 void np_avx512_dot_q3(const np_dot_job *job) { dot_tokens(job, one_q3, np_avx512_few_q3); }
+void np_avx512_dot_q4k(const np_dot_job *job) { dot_tokens(job, one_q4k, np_avx512_few_q4k); }
+void np_avx512_dot_q5k(const np_dot_job *job) { dot_tokens(job, one_q5k, np_avx512_few_q5k); }
+void np_avx512_dot_q6k(const np_dot_job *job) { dot_tokens(job, one_q6k, np_avx512_few_q6k); }
 #endif

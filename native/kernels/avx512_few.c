@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: dot products of q8, q4 and q3 rows with a few tokens.
+/* AVX-512 with VNNI: dot products of quantized rows with a few tokens.
  *
  * A row with one token spends more time on adding the lanes of a group than on multiplying. Here rows and activations
  * are transposed first, so that every lane of a register is a group: four bytes of each of the block's 16 groups, and
@@ -8,7 +8,8 @@
  *   transposed      q8, 8 registers    bytes 4j..4j+3 of groups 0..15, j = 0..7
  *                   q4, 4 registers    the same of packed groups, j = 0..3: low nibbles meet the activation's register j,
  *                                      high ones its register 4 + j
- *                   q3                 as q4, once its codes lie in nibbles */
+ *                   q3                 as q4, once its codes lie in nibbles
+ *                   with minimums      as q4, then the bits above the nibble are added */
 #if defined(__x86_64__)
 #include "kernels/avx512_lanes.h"
 
@@ -42,9 +43,13 @@ NP_INLINE NP_AVX512 void turn_fours(const __m512i in[4], __m512i out[4]) {
     for (int j = 0; j < 4; j++) out[j] = _mm512_permutexvar_epi32(order, out[j]);
 }
 
-/* A block of an activation. owed: the negative of what the offset of unsigned weights adds to the products. */
+/* A block of an activation. */
 typedef struct {
-    __m512i quants[STEPS], owed;
+    __m512i quants[STEPS];
+    union {
+        __m512i owed;       /* the negative of what the offset of unsigned weights adds to the products */
+        __m512 scaled_sums; /* for rows with minimums, which have no offset */
+    };
 } turned_activation;
 
 /* All blocks of an activation, zeros behind the last register. */
@@ -63,12 +68,14 @@ NP_INLINE NP_AVX512 void turn_activation(const int type, const np_activation *x,
             turn_fours(in, turned->quants);
             turn_fours(in + 4, turned->quants + 4);
         }
-        turned->owed = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sums, type == NP_Q8 ? 7 : np_offset_bits(type)));
+        if (np_has_minimum(type)) turned->scaled_sums = np_scaled_sums(x, from / NP_GROUP);
+        else turned->owed = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sums, type == NP_Q8 ? 7 : np_offset_bits(type)));
     }
 }
 
 /* A block of a row with unsigned quants: q8 plus 128, nibbles and codes as they are. */
-NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_block *block, size_t ahead, __m512i turned[STEPS]) {
+NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const uint8_t *planes, size_t plane_bytes, const np_block *block,
+                                    size_t ahead, __m512i turned[STEPS]) {
     const size_t registers = type == NP_Q8 ? 8 : 4;
     const __m512i nibble = _mm512_set1_epi8(np_nibble(type));
     __m512i in[STEPS];
@@ -88,6 +95,9 @@ NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_b
         turned[4 + j] = _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), nibble);
         turned[j] = _mm512_and_si512(turned[j], nibble);
     }
+    for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
+    np_add_turned_bits(type, turned, planes, plane_bytes, block->scales);
+    np_add_turned_bits(type, turned + 4, planes + plane_bytes, plane_bytes, block->scales);
 }
 
 /* The 16 sums of row r with each token that needs it; zeros for other tokens, and if there is no such row. */
@@ -105,13 +115,16 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
         const np_block *block = groups - g < NP_BLOCK_GROUPS ? end : &whole;
         const uint16_t *scales = (const uint16_t *)(const void *)row.scales + g;
         __m512i weights[STEPS];
-        turn_block(type, row.quants + g * group_bytes, block, ahead, weights);
+        np_lane_scales s = {0};
+        turn_block(type, row.quants + g * group_bytes, row.quants + rows->n / 2 + 2 * g, rows->n / 16, block, ahead, weights);
+        if (np_has_minimum(type)) s = np_block_minimums(scales, block);
         for (size_t t = 0; t < tokens; t++) {
             if (!(mask >> t & 1)) continue;
             const turned_activation *own = &turned[t * blocks];
-            __m512i dots = own->owed;
+            __m512i dots = np_has_minimum(type) ? _mm512_setzero_si512() : own->owed;
             for (size_t j = 0; j < STEPS; j++) dots = _mm512_dpbusd_epi32(dots, weights[j], own->quants[j]);
-            sum[t] = np_add_scaled(dots, scales, block, x[t].scales + g, sum[t]);
+            if (np_has_minimum(type)) sum[t] = np_add_with_minimums(dots, &s, x[t].scales + g, own->scaled_sums, sum[t]);
+            else sum[t] = np_add_scaled(dots, scales, block, x[t].scales + g, sum[t]);
         }
     }
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t];
@@ -152,4 +165,7 @@ NP_INLINE NP_AVX512 void few(const int type, const np_dot_job *job, size_t token
 NP_AVX512 void np_avx512_few_q8(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q8, job, token, tokens); }
 NP_AVX512 void np_avx512_few_q4(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4, job, token, tokens); }
 NP_AVX512 void np_avx512_few_q3(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q3, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q4k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4K, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q5k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q5K, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q6k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q6K, job, token, tokens); }
 #endif

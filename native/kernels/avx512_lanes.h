@@ -1,12 +1,13 @@
-/* Shared by avx512_dot.c and avx512_few.c: blocks of 16 groups of a q8, q4 or q3 row, whose sums are the lanes of a
+/* Shared by avx512_dot.c and avx512_few.c: blocks of 16 groups of a quantized row, whose sums are the lanes of a
  * register. The code of four rows is unrolled by hand: a loop over them costs a tenth and more.
  *
  * The order of float additions, the same in np_dot_panel: 16 sums, of groups g = 0..15 modulo 16, each over ascending
  * g; then within each four of them (0+2)+(1+3), and of the fours (0+2)+(1+3). Adding up four rows at once costs little
- * more than one, and hides latency. Integers are exact in any order; only scaled sums are rounded. */
+ * more than one, and hides latency. Integers are exact in any order; only scaled sums are rounded. A group's minimum is
+ * subtracted from its sum right after its products are added. */
 #ifndef NP_KERNELS_AVX512_LANES_H
 #define NP_KERNELS_AVX512_LANES_H
-#include "kernels/activation.h"
+#include "kernels/avx512_minimum.h"
 #include "kernels/three_bits.h"
 
 #include <immintrin.h>
@@ -16,7 +17,7 @@ enum { NP_BLOCK_GROUPS = 16, NP_BLOCK_ROWS = 4 };
 /* The job's rows with 2 to NP_TOKEN_BLOCK of its tokens; rows of NP_FEW_COLUMNS at most. */
 enum { NP_FEW_COLUMNS = 8192 };
 typedef void np_few_function(const np_dot_job *job, size_t token, size_t tokens);
-np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3;
+np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3, np_avx512_few_q4k, np_avx512_few_q5k, np_avx512_few_q6k;
 
 /* The groups of a block: 16, or fewer at the end of a row. Computed once for all rows, since short rows have few
  * blocks. */
@@ -24,17 +25,19 @@ typedef struct {
     size_t registers; /* of 64 bytes of quants, of q3 48 */
     __mmask16 scales; /* which of 16 scales are there */
     __mmask64 last;   /* which bytes of the last register are there */
+    size_t lacking;   /* bytes of a plane that the last register's groups lack of eight */
 } np_block;
 
-NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? 16 : NP_Q3_GROUP_BYTES; }
+NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q3 ? NP_Q3_GROUP_BYTES : 16; }
 
-/* Of two groups of q8, or of four of q4 or q3. */
+/* Of two groups of q8, or of four of other types. */
 NP_INLINE size_t np_register_bytes(const int type) { return type == NP_Q3 ? 4 * NP_Q3_GROUP_BYTES : 64; }
 
 NP_INLINE np_block np_block_of(size_t groups, const int type) {
     const size_t register_bytes = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
     const size_t registers = (bytes + register_bytes - 1) / register_bytes, left = bytes - (registers - 1) * register_bytes;
-    return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
+    return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1,
+                      (4 - groups % 4) % 4 * 2};
 }
 
 NP_INLINE NP_AVX512 __m512i np_load_row(const uint8_t *w, size_t k, const np_block *block) {
@@ -42,10 +45,10 @@ NP_INLINE NP_AVX512 __m512i np_load_row(const uint8_t *w, size_t k, const np_blo
     return block->last == ~(__mmask64)0 ? _mm512_loadu_si512(w + 64 * k) : _mm512_maskz_loadu_epi8(block->last, w + 64 * k);
 }
 
-/* Four groups of q4 as they lie; of q3 their codes in the nibbles' lower three bits, and anything in the fourth:
+/* Four groups' nibbles as they lie; of q3 their codes in the nibbles' lower three bits, and anything in the fourth:
  * np_nibble says what to keep. */
 NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, size_t k, const np_block *block) {
-    if (type == NP_Q4) return np_load_row(w, k, block);
+    if (type != NP_Q3) return np_load_row(w, k, block);
     const __m512i lows = _mm512_setr_epi32(0, 1, 0, 1, 3, 4, 3, 4, 6, 7, 6, 7, 9, 10, 9, 10);
     const __m512i thirds = _mm512_setr_epi32(2, 2, 2, 2, 5, 5, 5, 5, 8, 8, 8, 8, 11, 11, 11, 11);
     const uint8_t *at = w + k * np_register_bytes(NP_Q3);
@@ -60,7 +63,7 @@ NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, si
 
 NP_INLINE char np_nibble(const int type) { return type == NP_Q3 ? 7 : 15; }
 
-/* Nibbles are taken as 0..15, codes as 0..7: 2 to this power times a group's sum of activations is to be taken off. */
+/* Nibbles of q4 are taken as 0..15, codes as 0..7: 2 to this power times a group's sum of activations is to be taken off. */
 NP_INLINE unsigned np_offset_bits(const int type) { return type == NP_Q3 ? 2 : 3; }
 
 /* sum + dots of 16 groups * their scales. */
@@ -69,6 +72,16 @@ NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, c
     const __m512 w_scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(block->scales, scales));
     const __m512 scale = _mm512_mul_ps(w_scales, _mm512_loadu_ps(x_scales));
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sum);
+}
+
+NP_INLINE NP_AVX512 np_lane_scales np_block_minimums(const uint16_t *scales, const np_block *block) {
+    return np_minimum_lanes(scales, block->scales > 0xff);
+}
+
+/* sum + dots of 16 groups * their scales - scaled sums of quants * their minimums. */
+NP_INLINE NP_AVX512 __m512 np_add_with_minimums(__m512i dots, const np_lane_scales *s, const float *x_scales, __m512 scaled_sums, __m512 sum) {
+    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(s->scales, _mm512_loadu_ps(x_scales)), sum);
+    return _mm512_fnmadd_ps(s->minimums, scaled_sums, sum);
 }
 
 /* Results of the rows from r on, four or as many as there are, for one token, from their 16 sums each. */

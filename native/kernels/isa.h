@@ -61,7 +61,7 @@ typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t 
  * the panel). */
 typedef struct {
     size_t most_columns; /* n beyond this goes without a panel of its own */
-    size_t (*bytes)(size_t n, size_t tokens);
+    size_t (*bytes)(int type, size_t n, size_t tokens);
     void (*prepare)(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint8_t *panel);
     void (*dot)(int type, const np_dot_job *job);
 } np_panel_kernel;
@@ -91,8 +91,8 @@ np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k;
 extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
 np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k;
 np_add_function np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k;
-np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3;
-np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
+np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3, np_avx512_dot_q4k, np_avx512_dot_q5k, np_avx512_dot_q6k;
+np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
 /* True if two panel kernels give the same bits for some rows and tokens of q8 and q4. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);

@@ -1,10 +1,10 @@
 /* Panels of many tokens. For an instruction set without a panel kernel, the panel is a copy of the activations, and
  * np_dot_function is used. */
-#include "kernels/minimum.h"
+#include "kernels/activation.h"
 
 static const np_panel_kernel *kernel_for(int type, size_t n) {
     const np_panel_kernel *kernel = np_isa_current()->panel;
-    return kernel && type != NP_F16 && !np_has_minimum(type) && n <= kernel->most_columns ? kernel : NULL;
+    return kernel && type != NP_F16 && n <= kernel->most_columns ? kernel : NULL;
 }
 
 static size_t stride_bytes(int type, size_t n) { return np_padded(np_activation_bytes(type, n), 64); }
@@ -12,7 +12,7 @@ static size_t stride_bytes(int type, size_t n) { return np_padded(np_activation_
 size_t np_panel_bytes(int type, size_t n, size_t tokens) {
     if (!np_quant_bytes(type, n)) return 0;
     const np_panel_kernel *kernel = kernel_for(type, n);
-    return kernel ? kernel->bytes(n, tokens) : tokens * stride_bytes(type, n);
+    return kernel ? kernel->bytes(type, n, tokens) : tokens * stride_bytes(type, n);
 }
 
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel) {

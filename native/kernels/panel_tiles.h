@@ -3,12 +3,14 @@
  *   panel, for each tile of 32 tokens    bytes
  *   quants [groups][8][32][4]            1024 for each group: 8 times 4 columns of each token
  *   scales [groups][32]                  128 for each group, float32
+ *   scaled sums [groups][32]             128 for each group, float32: scale times the group's sum of quants; for rows
+ *                                        with minimums only
  *
  * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are
  * visited remainder by remainder, in the order of the tree's leaves, and panel and rows are laid out in that order. */
 #ifndef NP_KERNELS_PANEL_TILES_H
 #define NP_KERNELS_PANEL_TILES_H
-#include "kernels/activation.h"
+#include "kernels/avx512_minimum.h"
 #include "kernels/three_bits.h"
 
 #include <immintrin.h>
@@ -16,7 +18,6 @@
 enum {
     TILE = 32,            /* tokens: two registers */
     STEPS = NP_GROUP / 4, /* of four columns */
-    TILE_GROUP_BYTES = TILE * NP_GROUP + TILE * 4,
     VISITS = 16,
     LEVELS = 5 /* of the tree over the visits' sums */
 };
@@ -41,16 +42,18 @@ static visits visits_of(size_t groups) {
 
 static size_t place_of(const visits *v, size_t group) { return v->first_of_remainder[group % 16] + group / 16; }
 
-static size_t tile_bytes(size_t n) { return n / NP_GROUP * TILE_GROUP_BYTES; }
+static size_t tile_bytes(int type, size_t n) {
+    return n / NP_GROUP * (TILE * NP_GROUP + TILE * sizeof(float) * (np_has_minimum(type) ? 2 : 1));
+}
 
-static size_t panel_bytes(size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(n); }
+static size_t panel_bytes(int type, size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(type, n); }
 
 /* flip: bits to invert in every four quants; 0x80808080 adds 128 and makes them unsigned. */
 static void fill_panel(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint32_t flip, uint8_t *panel) {
     const size_t groups = n / NP_GROUP;
     const visits v = visits_of(groups);
-    for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(n)) {
-        float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP);
+    for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(type, n)) {
+        float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP), *scaled_sums = scales + groups * TILE;
         for (size_t t = 0; t < TILE; t++) {
             const int is_token = from + t < tokens;
             const np_activation x = np_activation_at(activations + (is_token ? from + t : from) * stride, n);
@@ -65,6 +68,7 @@ static void fill_panel(int type, const uint8_t *activations, size_t stride, size
                     memcpy(to, &four, 4);
                 }
                 scales[place * TILE + t] = is_token ? x.scales[g] : 0.0f;
+                if (np_has_minimum(type)) scaled_sums[place * TILE + t] = is_token ? (float)x.sums[g] * x.scales[g] : 0.0f;
             }
         }
     }
@@ -78,8 +82,8 @@ static void fetch_rows(const np_rows *rows, size_t r, size_t end) {
     }
 }
 
-/* A group's 32 weights as bytes. */
-NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t g) {
+/* The 32 weights of group g of a row of n as bytes; with a minimum their codes. */
+NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t n, size_t g) {
     if (type == NP_Q8) return _mm256_loadu_si256((const void *)(quants + g * NP_GROUP));
     __m128i packed;
     if (type == NP_Q3) {
@@ -89,6 +93,24 @@ NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t g) {
         packed = _mm_loadu_si128((const void *)(quants + g * 16));
     }
     const __m256i both = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
-    return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+    const __m256i nibbles = _mm256_and_si256(both, _mm256_set1_epi8(15));
+    return np_has_minimum(type) ? np_add_group_bits(type, nibbles, quants + n / 2 + 2 * g, n / 16) : _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8));
+}
+
+/* The scales of 16 groups, and their minimums if they have some. */
+typedef struct {
+    _Alignas(64) float scales[16], minimums[16];
+} unpacked_scales;
+
+/* Scales of the 16 groups from g on. */
+NP_INLINE NP_AVX512 void unpack_scales(int type, const uint8_t *scales, size_t g, size_t groups, unpacked_scales *to) {
+    const __mmask16 there = groups - g < 16 ? (__mmask16)((1u << (groups - g)) - 1) : 0xffff;
+    if (np_has_minimum(type)) {
+        const np_lane_scales lanes = np_minimum_lanes(scales + 2 * g, groups - g > NP_MINIMUM_GROUPS);
+        _mm512_store_ps(to->scales, lanes.scales);
+        _mm512_store_ps(to->minimums, lanes.minimums);
+    } else {
+        _mm512_store_ps(to->scales, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, scales + 2 * g)));
+    }
 }
 #endif

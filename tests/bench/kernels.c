@@ -14,7 +14,7 @@
 #define ARENA_BYTES ((size_t)2560 << 20) /* more than any cache; a child shares its pages and page tables */
 
 static uint8_t *arena;
-static const char *const type_names[] = {"f16", "q8", "q4", "q3"};
+static const char *const type_names[] = {"f16", "q8", "q4", "q3", "q4k", "q5k", "q6k"};
 static char **parts;
 static int part_count;
 
@@ -103,7 +103,7 @@ static void bench_rows(void) {
         const char *where;
     } cases[] = {{4096, (size_t)700 << 20, "DRAM"}, {4096, 400 << 10, "L2"}, {352, (size_t)700 << 20, "DRAM"}, {352, 400 << 10, "L2"}, {64, (size_t)700 << 20, "DRAM"}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
-        for (int type = NP_Q3; type >= NP_F16; type--) {
+        for (int type = NP_Q6K; type >= NP_F16; type--) {
             rows_case c = {.type = type, .n = cases[k].n};
             const size_t row_bytes = np_quant_bytes(type, c.n) + np_scale_bytes(type, c.n);
             c.rows = cases[k].bytes / row_bytes;
@@ -154,10 +154,11 @@ static void read_only(const void *context, int half) {
 
 static void bench_scattered(void) {
     static const size_t slots[] = {2816, 4096};
-    for (int type = NP_Q4; type >= NP_Q8; type--)
-        for (size_t k = 0; k < 2; k++) {
+    for (int type = NP_Q6K; type >= NP_Q8; type--)
+        for (size_t k = 0; k < 2 && type != NP_Q3; k++) { /* rows of q3 are never added */
             scattered_case c = {.type = type, .n = 4096};
-            const size_t slot = type == NP_Q4 ? slots[k] : slots[k] + 2048, per_half = ARENA_BYTES / 2 / slot;
+            const size_t wider = type == NP_Q8 ? 2048 : type == NP_Q5K ? 512 : type == NP_Q6K ? 1024 : 0;
+            const size_t slot = slots[k] + wider, per_half = ARENA_BYTES / 2 / slot;
             uint32_t random = 77;
             for (int half = 0; half < 2; half++) {
                 c.quants[half] = room(per_half * sizeof(void *));
@@ -231,8 +232,8 @@ static void scattered_few(void *context) {
 
 static void bench_panel(void) {
     static const size_t tokens[] = {512, 128, 32, 16};
-    for (int type = NP_Q4; type >= NP_Q8; type--)
-        for (int k = 0; k < 4; k++) {
+    for (int type = NP_Q6K; type >= NP_Q8; type--)
+        for (int k = 0; k < 4 && type != NP_Q3; k++) { /* as fast as q4 */
             panel_case c = {.type = type, .n = 4096, .tokens = tokens[k]};
             c.activations = activations_of(type, c.n, c.tokens, &c.stride);
             c.panel = room(np_panel_bytes(type, c.n, c.tokens));
@@ -251,7 +252,7 @@ static void bench_panel(void) {
 /* As many rows as a block of work has, in the first or second cache, with the tokens of a few texts. */
 static void bench_few(void) {
     static const size_t tokens[] = {1, 2, 3, 4, 8}, widths[] = {320, 4096};
-    for (int type = NP_Q3; type >= NP_F16; type--)
+    for (int type = NP_Q6K; type >= NP_F16; type--)
         for (int w = 0; w < 2; w++) {
             panel_case c = {.type = type, .n = widths[w]};
             c.out = room(4 * 512 * 8);

@@ -6,7 +6,7 @@
 #include "kernels/amx_panel.c"
 
 #if defined(__x86_64__)
-#include "kernels/half.h"
+#include "weights.h"
 
 #include <stdlib.h>
 
@@ -29,12 +29,12 @@ static product make_product(int type, size_t n) {
     p.scales = malloc(MAX_ROWS * p.scale_bytes);
     p.activations = aligned_alloc(64, MAX_TOKENS * p.stride);
     for (size_t i = 0; i < MAX_ROWS * p.quant_bytes; i++) p.quants[i] = (uint8_t)random_bits();
-    for (size_t i = 0; i < MAX_ROWS * p.scale_bytes / 2; i++) ((uint16_t *)(void *)p.scales)[i] = np_float_to_half(0.01f * random_float());
+    fill_scales(type, p.scales, MAX_ROWS * p.scale_bytes, 0.01f);
     for (size_t r = 0; r < MAX_ROWS; r++) {
         const size_t at = (r * 5 + 2) % MAX_ROWS;
         p.quants_at[r] = p.quants + at * p.quant_bytes;
         p.scales_at[r] = p.scales + at * p.scale_bytes;
-        if (r == 3) memset(p.quants + at * p.quant_bytes, type == NP_Q8 ? 0x80 : 0, p.quant_bytes);
+        if (r == 3) memset(p.quants + at * p.quant_bytes, type == NP_Q8 ? 0x80 : has_minimum(type) ? 0xff : 0, p.quant_bytes);
         p.bias[r] = random_float();
     }
     for (size_t t = 0; t < MAX_TOKENS; t++) {
@@ -50,7 +50,7 @@ static void free_product(product *p) { free(p->quants), free(p->scales), free(p-
 
 static void check_panel(product *p, size_t rows, size_t tokens, const float *bias) {
     static float out[MAX_TOKENS + 1][OUT_STRIDE];
-    uint8_t *panel = aligned_alloc(64, np_padded(modelled_panel.bytes(p->n, tokens), 64));
+    uint8_t *panel = aligned_alloc(64, np_padded(modelled_panel.bytes(p->type, p->n, tokens), 64));
     for (size_t t = 0; t <= MAX_TOKENS; t++)
         for (size_t r = 0; r < OUT_STRIDE; r++) out[t][r] = 77.0f;
     const np_dot_job job = {
@@ -127,7 +127,7 @@ int main(void) {
         printf("no avx512 here, so nothing to compare with; ");
         return checks_report();
     }
-    for (int type = NP_Q8; type <= NP_Q3; type++) {
+    for (int type = NP_Q8; type < TYPES; type++) {
         test_shapes(type);
         test_long_rows(type);
     }

@@ -1,0 +1,78 @@
+/* Shared by the AVX-512 kernels: scales, minimums and high bits of q4k, q5k and q6k rows, as minimum.h describes them. */
+#ifndef NP_KERNELS_AVX512_MINIMUM_H
+#define NP_KERNELS_AVX512_MINIMUM_H
+#include "kernels/minimum.h"
+
+#include <immintrin.h>
+
+/* s and z of 16 groups, lane i of group i; z only of rows with minimums. */
+typedef struct {
+    __m512 scales, minimums;
+} np_lane_scales;
+
+/* Two blocks' 16 bytes, or one block's if there are not more than eight groups. */
+NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const void *blocks, int has_second) {
+    const __m256i both = _mm256_maskz_loadu_epi64(has_second ? 15 : 3, blocks);
+    /* In every lane a group's bytes: low bits of scale and minimum, and the byte with its upper bits, which lie four bits
+     * further up for the last four groups of a block. */
+    const __m512i halves = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(both));
+    const __m128i first = _mm_setr_epi32(0x80800c04, 0x80800d05, 0x80800e06, 0x80800f07);
+    const __m512i firsts = _mm512_broadcast_i32x4(first), four = _mm512_setr_epi64(0, 0, 0x400000004, 0x400000004, 0, 0, 0x400000004, 0x400000004);
+    const __m512i fields = _mm512_shuffle_epi8(halves, _mm512_add_epi32(firsts, four));
+    const __m512i nibble = _mm512_set1_epi32(15), six_bits = _mm512_set1_epi32(63);
+    const __m512i shift = _mm512_add_epi32(four, _mm512_set1_epi32(4)), minimum_shift = _mm512_add_epi32(shift, _mm512_set1_epi32(2));
+    /* 0xca: where the nibble's mask has a bit, that of the second argument */
+    const __m512i scale = _mm512_ternarylogic_epi32(nibble, fields, _mm512_srlv_epi32(fields, shift), 0xca);
+    const __m512i minimum = _mm512_ternarylogic_epi32(nibble, _mm512_srli_epi32(fields, 4), _mm512_srlv_epi32(fields, minimum_shift), 0xca);
+    const __m512 d = _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x0100)));
+    const __m512 dmin = _mm512_cvtph_ps(_mm256_shuffle_epi8(both, _mm256_set1_epi16(0x0302)));
+    return (np_lane_scales){_mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_and_si512(scale, six_bits))),
+                            _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(_mm512_and_si512(minimum, six_bits)))};
+}
+
+/* xs * the groups' sums of quants: what a group's minimum is multiplied by. */
+NP_INLINE NP_AVX512 __m512 np_scaled_sums(const np_activation *x, size_t group) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(x->sums + group)), _mm512_loadu_ps(x->scales + group));
+}
+
+/* Bits of a plane for four groups. `lacking`: bytes that a row's last groups lack of eight; what lies before is read
+ * instead, since a row has at least 16 bytes of nibbles there. */
+NP_INLINE __mmask64 np_plane_bits(const uint8_t *plane, size_t lacking) {
+    uint64_t bits;
+    memcpy(&bits, plane - lacking, 8);
+    return bits >> 8 * lacking;
+}
+
+/* Add the bits above the nibble to codes of four groups: the first 16 of each, or with the next plane the last 16. */
+NP_INLINE NP_AVX512 __m512i np_add_high_bits(const int type, __m512i codes, const uint8_t *planes, size_t plane_bytes, size_t lacking) {
+    for (size_t bit = 0; bit < np_high_bits(type); bit++)
+        codes = _mm512_mask_add_epi8(codes, np_plane_bits(planes + 2 * bit * plane_bytes, lacking), codes, _mm512_set1_epi8((char)(16 << bit)));
+    return codes;
+}
+
+/* The same for the 32 codes of one group. */
+NP_INLINE NP_AVX512 __m256i np_add_group_bits(const int type, __m256i codes, const uint8_t *planes, size_t plane_bytes) {
+    for (size_t bit = 0; bit < np_high_bits(type); bit++, planes += 2 * plane_bytes) {
+        uint16_t first, last;
+        memcpy(&first, planes, 2);
+        memcpy(&last, planes + plane_bytes, 2);
+        codes = _mm256_mask_add_epi8(codes, first | (__mmask32)last << 16, codes, _mm256_set1_epi8((char)(16 << bit)));
+    }
+    return codes;
+}
+
+/* The same for transposed codes: register j has those from 4j on of 16 groups, a group in a lane. */
+NP_INLINE NP_AVX512 void np_add_turned_bits(const int type, __m512i codes[4], const uint8_t *planes, size_t plane_bytes, __mmask16 groups) {
+    /* Lane i: four bytes of 16 or 0, for the bits of i. */
+    const __m512i spread = _mm512_setr_epi32(0, 0x10, 0x1000, 0x1010, 0x100000, 0x100010, 0x101000, 0x101010, 0x10000000, 0x10000010,
+                                             0x10001000, 0x10001010, 0x10100000, 0x10100010, 0x10101000, 0x10101010);
+    for (size_t bit = 0; bit < np_high_bits(type); bit++) {
+        const __m512i table = _mm512_slli_epi32(spread, (unsigned)bit);
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(groups, planes + 2 * bit * plane_bytes));
+        for (unsigned j = 0; j < 4; j++) {
+            const __m512i bytes = _mm512_permutexvar_epi32(_mm512_srli_epi32(words, 4 * j), table); /* by the lowest four bits */
+            codes[j] = _mm512_or_si512(codes[j], bytes);
+        }
+    }
+}
+#endif
