@@ -29,9 +29,11 @@ NP_INLINE NP_AVX2 __m256i where(uint32_t bits, char value) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(chosen, which), _mm256_set1_epi8(value));
 }
 
-NP_INLINE uint32_t bits_at(const uint8_t *plane, size_t bytes) {
+/* The bits of two groups, or of one. */
+NP_INLINE uint32_t bits_at(const uint8_t *plane, int both) {
     uint32_t bits = 0;
-    memcpy(&bits, plane, bytes);
+    if (both) memcpy(&bits, plane, 4);
+    else memcpy(&bits, plane, 2);
     return bits;
 }
 
@@ -46,7 +48,13 @@ NP_INLINE NP_AVX2 void pair_codes(const int type, const uint8_t *nibbles, const 
     codes[1] = _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble);
     for (size_t bit = 0; bit < np_high_bits(type); bit++)
         for (int half = 0; half < 2; half++, planes += plane_bytes)
-            codes[half] = _mm256_or_si256(codes[half], where(bits_at(planes, both ? 4 : 2), (char)(16 << bit)));
+            codes[half] = _mm256_or_si256(codes[half], where(bits_at(planes, both), (char)(16 << bit)));
+}
+
+/* The lanes of two groups of a block: g in the lower half, g + 1 in the upper. */
+NP_INLINE NP_AVX2 __m256 pair_of(__m256 block, size_t g) {
+    const __m256i which = _mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32((int)g));
+    return _mm256_permutevar8x32_ps(block, which);
 }
 
 /* Add the eight lanes in a fixed order. */
@@ -71,10 +79,9 @@ NP_INLINE NP_AVX2 void dot_block(const int type, const uint8_t *quants, const ui
         scale[t] = _mm256_mul_ps(block.scales, x_scales);
         sum[t] = _mm256_fnmadd_ps(block.minimums, _mm256_mul_ps(x_sums, x_scales), sum[t]);
     }
-    for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
+    for (size_t plane = 0; first % 32 == 0 && plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
     for (size_t g = 0; g < count; g += 2) {
         const uint8_t *nibbles = quants + (first + g) * 16;
-        const __m256i which = _mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32((int)g));
         __m256i codes[2];
         np_prefetch(nibbles, ahead);
         pair_codes(type, nibbles, planes + 2 * g, plane_bytes, g + 1 < count, codes);
@@ -82,7 +89,7 @@ NP_INLINE NP_AVX2 void dot_block(const int type, const uint8_t *quants, const ui
             const int8_t *q = x[t].quants + np_q4_place(first + g);
             const __m256i v0 = _mm256_loadu_si256((const void *)q), v1 = _mm256_loadu_si256((const void *)(q + 64));
             const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(codes[0], v0), _mm256_maddubs_epi16(codes[1], v1));
-            sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones)), _mm256_permutevar8x32_ps(scale[t], which), sum[t]);
+            sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones)), pair_of(scale[t], g), sum[t]);
         }
     }
 }
@@ -117,41 +124,62 @@ NP_INLINE void prefetch_block(const int type, const np_rows *rows, size_t r, siz
     }
 }
 
-/* y[0..31] += factor * codes of a group. */
-NP_INLINE NP_AVX2 void add_group(const int type, const uint8_t *quants, size_t n, size_t g, __m256 factor, __m256 y[4]) {
-    const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
-    const uint8_t *planes = quants + n / 2 + 2 * g;
-    __m256i codes = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(packed, 4), packed), _mm256_set1_epi8(15));
-    for (size_t bit = 0; bit < np_high_bits(type); bit++, planes += n / 8)
-        codes = _mm256_or_si256(codes, where(bits_at(planes, 2) | bits_at(planes + n / 16, 2) << 16, (char)(16 << bit)));
-    const __m128i low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
-    const __m128i eights[4] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
-    for (int k = 0; k < 4; k++) y[k] = _mm256_fmadd_ps(factor, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eights[k])), y[k]);
+/* y += factor * codes of two groups. Register k of y has columns 4k to 4k + 3 of both, a group in each half. */
+NP_INLINE NP_AVX2 void add_pair(const int type, const uint8_t *nibbles, const uint8_t *planes, size_t plane_bytes, int both, __m256 factor,
+                                __m256 y[8]) {
+    const __m256i spread = _mm256_setr_epi64x((int64_t)0x8080800180808000u, (int64_t)0x8080800380808002u, (int64_t)0x8080800180808000u,
+                                              (int64_t)0x8080800380808002u);
+    __m256i codes[2];
+    pair_codes(type, nibbles, planes, plane_bytes, both, codes);
+    for (int k = 0; k < 8; k++) {
+        const __m256i columns = _mm256_shuffle_epi8(codes[k / 4], _mm256_add_epi32(spread, _mm256_set1_epi32(k % 4 * 4)));
+        y[k] = _mm256_fmadd_ps(factor, _mm256_cvtepi32_ps(columns), y[k]);
+    }
+}
+
+/* Rows that are added together, and the current block's factors of them. */
+typedef struct {
+    np_row row[TOGETHER];
+    __m256 factors[TOGETHER], minimum; /* a * s; the sum of a * z */
+} added_rows;
+
+/* Add up groups g and, if there are both, g + 1 of `count` rows. */
+NP_INLINE NP_AVX2 void add_columns(const int type, const added_rows *rows, const size_t count, size_t n, size_t g, const int both, float *y) {
+    const size_t in_block = g % NP_MINIMUM_GROUPS;
+    const __m256 minimum = pair_of(rows->minimum, in_block);
+    __m256 columns[8];
+    for (int k = 0; k < 8; k++) {
+        const __m128 low = _mm_loadu_ps(y + 4 * k), high = both ? _mm_loadu_ps(y + NP_GROUP + 4 * k) : _mm_setzero_ps();
+        columns[k] = _mm256_sub_ps(_mm256_set_m128(high, low), minimum);
+    }
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *quants = rows->row[i].quants;
+        add_pair(type, quants + g * 16, quants + n / 2 + 2 * g, n / 16, both, pair_of(rows->factors[i], in_block), columns);
+    }
+    for (int k = 0; k < 8; k++) {
+        _mm_storeu_ps(y + 4 * k, _mm256_castps256_ps128(columns[k]));
+        if (both) _mm_storeu_ps(y + NP_GROUP + 4 * k, _mm256_extractf128_ps(columns[k], 1));
+    }
 }
 
 /* Add `count` rows from r on. Their minimums are added up before they are subtracted. */
 NP_INLINE NP_AVX2 void add_together(const int type, const np_rows *rows, size_t r, const size_t count, const float *a, float *y) {
     const size_t groups = rows->n / NP_GROUP;
-    np_row row[TOGETHER];
-    for (size_t i = 0; i < count; i++) row[i] = np_row_at(rows, r + i);
+    added_rows added;
+    for (size_t i = 0; i < count; i++) added.row[i] = np_row_at(rows, r + i);
     for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
-        float factors[TOGETHER][NP_MINIMUM_GROUPS], minimums[NP_MINIMUM_GROUPS];
-        __m256 minimum = _mm256_setzero_ps();
         prefetch_block(type, rows, r + count, first, count);
+        added.minimum = _mm256_setzero_ps();
         for (size_t i = 0; i < count; i++) {
-            const block_scales block = scales_of(row[i].scales + 2 * first);
+            const block_scales block = scales_of(added.row[i].scales + 2 * first);
             const __m256 factor = _mm256_set1_ps(a[r + i]);
-            _mm256_storeu_ps(factors[i], _mm256_mul_ps(factor, block.scales));
-            minimum = _mm256_fmadd_ps(factor, block.minimums, minimum);
+            added.factors[i] = _mm256_mul_ps(factor, block.scales);
+            added.minimum = _mm256_fmadd_ps(factor, block.minimums, added.minimum);
         }
-        _mm256_storeu_ps(minimums, minimum);
-        for (size_t g = 0; g < NP_MINIMUM_GROUPS && first + g < groups; g++, y += NP_GROUP) {
-            __m256 columns[4];
-            for (int k = 0; k < 4; k++) columns[k] = _mm256_sub_ps(_mm256_loadu_ps(y + 8 * k), _mm256_set1_ps(minimums[g]));
-            for (size_t i = 0; i < count; i++)
-                add_group(type, row[i].quants, rows->n, first + g, _mm256_set1_ps(factors[i][g]), columns);
-            for (int k = 0; k < 4; k++) _mm256_storeu_ps(y + 8 * k, columns[k]);
-        }
+        const size_t end = first + np_minimum_count(groups, first);
+        size_t g = first;
+        for (; g + 2 <= end; g += 2) add_columns(type, &added, count, rows->n, g, 1, y + g * NP_GROUP);
+        if (g < end) add_columns(type, &added, count, rows->n, g, 0, y + g * NP_GROUP);
     }
 }
 
@@ -161,15 +189,15 @@ NP_INLINE NP_AVX2 void add_rows(const int type, const np_rows *rows, const float
     for (; r < rows->rows; r++) add_together(type, rows, r, 1, a, y);
 }
 
-#define DEFINE_ROWS(NAME, TYPE)                                                                                               \
+#define DEFINE_ROWS(NAME, TYPE, AHEAD)                                                                                        \
     NP_INLINE NP_AVX2 void dot_row_##NAME(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,               \
                                           const uint8_t *activation, size_t stride, const int tokens, float *sums) {          \
         dot_row(TYPE, quants, scales, n, ahead, activation, stride, tokens, sums);                                            \
     }                                                                                                                         \
-    NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_##NAME, dot_row_##NAME)                                                           \
+    NP_DEFINE_DOT_ROWS_AHEAD(NP_AVX2, np_avx2_dot_##NAME, dot_row_##NAME, AHEAD)                                              \
     NP_AVX2 void np_avx2_add_##NAME(const np_rows *rows, const float *a, float *y) { add_rows(TYPE, rows, a, y); }
 
-DEFINE_ROWS(q4k, NP_Q4K)
-DEFINE_ROWS(q5k, NP_Q5K)
-DEFINE_ROWS(q6k, NP_Q6K)
+DEFINE_ROWS(q4k, NP_Q4K, np_ahead_bytes)
+DEFINE_ROWS(q5k, NP_Q5K, np_ahead_whole_rows)
+DEFINE_ROWS(q6k, NP_Q6K, np_ahead_whole_rows)
 #endif

@@ -111,7 +111,7 @@ NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const n
     __m512 sum = _mm512_setzero_ps();
     size_t g = 0;
     if (!is_needed) return sum;
-    const size_t ahead = np_ahead_bytes(rows, r);
+    const size_t ahead = np_high_bits(type) > 0 ? np_ahead_whole_rows(rows, r) : np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     np_prefetch_extra(rows, r);
     for (; g + NP_BLOCK_GROUPS <= groups; g += NP_BLOCK_GROUPS)

@@ -108,7 +108,7 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
     __m512 sum[NP_TOKEN_BLOCK];
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t] = _mm512_setzero_ps();
     if (!mask) return;
-    const size_t ahead = np_ahead_bytes(rows, r);
+    const size_t ahead = np_high_bits(type) > 0 ? np_ahead_whole_rows(rows, r) : np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     np_prefetch_extra(rows, r);
     for (size_t g = 0; g < groups; g += NP_BLOCK_GROUPS, turned++) {

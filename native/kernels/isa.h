@@ -115,6 +115,13 @@ NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
     return (rows->rows - r - 1) * rows->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;
 }
 
+/* The same for rows that are read at several places at once: whole rows ahead, so that all of them have been fetched. */
+NP_INLINE size_t np_ahead_whole_rows(const np_rows *rows, size_t r) {
+    const size_t ahead = np_ahead_bytes(rows, r), bytes = rows->quant_bytes;
+    if (rows->quants_at || !ahead) return ahead;
+    return bytes < NP_AHEAD_BYTES ? (size_t)((uint32_t)NP_AHEAD_BYTES / (uint32_t)bytes) * bytes : bytes;
+}
+
 /* Computed on integers, because `ahead` may lead into another allocation. */
 NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead), 0, 2); }
 
@@ -132,12 +139,13 @@ NP_INLINE void np_prefetch_extra(const np_rows *rows, size_t r) {
 /* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an
  * always-inlined function whose token count is a constant at both places it is used. A (row, token) goes through the
  * same operations in both places, so its bits do not depend on the other tokens. */
-#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                       \
+#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW) NP_DEFINE_DOT_ROWS_AHEAD(TARGET, NAME, ROW, np_ahead_bytes)
+#define NP_DEFINE_DOT_ROWS_AHEAD(TARGET, NAME, ROW, AHEAD)                                          \
     TARGET void NAME(const np_dot_job *job) {                                                       \
         const size_t n = job->rows.n, stride = job->activation_stride_bytes;                        \
         for (size_t r = 0; r < job->rows.rows; r++) {                                               \
             const np_row row = np_row_at(&job->rows, r);                                            \
-            const size_t ahead = np_ahead_bytes(&job->rows, r);                                     \
+            const size_t ahead = AHEAD(&job->rows, r);                                              \
             const float bias = job->bias ? job->bias[r] : 0.0f;                                     \
             np_prefetch_extra(&job->rows, r);                                                      \
             for (size_t first = 0; first < job->tokens;) {                                          \
