@@ -93,9 +93,9 @@ void np_dot_masked(int type, const void *const *quants, const void *const *scale
                    size_t out_stride);
 
 /* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and on the list (rows and factors, in order) only; a list
- * split in two may give other bits. On avx512 the factors of q8 and q4 rows are rounded: within 32 rows and one group,
- * by at most half a 32639th of the largest |a * scale|. A factor or scale that is not finite makes all of its columns
- * not finite. Not for q3. Needs 25 KiB of stack. */
+ * split in two may give other bits. On avx512 the factors of quantized rows are rounded: within 32 rows and one group,
+ * by at most half a 32639th of the largest |a * scale|. A factor, scale or minimum that is not finite makes all of its
+ * columns not finite. Not for q3. Needs 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
 /* Convert quantized rows to signed bytes, `out_stride` apart, with one scale each: w[r][j] ~ row_scales[r] *
