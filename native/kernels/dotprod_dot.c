@@ -1,4 +1,4 @@
-/* NEON with the dot product instructions (Armv8.2 dotprod): q8, q4 and q3 rows. All other kernels are those of NEON. */
+/* NEON with the dot product instructions (Armv8.2 dotprod): quantized rows. All other kernels are those of NEON. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #define TARGET __attribute__((target("dotprod")))
@@ -8,6 +8,9 @@
 #define DOT_Q8 np_dotprod_dot_q8
 #define DOT_Q4 np_dotprod_dot_q4
 #define DOT_Q3 np_dotprod_dot_q3
+#define DOT_Q4K np_dotprod_dot_q4k
+#define DOT_Q5K np_dotprod_dot_q5k
+#define DOT_Q6K np_dotprod_dot_q6k
 #include "kernels/isa.h"
 
 #include <arm_neon.h>

@@ -100,7 +100,9 @@ int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)
 extern const np_isa np_isa_neon, np_isa_dotprod;
-np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3;
+np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k;
+np_add_function np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k;
+np_dot_function np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k;
 #endif
 
 /* Prefetch stays within the requested rows: in a cache slot the next row may belong to a neuron that does not fire, and

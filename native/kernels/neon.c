@@ -133,8 +133,8 @@ static int dotprod_runs_here(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP
 const np_isa np_isa_neon = {
     "neon",
     neon_runs_here,
-    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k},
+    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k},
+    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k},
     prepare,
     softmax_weights,
     f32_to_f16,
@@ -148,8 +148,8 @@ const np_isa np_isa_neon = {
 const np_isa np_isa_dotprod = {
     "dotprod",
     dotprod_runs_here,
-    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k},
+    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k},
+    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k},
     prepare,
     softmax_weights,
     f32_to_f16,

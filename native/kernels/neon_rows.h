@@ -1,8 +1,9 @@
-/* Dot products of q8, q4 and q3 rows with NEON, for the two ways of multiplying bytes. The including file defines
+/* Dot products of quantized rows with NEON, for the two ways of multiplying bytes. The including file defines
  *   TARGET                        a function attribute, may be empty
  *   multiply_add(sum, w, x)       sum + products of 16 signed bytes, in some fixed way over four int32 lanes
- *   DOT_Q8, DOT_Q4, DOT_Q3        the names of the np_dot_functions */
+ *   DOT_Q8, DOT_Q4, DOT_Q3, DOT_Q4K, DOT_Q5K, DOT_Q6K        the names of the np_dot_functions */
 #include "kernels/activation.h"
+#include "kernels/neon_minimum.h"
 #include "kernels/three_bits.h"
 
 #include <arm_neon.h>
@@ -97,6 +98,54 @@ NP_INLINE TARGET void q3_row(const uint8_t *quants, const uint8_t *scales, size_
     nibble_row(NP_Q3, quants, scales, n, ahead, activation, stride, tokens, sums);
 }
 
+/* Of four groups the minimums are subtracted first, lane i that of group i; then products are added. */
+NP_INLINE TARGET void minimum_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                  const uint8_t *activation, size_t stride, const int tokens, float *sums) {
+    const size_t groups = n / NP_GROUP;
+    np_activation x[NP_TOKEN_BLOCK];
+    float32x4_t sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++) {
+        x[t] = np_activation_at(activation + t * stride, n);
+        sum[t] = vdupq_n_f32(0);
+    }
+    for (size_t first = 0; first < groups; first += NP_FOUR) {
+        const size_t count = groups - first < NP_FOUR ? groups - first : NP_FOUR;
+        const np_neon_scales weight_scales = np_neon_scales_of(scales, first);
+        const np_neon_bits bits = np_neon_bits_of(type, quants, n, first, count);
+        for (size_t plane = 0; first % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
+            np_prefetch(quants + n / 2 + plane * (n / 16) + 2 * first, ahead);
+        for (int t = 0; t < tokens; t++) {
+            const float32x4_t x_scales = vld1q_f32(x[t].scales + first), x_sums = vcvtq_f32_s32(vld1q_s32(x[t].sums + first));
+            scale[t] = vmulq_f32(weight_scales.scales, x_scales);
+            sum[t] = vfmsq_f32(sum[t], weight_scales.minimums, vmulq_f32(x_sums, x_scales));
+        }
+        for (size_t g = 0; g < count; g++) {
+            const uint8_t *w = quants + (first + g) * 16;
+            const size_t at = np_q4_place(first + g);
+            np_prefetch(w, ahead);
+            const int8x16_t low = np_neon_codes(type, w, &bits, g, 0), high = np_neon_codes(type, w, &bits, g, 1);
+            for (int t = 0; t < tokens; t++) {
+                int32x4_t dot = multiply_add(vdupq_n_s32(0), low, vld1q_s8(x[t].quants + at));
+                dot = multiply_add(dot, high, vld1q_s8(x[t].quants + at + 64));
+                sum[t] = vfmaq_n_f32(sum[t], vcvtq_f32_s32(dot), scale[t][g]);
+            }
+        }
+    }
+    for (int t = 0; t < tokens; t++) sums[t] = vaddvq_f32(sum[t]);
+}
+
+#define DEFINE_MINIMUM_ROW(NAME, TYPE)                                                                                                 \
+    NP_INLINE TARGET void NAME(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,        \
+                               size_t stride, const int tokens, float *sums) {                                                         \
+        minimum_row(TYPE, quants, scales, n, ahead, activation, stride, tokens, sums);                                                 \
+    }
+DEFINE_MINIMUM_ROW(q4k_row, NP_Q4K)
+DEFINE_MINIMUM_ROW(q5k_row, NP_Q5K)
+DEFINE_MINIMUM_ROW(q6k_row, NP_Q6K)
+
 NP_DEFINE_DOT_ROWS(TARGET, DOT_Q8, q8_row)
 NP_DEFINE_DOT_ROWS(TARGET, DOT_Q4, q4_row)
 NP_DEFINE_DOT_ROWS(TARGET, DOT_Q3, q3_row)
+NP_DEFINE_DOT_ROWS(TARGET, DOT_Q4K, q4k_row)
+NP_DEFINE_DOT_ROWS_AHEAD(TARGET, DOT_Q5K, q5k_row, np_ahead_whole_rows)
+NP_DEFINE_DOT_ROWS_AHEAD(TARGET, DOT_Q6K, q6k_row, np_ahead_whole_rows)
