@@ -28,6 +28,8 @@ from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
 from neuronpipe.services.offload.gpu.trial import manifest_of
 
+from tests.conformance.block_numbers import CODE_BITS, Numbers
+
 require_opencl()
 
 pytestmark = pytest.mark.slow  # the device compiles its kernels for each model
@@ -113,6 +115,21 @@ def test_a_device_gives_the_processors_bits(
     assert np.array_equal(found, wanted), float(np.abs(found - wanted).max())
 
 
+@pytest.mark.parametrize("width", [256, 352])
+@pytest.mark.parametrize("quantization", CODE_BITS)
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_a_device_gives_the_processors_bits_of_rows_with_a_minimum(
+    instructions: str, quantization: Quantization, width: int
+) -> None:
+    numbers = Numbers(quantization, width)
+    sums, products = numbers.on_the_device(instructions)
+    wanted = numbers.on_this_processor(instructions)
+    assert np.isfinite(wanted).all()
+    assert np.count_nonzero(wanted) > 0.99 * wanted.size
+    assert np.array_equal(products, numbers.products(0))
+    assert np.array_equal(sums, wanted), float(np.abs(sums - wanted).max())
+
+
 @pytest.mark.parametrize("name", ["many neurons", "turbosparse"])
 def test_who_is_not_predicted_is_not_computed(tmp_path: Path, name: str) -> None:
     package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
@@ -183,7 +200,7 @@ def test_an_engine_takes_the_sums_that_it_wants_and_no_others(tmp_path: Path, si
         one.run(TEXT[:1], 1)
 
 
-@pytest.mark.parametrize("quantization", ["q8", "q4"])
+@pytest.mark.parametrize("quantization", ["q8", "q4", "q6k"])
 @pytest.mark.parametrize("instructions", sorted(ORDERS.keys() - set(INSTRUCTIONS)))
 def test_the_orders_of_other_processors_compile(quantization: Quantization, instructions: str) -> None:
     """Their bits are test_arm_orders.py's, by night."""

@@ -191,7 +191,7 @@ def test_a_driver_that_fails_while_it_is_measured_is_one_line(monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["q4", "q8"])
+@pytest.mark.parametrize("quantization", ["q4", "q5k", "q8"])
 def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
     """So that its bytes over its time are a speed."""
     require_opencl()

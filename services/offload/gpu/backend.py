@@ -36,13 +36,13 @@ class OpenClBackend(OffloadBackend):
         return describe(self._device_name)
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Support accelerator processes of models in q4 or q8 whose activation function has no exponential."""
+        """Support accelerator processes of quantized models whose activation function has no exponential."""
         if phase != "accelerator":
             return "opencl computes blocks of decode steps; write accelerator=opencl"
         if manifest.model.activation == "silu":
             return "opencl computes activation functions of the ReLU kind; this model has silu"
         if manifest.quantization == "f16":
-            return "opencl needs a package in q8 or q4; this one is f16"
+            return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":
             return "opencl has no kernels for gates in q3; convert the model without `--gates q3`"
         return None

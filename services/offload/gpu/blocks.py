@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.services.offload.gpu.device import Device, opencl
@@ -22,6 +23,18 @@ from numpy.typing import NDArray
 
 ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4}
 """The order of summation in dots.cl and kernels.cl, by instruction set."""
+
+TYPES: dict[Quantization, int] = {
+    "q8": lib.NP_Q8,
+    "q4": lib.NP_Q4,
+    "q4k": lib.NP_Q4K,
+    "q5k": lib.NP_Q5K,
+    "q6k": lib.NP_Q6K,
+}
+"""The types of weights that dots.cl reads."""
+
+HIGH_BITS: dict[Quantization, int] = {"q5k": 1, "q6k": 2}
+"""Planes of bits besides nibbles, of types that have some."""
 
 WORK_ITEMS = 64
 TOKENS = 4
@@ -53,6 +66,15 @@ def built_program(context: Any, name: str, options: list[str]) -> Any:
     with warnings.catch_warnings():  # pyopencl warns about any output of a compiler, that of success too
         warnings.simplefilter("ignore", cl.CompilerWarning)
         return program.build(options=options)
+
+
+def type_options(quantization: Quantization) -> dict[str, int]:
+    """Return the definitions of dots.cl for a type of weights."""
+    return {
+        "NIBBLES": int(quantization != "q8"),
+        "HAS_MINIMUM": int(quantization in ("q4k", "q5k", "q6k")),
+        "HIGH_BITS": HIGH_BITS.get(quantization, 0),
+    }
 
 
 class OffloadedBlocks:
@@ -188,7 +210,7 @@ class OffloadedBlocks:
     @property
     def _group_items(self) -> int:
         """The number of work items that compute 32 columns of the down projection."""
-        return 4 if self._manifest.quantization == "q4" else 8
+        return 8 if self._manifest.quantization == "q8" else 4
 
     def _send_pairs(self, request: Any) -> list[Any]:
         """Send the table of (token, expert) pairs, and that of the pairs that a work item computes at once.
@@ -251,7 +273,7 @@ class OffloadedBlocks:
         trigger = layout.matrices[0].name
         sizes: dict[str, int | str] = {
             "ORDER": self._order,
-            "TYPE_Q4": int(manifest.quantization == "q4"),
+            **type_options(manifest.quantization),
             "WIDTH": model.width,
             "NEURONS": model.neurons,
             "GATED": int(model.gated),
@@ -281,6 +303,5 @@ def _is_predicted(request: Any) -> bool:
 
 def vector_bytes(manifest: Manifest) -> int:
     """Return the largest stride of prepared vectors, those of the attention output included."""
-    kind = {"q8": lib.NP_Q8, "q4": lib.NP_Q4}[manifest.quantization]
     max_elements = max(manifest.model.width, manifest.model.query_width)
-    return int(lib.np_activation_bytes(kind, max_elements)) + 64
+    return int(lib.np_activation_bytes(TYPES[manifest.quantization], max_elements)) + 64

@@ -2,7 +2,10 @@
  *
  * Products of groups of 32 weights are sums of integers, so exact in any order; their scaled sums round, and go in the order of one set of
  * vector instructions (ORDER; native/kernels has the originals). A row of WIDTH weights is computed by LANES work items, one for each partial
- * sum of that order. native/kernels/activation.h has the layout of a prepared activation. */
+ * sum of that order. native/kernels/activation.h has the layout of a prepared activation.
+ *
+ * The type of the weights: NIBBLES (q4, q4k, q5k, q6k; else q8), with HAS_MINIMUM (q4k, q5k, q6k) and HIGH_BITS above the nibbles (q5k 1,
+ * q6k 2). */
 #pragma OPENCL FP_CONTRACT OFF
 
 #define SCALAR 0
@@ -61,8 +64,8 @@ static int dot16(uint4 w, __global const char *x, int c)
     return dot4(w.w, v.w, dot4(w.z, v.z, dot4(w.y, v.y, dot4(w.x, v.x, c))));
 }
 
-#if TYPE_Q4
-#define GROUP_BYTES 16
+#if NIBBLES
+#define GROUP_BYTES 16 /* without planes */
 /* Where a group's first 16 quants are in a q4 activation; its other 16 come 64 later. */
 #define LOW(g) ((g) / 4 * 128 + (g) % 4 * 16)
 #define HIGH(g) (LOW(g) + 64)
@@ -72,8 +75,36 @@ static int dot16(uint4 w, __global const char *x, int c)
 #define HIGH(g) (LOW(g) + 16)
 #endif
 
-/* The 32 weights of a group, a byte each; with BIASED 8 more than they are, which the group's sum takes off again. */
-#define BIASED (TYPE_Q4 && ORDER != NEON && ORDER != DOTPROD)
+#define ROW_BYTES (GROUPS * (GROUP_BYTES + 4 * HIGH_BITS))
+#if HAS_MINIMUM
+#define ROW_SCALE_BYTES ((GROUPS + 7) / 8 * 16)
+#else
+#define ROW_SCALE_BYTES (GROUPS * 2)
+#endif
+
+#if HIGH_BITS
+/* Bits of a plane, each the lowest of a byte. */
+static uint spread4(uint bits)
+{
+    return (bits & 15) * 0x204081 & 0x01010101;
+}
+
+static uint4 spread16(uint bits)
+{
+    return (uint4)(spread4(bits), spread4(bits >> 4), spread4(bits >> 8), spread4(bits >> 12));
+}
+
+/* A row's planes are halves of 16 bits a group: of the first 16 codes, and of the last. */
+static uint plane_bits(__global const uchar *quants, uint half_plane, uint g)
+{
+    return ((__global const ushort *)(quants + GROUPS * GROUP_BYTES))[half_plane * GROUPS + g];
+}
+#endif
+
+/* The 32 weights of a group, a byte each, or with HAS_MINIMUM its codes; with BIASED 8 more than they are, which the group's sum takes off
+ * again. */
+#define BIASED (NIBBLES && !HAS_MINIMUM && ORDER != NEON && ORDER != DOTPROD)
+#define SIGNED (NIBBLES && !HAS_MINIMUM && !BIASED)
 typedef struct {
     uint4 low, high;
 } group;
@@ -82,11 +113,23 @@ static group group_at(__global const uchar *quants, uint g)
 {
     __global const uint4 *words = (__global const uint4 *)quants;
     group w;
-#if TYPE_Q4
+#if NIBBLES
+#if ROW_BYTES % 16
+    const uint4 both = vload4(g, (__global const uint *)quants);
+#else
     const uint4 both = words[g];
+#endif
     w.low = both & 0x0f0f0f0f;
     w.high = both >> 4 & 0x0f0f0f0f;
-#if !BIASED
+#if HIGH_BITS
+    w.low |= spread16(plane_bits(quants, 0, g)) << 4;
+    w.high |= spread16(plane_bits(quants, 1, g)) << 4;
+#endif
+#if HIGH_BITS == 2
+    w.low |= spread16(plane_bits(quants, 2, g)) << 5;
+    w.high |= spread16(plane_bits(quants, 3, g)) << 5;
+#endif
+#if SIGNED
     w.low = ((w.low | 0x80808080) - 0x08080808) ^ 0x80808080;
     w.high = ((w.high | 0x80808080) - 0x08080808) ^ 0x80808080;
 #endif
@@ -115,7 +158,7 @@ static int lane_dot(const group *w, const activation *x, uint g, uint lane)
 #else
     const uint *low_words = (const uint *)&w->low, *high_words = (const uint *)&w->high, word = lane % 4;
     __global const uint *low_activations = (__global const uint *)low, *high_activations = (__global const uint *)high;
-#if ORDER == AVX2 && !TYPE_Q4 /* eight lanes of four bytes */
+#if ORDER == AVX2 && !NIBBLES /* eight lanes of four bytes */
     return lane < 4 ? dot4(low_words[word], low_activations[word], 0) : dot4(high_words[word], high_activations[word], 0);
 #else /* AVX2: what biased weights are too much is taken off in the first lane of the group */
     const int bias = BIASED && word == 0 ? -8 * x->sums[g] : 0;
@@ -124,13 +167,37 @@ static int lane_dot(const group *w, const activation *x, uint g, uint lane)
 #endif
 }
 
+/* A group's scale and, with HAS_MINIMUM, its minimum. */
+static float2 factors_at(__global const uchar *scales, uint g)
+{
+#if HAS_MINIMUM
+    __global const uchar *block = scales + g / 8 * 16;
+    const uint i = g % 8, low = block[4 + i], high = block[12 + i % 4] >> i / 4 * 4;
+    return (float2)((float)((low & 15) | (high & 3) << 4), (float)(low >> 4 | (high & 12) << 2)) * vload_half2(0, (__global const half *)block);
+#else
+    return (float2)(vload_half(g, (__global const half *)scales), 0.0f);
+#endif
+}
+
+#if HAS_MINIMUM
+/* Subtract a group's minimum times the sum of its activations. */
+static float less_minimum(float sum, float minimum, const activation *x, uint g)
+{
+#if ORDER == SCALAR
+    return sum - minimum * ((float)x->sums[g] * x->scales[g]);
+#else
+    return fma(-minimum, (float)x->sums[g] * x->scales[g], sum);
+#endif
+}
+#endif
+
 /* A lane's sums of a row with so many activations; the compiler knows how many. */
 static inline void some_lane_sums(__global const uchar *quants, __global const uchar *scales, const activation *x, uint tokens, uint lane,
                                   float *sums)
 {
 #if ORDER == AVX512
     const uint first = lane, step = 16;
-#elif ORDER == AVX2 && TYPE_Q4
+#elif ORDER == AVX2 && NIBBLES
     const uint first = lane / 4, step = 2;
 #else
     const uint first = 0, step = 1;
@@ -139,15 +206,25 @@ static inline void some_lane_sums(__global const uchar *quants, __global const u
         sums[t] = 0.0f;
     for (uint g = first; g < GROUPS; g += step) {
         const group w = group_at(quants, g);
-        const float scale = vload_half(g, (__global const half *)scales);
+        const float2 factors = factors_at(scales, g);
+#if HAS_MINIMUM && ORDER != SCALAR && ORDER != AVX512 /* of as many groups as there are lanes, one a lane, before their products */
+        const uint own = g / LANES * LANES + lane;
+        if (g % LANES < step && own < GROUPS)
+            for (uint t = 0; t < tokens; t++)
+                sums[t] = less_minimum(sums[t], factors_at(scales, own).y, &x[t], own);
+#endif
         for (uint t = 0; t < tokens; t++) {
             const float dot = (float)lane_dot(&w, &x[t], g, lane);
 #if ORDER == SCALAR
-            sums[t] += dot * (scale * x[t].scales[g]);
+            sums[t] += dot * (factors.x * x[t].scales[g]);
 #else
-            sums[t] = fma(dot, scale * x[t].scales[g], sums[t]);
+            sums[t] = fma(dot, factors.x * x[t].scales[g], sums[t]);
 #endif
         }
+#if HAS_MINIMUM && (ORDER == SCALAR || ORDER == AVX512)
+        for (uint t = 0; t < tokens; t++)
+            sums[t] = less_minimum(sums[t], factors.y, &x[t], g);
+#endif
     }
 }
 

@@ -14,12 +14,12 @@ static __global const uchar *cluster_of(__global const uchar *weights, uint expe
 
 static __global const uchar *quants_of(__global const uchar *cluster, uint matrix, uint neuron)
 {
-    return cluster + matrix + (neuron % CLUSTER_NEURONS) * (GROUPS * GROUP_BYTES);
+    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_BYTES;
 }
 
 static __global const uchar *scales_of(__global const uchar *cluster, uint matrix, uint neuron)
 {
-    return cluster + matrix + (neuron % CLUSTER_NEURONS) * (GROUPS * 2);
+    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_SCALE_BYTES;
 }
 
 static float activate(float gate, float up)
@@ -131,35 +131,56 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void lists(__global con
 }
 
 /* ---- downs ------------------------------------------------------------------------------------------------------ */
-/* A work item has four bytes of every row: four columns, in q4 eight. */
+/* A work item has four bytes of every row: four columns, as nibbles eight. */
 #define ITEMS (GROUP_BYTES / 4) /* of a group */
 #define WORK_GROUPS (64 / ITEMS) /* groups of 32 columns in a work group */
-#if TYPE_Q4
+#if NIBBLES
 #define COLUMNS 8
 #else
 #define COLUMNS 4
 #endif
 
-static void weights_of(__global const uchar *quants, uint at, int *w)
+/* Weights, or with HAS_MINIMUM codes. */
+static void weights_of(__global const uchar *quants, uint g, uint part, int *w)
 {
-    const uchar4 bytes = vload4(0, quants + at);
-#if TYPE_Q4
-    const int4 low = convert_int4(bytes & (uchar4)15) - 8, high = convert_int4(bytes >> (uchar4)4) - 8;
-    vstore4(low, 0, w);
-    vstore4(high, 1, w);
+    const uchar4 bytes = vload4(0, quants + g * GROUP_BYTES + 4 * part);
+#if NIBBLES
+    uchar4 low = bytes & (uchar4)15, high = bytes >> (uchar4)4;
+#if HIGH_BITS
+    low |= as_uchar4(spread4(plane_bits(quants, 0, g) >> 4 * part) << 4);
+    high |= as_uchar4(spread4(plane_bits(quants, 1, g) >> 4 * part) << 4);
+#endif
+#if HIGH_BITS == 2
+    low |= as_uchar4(spread4(plane_bits(quants, 2, g) >> 4 * part) << 5);
+    high |= as_uchar4(spread4(plane_bits(quants, 3, g) >> 4 * part) << 5);
+#endif
+    vstore4(convert_int4(low) - (HAS_MINIMUM ? 0 : 8), 0, w);
+    vstore4(convert_int4(high) - (HAS_MINIMUM ? 0 : 8), 1, w);
 #else
     vstore4(convert_int4(as_char4(bytes)), 0, w);
 #endif
 }
 
-static float factor_of(__global const uchar *weights, uint expert, uint neuron, float a, uint g)
+/* A row's scale and minimum. */
+static float2 factors_of(__global const uchar *weights, uint expert, uint neuron, uint g)
 {
-    __global const uchar *scales = scales_of(cluster_of(weights, expert, neuron), DOWN_SCALES, neuron);
-    return a * vload_half(g, (__global const half *)scales);
+    return factors_at(scales_of(cluster_of(weights, expert, neuron), DOWN_SCALES, neuron), g);
 }
 
 #if ORDER == AVX512
 #define BATCH 32
+#else
+#define BATCH 1
+#endif
+
+/* What the items of a work group share of a batch of rows. */
+typedef struct {
+    float largest[64];
+    int steps[WORK_GROUPS][BATCH];
+    float minimums[WORK_GROUPS][BATCH];
+} batch;
+
+#if ORDER == AVX512
 #define MOST 32639.0f /* of a factor in steps: two bytes of 127 */
 #if DIVIDE_IN_DOUBLE
 #define DIVIDE(a, b) ((float)((double)(a) / (double)(b)))
@@ -168,9 +189,9 @@ static float factor_of(__global const uchar *weights, uint expert, uint neuron, 
 #endif
 
 /* Rows go in batches. Of a batch and a group the factors become integers, in steps of a 32639th of the largest; a batch's sum is exact,
- * and added with one rounding. */
+ * and added with one rounding. Then the sum of the batch's minimums is subtracted. */
 static void add_rows(__global const uchar *weights, uint expert, __global const uint *neurons, __global const float *factors,
-                     uint count, uint g, uint item, uint part, __local float *largest, __local int (*steps)[BATCH], float *y)
+                     uint count, uint g, uint item, uint part, __local batch *b, float *y)
 {
     const uint own = item / ITEMS;
     for (uint from = 0; from < count; from += BATCH) {
@@ -178,42 +199,57 @@ static void add_rows(__global const uchar *weights, uint expert, __global const 
         float mine[BATCH / ITEMS];
         uint most = as_uint(0x1p-100f);
         for (uint i = part, n = 0; i < rows; i += ITEMS, n++) {
-            mine[n] = g < GROUPS ? factor_of(weights, expert, neurons[from + i], factors[from + i], g) : 0.0f;
+            const float2 both = g < GROUPS ? factors_of(weights, expert, neurons[from + i], g) : (float2)(0.0f);
+            mine[n] = factors[from + i] * both.x;
+            b->minimums[own][i] = both.y;
             most = max(most, as_uint(mine[n]) & 0x7fffffff); /* as integers, so that what is no number is the largest */
         }
-        largest[item] = as_float(most);
+        b->largest[item] = as_float(most);
         barrier(CLK_LOCAL_MEM_FENCE);
         for (uint i = 0; i < ITEMS; i++)
-            most = max(most, as_uint(largest[own * ITEMS + i]));
+            most = max(most, as_uint(b->largest[own * ITEMS + i]));
         const float rounding = 0x1.8p23f + 128.0f, per_step = DIVIDE(MOST, as_float(most)), step = DIVIDE(as_float(most), MOST);
         for (uint i = part, n = 0; i < rows; i += ITEMS, n++)
-            steps[own][i] = as_int(fma(mine[n], per_step, rounding)) - as_int(rounding);
+            b->steps[own][i] = as_int(fma(mine[n], per_step, rounding)) - as_int(rounding);
         barrier(CLK_LOCAL_MEM_FENCE);
         int sums[COLUMNS] = {0};
         for (uint i = 0; i < rows && g < GROUPS; i++) {
             const uint neuron = neurons[from + i];
             int w[COLUMNS];
-            weights_of(quants_of(cluster_of(weights, expert, neuron), DOWN_QUANTS, neuron), g * GROUP_BYTES + 4 * part, w);
+            weights_of(quants_of(cluster_of(weights, expert, neuron), DOWN_QUANTS, neuron), g, part, w);
             for (uint k = 0; k < COLUMNS; k++)
-                sums[k] += steps[own][i] * w[k];
+                sums[k] += b->steps[own][i] * w[k];
         }
+        float minimum = 0.0f;
+        for (uint i = 0; i < rows && HAS_MINIMUM; i++)
+            minimum = fma(factors[from + i], b->minimums[own][i], minimum);
         for (uint k = 0; k < COLUMNS; k++)
-            y[k] = fma((float)sums[k], step, y[k]);
+            y[k] = fma((float)sums[k], step, y[k]) - minimum;
         barrier(CLK_LOCAL_MEM_FENCE);
     }
 }
 #else
-#define BATCH 1
 static void add_rows(__global const uchar *weights, uint expert, __global const uint *neurons, __global const float *factors,
-                     uint count, uint g, uint item, uint part, __local float *largest, __local int (*steps)[BATCH], float *y)
+                     uint count, uint g, uint item, uint part, __local batch *b, float *y)
 {
     for (uint i = 0; i < count && g < GROUPS; i++) {
-        const float factor = factor_of(weights, expert, neurons[i], factors[i], g);
+        const float2 both = factors_of(weights, expert, neurons[i], g);
+        const float factor = factors[i] * both.x;
+#if HAS_MINIMUM && ORDER != SCALAR /* in fours of rows, and those behind the last four by themselves */
+        const uint four_begins = i % 4 == 0 && count - i >= 4, is_single = count - i / 4 * 4 < 4;
+        if (four_begins || is_single) {
+            float minimum = 0.0f;
+            for (uint n = i; n < (four_begins ? i + 4 : i + 1); n++)
+                minimum = fma(factors[n], factors_of(weights, expert, neurons[n], g).y, minimum);
+            for (uint k = 0; k < COLUMNS; k++)
+                y[k] -= minimum;
+        }
+#endif
         int w[COLUMNS];
-        weights_of(quants_of(cluster_of(weights, expert, neurons[i]), DOWN_QUANTS, neurons[i]), g * GROUP_BYTES + 4 * part, w);
+        weights_of(quants_of(cluster_of(weights, expert, neurons[i]), DOWN_QUANTS, neurons[i]), g, part, w);
         for (uint k = 0; k < COLUMNS; k++)
 #if ORDER == SCALAR
-            y[k] += factor * (float)w[k];
+            y[k] = y[k] + factor * (float)w[k] - (HAS_MINIMUM ? factors[i] * both.y : 0.0f);
 #else
             y[k] = fma(factor, (float)w[k], y[k]);
 #endif
@@ -230,16 +266,15 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void downs(__global con
     const uint item = get_local_id(0), g = get_group_id(0) * WORK_GROUPS + item / ITEMS, part = item % ITEMS;
     const uint block = get_group_id(1), blocks = get_num_groups(1), pair = get_group_id(2);
     const ulong list = (ulong)pair * blocks + block;
-    __local float largest[64];               /* what a batch needs */
-    __local int steps[WORK_GROUPS][BATCH];
+    __local batch shared;
     float y[COLUMNS] = {0.0f};
     add_rows(weights, pairs[pair].y, list_neurons + list * BLOCK_NEURONS, list_factors + list * BLOCK_NEURONS, list_counts[list], g,
-             item, part, largest, steps, y);
+             item, part, &shared, y);
     if (g >= GROUPS)
         return;
     __global float *out = sums + list * WIDTH + g * 32 + 4 * part;
     vstore4(vload4(0, y), 0, out);
-#if TYPE_Q4
+#if NIBBLES
     vstore4(vload4(1, y), 0, out + 16);
 #endif
 }

@@ -16,7 +16,15 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import matrix_shape
 from neuronpipe.protocol.frozen import frozen
-from neuronpipe.services.offload.gpu.blocks import LANES, ORDERS, TOKENS, WORK_ITEMS, built_program, vector_bytes
+from neuronpipe.services.offload.gpu.blocks import (
+    LANES,
+    ORDERS,
+    TOKENS,
+    WORK_ITEMS,
+    built_program,
+    type_options,
+    vector_bytes,
+)
 from neuronpipe.services.offload.gpu.device import Device, opencl
 from neuronpipe.services.worker.participant import OFFLOADED_MATRICES
 
@@ -103,7 +111,7 @@ class OffloadedMatrices:
 
     def _options(self, device: Device, columns: int, quantization: Quantization) -> list[str]:
         exact = ["-cl-fp32-correctly-rounded-divide-sqrt"] if device.divides_exactly else []
-        sizes = {"ORDER": self._order, "TYPE_Q4": int(quantization == "q4"), "WIDTH": columns}
+        sizes = {"ORDER": self._order, **type_options(quantization), "WIDTH": columns}
         return [*(f"-D{name}={value}" for name, value in sizes.items()), *exact]
 
     def _buffer(self, size_bytes: int) -> Any:

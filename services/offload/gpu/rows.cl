@@ -14,7 +14,7 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void rows(
     activation x[TOKENS];
     for (uint t = 0; t < TOKENS; t++)
         x[t] = activation_at(vectors + (ulong)(first + min(t, count - 1)) * vector_stride);
-    lane_sums(quants + at * (GROUPS * GROUP_BYTES), scales + at * (GROUPS * 2), x, count, lane, own);
+    lane_sums(quants + at * ROW_BYTES, scales + at * ROW_SCALE_BYTES, x, count, lane, own);
     for (uint t = 0; t < count; t++)
         sums[r][t][lane] = own[t];
     barrier(CLK_LOCAL_MEM_FENCE);

@@ -14,15 +14,15 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Source
-from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
+from neuronpipe.services.offload.gpu.blocks import TYPES, OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import Device
 from numpy.typing import NDArray
 
 TEXTS = 4
 NEURONS_PER_WEIGHT = 3.5
-SCALE_BYTE = 0x11  # twice, as fp16: 0.00065
+SCALE_BYTE = 0x11  # twice, as fp16: 0.00065; with minimums also 17 of a scale's steps and 1 of a minimum's
 PLUS_MINUS: dict[str, tuple[int, int]] = {"q4": (0x99, 0x77), "q8": (0x01, 0xFF)}  # weights of 1, and of -1
-TYPES = {"q4": lib.NP_Q4, "q8": lib.NP_Q8}
+CODES = 0x11, 0x00  # with minimums: weights of 16, and of -1
 
 
 def manifest_of(quantization: Quantization, width: int, experts: int = 1, experts_per_token: int = 1) -> Manifest:
@@ -70,7 +70,7 @@ def fired_of(neurons: int, share: float) -> NDArray[np.bool_]:
 def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """Return the weights of one layer's first blocks as a device gets them: uint8 [clusters][bytes of both slots]."""
     layout, width, quantization = manifest.layout, manifest.model.width, manifest.quantization
-    plus, minus = PLUS_MINUS[quantization]
+    plus, minus = PLUS_MINUS.get(quantization, CODES)
     clusters = blocks * layout.block_clusters
     starts = {"trigger": 0, "value": manifest.trigger_slot_bytes}
     weights = np.full((clusters, manifest.trigger_slot_bytes + manifest.value_slot_bytes), plus, np.uint8)
@@ -80,7 +80,10 @@ def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDA
         scales = starts[place.scales_part] + place.scales
         weights[:, scales : scales + layout.cluster_neurons * row_scale_bytes] = SCALE_BYTE
         if number == 0:
-            rows = np.where(of_cluster, np.uint8(plus), np.uint8(minus)).repeat(row_bytes // TEXTS, axis=2)
+            in_order_bytes = width if quantization == "q8" else width // 2  # planes of bits lie behind, and are zeros
+            rows = np.zeros((clusters, layout.cluster_neurons, row_bytes), np.uint8)
+            signs = np.where(of_cluster, np.uint8(plus), np.uint8(minus))
+            rows[:, :, :in_order_bytes] = signs.repeat(in_order_bytes // TEXTS, axis=2)
             at = starts[place.part] + place.quants
             weights[:, at : at + layout.cluster_neurons * row_bytes] = rows.reshape(clusters, -1)
     return weights
