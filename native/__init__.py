@@ -1,5 +1,18 @@
-"""The native library: `lib` has the functions of neuronpipe.h, `ffi` creates and reads their arguments."""
+"""The native library: `lib` has the functions of neuronpipe.h, `ffi` creates and reads their arguments.
+
+ROW_TYPES: the number of each quantization of rows.
+"""
 
 from neuronpipe.native._kernels import ffi, lib
 
-__all__ = ["ffi", "lib"]
+__all__ = ["ROW_TYPES", "ffi", "lib"]
+
+ROW_TYPES = {
+    "f16": lib.NP_F16,
+    "q8": lib.NP_Q8,
+    "q4": lib.NP_Q4,
+    "q3": lib.NP_Q3,
+    "q4k": lib.NP_Q4K,
+    "q5k": lib.NP_Q5K,
+    "q6k": lib.NP_Q6K,
+}

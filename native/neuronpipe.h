@@ -53,6 +53,8 @@ const char *np_isa_amx_lacks(void);
  * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4, q3, q4k, q5k and
  * q6k are the same. 64-byte aligned buffers of np_activation_bytes. */
 size_t np_activation_bytes(int type, size_t n);
+/* 1 if rows of `type` read activations and panels that are prepared for `prepared_type`, else 0. */
+int np_reads_inputs_of(int type, int prepared_type);
 void np_activation_prepare(int type, const float *x, size_t n, void *activation);
 
 /* out[t*out_stride + r] = dot(row r, activation t) + (bias ? bias[r] : 0), for r < rows, t < tokens.
@@ -104,6 +106,10 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
  * NP_E_ARGUMENT, and writes nothing, for another type, if n is no multiple of 32 or out_stride < n. */
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales);
+
+/* Encode a row of q4k, q5k or q6k. importance: [n] weights of squared errors, or NULL. Returns NP_OK; NP_E_ARGUMENT for
+ * another type, if n is no multiple of 32, or if a weight is not finite or does not fit. */
+int np_encode_row(int type, const float *w, const float *importance, size_t n, void *quants, void *scales);
 
 /* Decode a row to float32. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);
@@ -472,6 +478,7 @@ enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
 typedef struct {
     uint32_t part, quants;
     uint32_t scales_part, scales;
+    int32_t type; /* of its rows */
 } np_matrix_place;
 
 typedef struct {
@@ -484,9 +491,7 @@ typedef struct {
     float norm_epsilon;             /* of all norms */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
-    int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of all matrices but these two */
-    int32_t trigger_type;           /* of the trigger part: the same; or NP_Q3 if type is NP_Q4 and there is a gate */
-    int32_t embedding_type;         /* of embedding and output: the same; or NP_Q8 if type is NP_Q4 */
+    int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */
@@ -505,6 +510,7 @@ typedef struct {
 
 typedef struct {
     const void *quants, *scales;
+    int32_t type, unused;
 } np_matrix;
 
 typedef struct {
@@ -657,7 +663,8 @@ typedef struct {
     int32_t kind; /* NP_PRODUCT_* */
     uint32_t layer, expert, first_block;
     uint32_t rows, columns;
-    const void *const *quants[3], *const *scales[3]; /* [rows] each, set by np_engine_open_rows */
+    int32_t types[3];
+    const void *const *quants[3], *const *scales[3]; /* [rows] each; these and the types are set by np_engine_open_rows */
 } np_product_rows;
 
 /* A step with external products (config.external_products). Each participant begins it, then calls

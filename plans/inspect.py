@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -57,7 +58,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         },
         "quantization_reason": why(weights, manifest.quantization) if (weights := manifest.source.weights) else None,
         "quantization": manifest.quantization,
-        "embedding_quantization": manifest.quantization_of("embedding"),
+        "quantizations": manifest.all_quantizations,
         "precision": manifest.precision,
         "parameters": parameters(manifest),
         "model": asdict(model) | {"layers": model.layers},
@@ -144,8 +145,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     """Return bytes on flash by kind. `padding` fills the neurons' pages, and `total` is the sum of all kinds."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
-    tensors = fixed_tensors(model, manifest.quantization, manifest.embedding_quantization)
-    for name, (dtype, dimensions) in tensors.items():
+    for name, (dtype, dimensions) in fixed_tensors(manifest).items():
         kind = "vectors" if len(dimensions) == 1 else name.split(".")[0]
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
     kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
@@ -208,9 +208,21 @@ def render(description: dict[str, Any]) -> str:
 
 def _stored(description: dict[str, Any]) -> str:
     """Return facts about the quantization besides its name; empty if there are none."""
-    embedding = description["embedding_quantization"]
-    parts = [f"embedding and output in {embedding}"] if embedding != description["quantization"] else []
-    return "; ".join([*parts, *filter(None, [description["quantization_reason"]])])
+    return "; ".join(
+        filter(None, [described_quantizations(description["quantizations"]), description["quantization_reason"]])
+    )
+
+
+def described_quantizations(quantizations: Mapping[str, str]) -> str:
+    """Return which fixed matrices have a quantization of their own, for a person: layers are counted."""
+    layers: dict[tuple[str, str], int] = {}
+    for name, quantization in quantizations.items():
+        matrix = name.rpartition(".")[2]
+        layers[matrix, quantization] = layers.get((matrix, quantization), 0) + name.startswith("layers.")
+    return ", ".join(
+        f"{matrix} in {quantization}" + (f" in {count} layers" if count else "")
+        for (matrix, quantization), count in layers.items()
+    )
 
 
 UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "part": "gates, then values"}

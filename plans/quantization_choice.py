@@ -1,15 +1,51 @@
-"""Chooses the quantization of a package if the user names none, by how the source stores its weights, and says why."""
+"""Chooses the quantization of every matrix of a package, by a recipe and by how the source stores its weights, and says
+why."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.layout import BITS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.protocol.frozen import frozen
 
 PLAIN = ("F32", "F16", "BF16")
-LOSSLESS_ENCODINGS: Mapping[Quantization, str] = {"q4": "Q4_0", "q8": "Q8_0"}  # a package stores their values unchanged
+LOSSLESS: Mapping[str, Quantization] = {"Q4_0": "q4", "Q8_0": "q8", "Q4_K": "q4k", "Q5_K": "q5k"}
+"""The smallest quantization that can express all values of an encoding, along the same axis."""
+SUFFICIENT: Mapping[str, Quantization] = {
+    **LOSSLESS,
+    "Q2_K": "q4k",
+    "Q3_K": "q4k",
+    "IQ4_XS": "q5k",
+    "IQ4_NL": "q5k",
+    "Q4_1": "q5k",
+    "Q5_0": "q6k",
+    "Q5_1": "q6k",
+    "Q6_K": "q6k",
+}
+"""The smallest quantization that keeps a model's text about as good as this encoding."""
 MAX_SHOWN = 3
+
+
+@frozen
+class Recipe:
+    """The quantizations of a package's matrices, named after that of most of them.
+
+    down: of Down, whose rows are stored by neuron, across the source's groups. ends: of embedding and output, through
+    which every token passes.
+    """
+
+    down: Quantization
+    ends: Quantization
+
+
+RECIPES: Mapping[Quantization, Recipe] = {
+    "q4": Recipe(down="q4", ends="q8"),
+    "q4k": Recipe(down="q5k", ends="q6k"),
+    "q5k": Recipe(down="q6k", ends="q6k"),
+    "q6k": Recipe(down="q6k", ends="q8"),
+    "q8": Recipe(down="q8", ends="q8"),
+    "f16": Recipe(down="f16", ends="f16"),
+}
 
 
 @frozen
@@ -27,12 +63,20 @@ class Choice:
 def default_quantization(weights: Mapping[str, int]) -> Quantization:
     """Return the quantization of a package whose source stores these numbers of weights in each encoding.
 
-    q4 for plain weights, which most people run, and for Q4_0, whose values it keeps. q8 if more than half of the
-    weights have another encoding: the steps of q4 differ from theirs, and what q4 loses is added to what was lost
-    before.
+    q4k for plain weights. For others, what suffices for the encoding of most of the quantized weights.
     """
-    quantized = sum(count for name, count in weights.items() if name not in (*PLAIN, LOSSLESS_ENCODINGS["q4"]))
-    return "q8" if 2 * quantized > sum(weights.values()) else "q4"
+    quantized = {name: count for name, count in weights.items() if name not in PLAIN}
+    if 2 * sum(quantized.values()) <= sum(weights.values()):
+        return "q4k"
+    return SUFFICIENT[max(quantized, key=lambda name: quantized[name])]
+
+
+def with_room_for(quantization: Quantization, encodings: Mapping[str, int]) -> Quantization:
+    """Return the quantization of a matrix in a package of `quantization`, if the source stores these numbers of its
+    weights in each encoding: one with more bits if an encoding needs them."""
+    wanted = [SUFFICIENT[name] for name in encodings if name in SUFFICIENT]
+    larger = [own for own in wanted if own in MINIMUM_QUANTIZATIONS and BITS[own] > BITS[quantization]]
+    return max(larger, key=lambda own: BITS[own], default=quantization)
 
 
 def stored(weights: Mapping[str, int]) -> str:
@@ -48,9 +92,10 @@ def why(weights: Mapping[str, int], quantization: Quantization) -> str:
     sentence."""
     if set(weights) <= set(PLAIN):
         return "the source is not quantized"
-    lossless = LOSSLESS_ENCODINGS.get(quantization)
-    if lossless is not None and 2 * weights.get(lossless, 0) > sum(weights.values()):
-        return f"the source stores {stored(weights)}, and {quantization} keeps the values of {lossless}"
-    if quantization == "q4":
-        return f"the source stores {stored(weights)}, which q4 cannot keep: expect clearly worse text than the source's"
-    return f"the source stores {stored(weights)}, which q4 could not keep"
+    sufficient, how = default_quantization(weights), f"the source stores {stored(weights)}"
+    name = max(weights, key=lambda name: weights[name])
+    if LOSSLESS.get(name) == quantization:
+        return f"{how}, and {quantization} keeps the values of {name}"
+    if BITS[quantization] < BITS[sufficient] or (quantization == "q4" and sufficient != "q4"):
+        return f"{how}, which {quantization} cannot keep: expect clearly worse text than the source's"
+    return f"{how}, which {quantization} keeps almost exactly"

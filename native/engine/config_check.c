@@ -20,8 +20,6 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
 static const char *invalid_size(const np_shape *s)
 {
     FIRST_ERROR({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
-                {"trigger_type", s->trigger_type == s->type || (s->trigger_type == NP_Q3 && s->type == NP_Q4 && s->gated)},
-                {"embedding_type", s->embedding_type == s->type || (s->embedding_type == NP_Q8 && s->type == NP_Q4)},
                 {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
                 {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
                 {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
@@ -62,19 +60,20 @@ static int fits(const np_shape *s, uint32_t part, uint32_t offset, size_t row_by
     return part < NP_PARTS && offset + (uint64_t)s->cluster_neurons * row_bytes <= s->slot_bytes[part];
 }
 
-/* True if a matrix lies in this part and fits its slots. */
+/* True if a matrix has rows of a quantized type or f16, lies in this part and fits its slots. */
 static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part)
 {
-    const int type = part == NP_TRIGGER ? s->trigger_type : s->type;
-    return place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
+    const int type = place->type;
+    return np_quant_bytes(type, s->width) && place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
            fits(s, place->part, place->quants, np_quant_bytes(type, s->width)) &&
            fits(s, place->scales_part, place->scales, np_scale_bytes(type, s->width));
 }
 
 static const char *invalid_place(const np_shape *s)
 {
-    FIRST_ERROR({"gate", !s->gated || is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER)},
-                {"down", is_placed(s, &s->down, NP_VALUE)});
+    FIRST_ERROR({"gate", !s->gated || (is_placed(s, &s->gate, NP_TRIGGER) && np_reads_inputs_of(s->gate.type, s->type))},
+                {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER) && np_reads_inputs_of(s->up.type, s->type)},
+                {"down", is_placed(s, &s->down, NP_VALUE) && s->down.type != NP_Q3});
 }
 
 /* True if an external runtime can compute all of a layer's products. */
@@ -91,6 +90,32 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
                 {"offload_blocks", !p->offload_blocks || (!p->external_products && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
                 {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
+}
+
+/* True if a matrix is absent, or reads inputs that are prepared for `type`. */
+static int fits_inputs(const np_matrix *m, int type)
+{
+    return !m->quants || np_reads_inputs_of(m->type, type);
+}
+
+static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
+{
+    for (uint32_t n = 0; n < s->layers; n++) {
+        const np_layer *l = &fixed->layers[n];
+        if (!fits_inputs(&l->qkv, s->type))
+            return "qkv";
+        if (!fits_inputs(&l->attention_output, s->type))
+            return "attention_output";
+        for (uint32_t e = 0; s->predictor_rank && l->predictors && e < s->experts; e++)
+            if (!fits_inputs(&l->predictors[e].input, s->predictor_type) || !fits_inputs(&l->predictors[e].sides[0], s->predictor_type) ||
+                !fits_inputs(&l->predictors[e].sides[1], s->predictor_type))
+                return "predictors";
+    }
+    /* Inputs of the output matrix are prepared in the memory of the layers' inputs. */
+    if (fixed->output.quants && (!np_quant_bytes(fixed->output.type, s->width) || fixed->output.type == NP_Q3 ||
+                                 np_activation_bytes(fixed->output.type, s->width) > np_activation_bytes(s->type, s->width)))
+        return "output";
+    return fixed->embedding.quants && !np_quant_bytes(fixed->embedding.type, s->width) ? "embedding" : NULL;
 }
 
 static const char *invalid_layer(const np_shape *s, const np_fixed *fixed)
@@ -110,6 +135,8 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
         wrong = invalid_place(shape);
     if (!wrong)
         wrong = invalid_config(config, shape);
+    if (!wrong)
+        wrong = invalid_matrix(shape, fixed);
     if (!wrong)
         wrong = invalid_layer(shape, fixed);
     if (!wrong && config->external_products && !(shared->inputs && shared->outputs))

@@ -56,9 +56,6 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
     const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, smaller(pairs, shape->experts));
-    engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
-    engine->row_scale_bytes = (uint32_t)np_scale_bytes(shape->type, shape->width);
-    engine->trigger_quant_bytes = (uint32_t)np_quant_bytes(shape->trigger_type, shape->width);
     engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));

@@ -118,8 +118,6 @@ struct np_engine {
     int is_layer_open;         /* 1: the window is the whole layer; all groups are open at once */
     uint32_t opened_groups;    /* with is_layer_open: groups whose states are initialized */
     uint32_t claimed[2];       /* claimed pieces (blocks, down rows) if no other participant shares the blocks */
-    uint32_t row_quant_bytes, row_scale_bytes; /* of a row of `width` weights */
-    uint32_t trigger_quant_bytes;              /* of a row of the trigger part, which may have another type */
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
     uint32_t max_open_groups;
@@ -198,14 +196,14 @@ static inline uint32_t np_cluster_index(const np_engine *engine, uint32_t layer,
     return (layer * engine->shape.experts + expert) * engine->shape.clusters + cluster;
 }
 
-/* The type of a feed-forward matrix's rows, and the bytes of one row's quants. */
-static inline int np_row_type(const np_engine *engine, const np_matrix_place *matrix)
-{
-    return matrix->part == NP_TRIGGER ? engine->shape.trigger_type : engine->shape.type;
-}
+/* The bytes of one row of a feed-forward matrix: its quants, its scales. */
 static inline size_t np_row_quant_bytes(const np_engine *engine, const np_matrix_place *matrix)
 {
-    return matrix->part == NP_TRIGGER ? engine->trigger_quant_bytes : engine->row_quant_bytes;
+    return np_quant_bytes(matrix->type, engine->shape.width);
+}
+static inline size_t np_row_scale_bytes(const np_engine *engine, const np_matrix_place *matrix)
+{
+    return np_scale_bytes(matrix->type, engine->shape.width);
 }
 
 #endif

@@ -9,10 +9,10 @@ int np_embed(np_engine *engine)
     const np_shape *s = &engine->shape;
     const np_range tokens = np_even_share(engine, engine->count);
     const np_matrix *m = &engine->fixed.embedding;
-    const size_t quant_bytes = np_quant_bytes(s->embedding_type, s->width), scale_bytes = np_scale_bytes(s->embedding_type, s->width);
+    const size_t quant_bytes = np_quant_bytes(m->type, s->width), scale_bytes = np_scale_bytes(m->type, s->width);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *residual = engine->shared.residual + (size_t)t * s->width;
-        np_decode_row(s->embedding_type, (const uint8_t *)m->quants + engine->token[t] * quant_bytes,
+        np_decode_row(m->type, (const uint8_t *)m->quants + engine->token[t] * quant_bytes,
                       (const uint8_t *)m->scales + engine->token[t] * scale_bytes, s->width, residual);
         np_scale(residual, s->width, s->embedding_scale);
         if (!s->rotary)
@@ -28,7 +28,7 @@ void np_begin_logits(np_engine *engine)
         np_norm_vector(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
                        engine->vector);
         np_scale(engine->vector, s->width, s->logit_scale);
-        np_activation_prepare(s->embedding_type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
+        np_activation_prepare(engine->fixed.output.type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
 }
 
@@ -36,12 +36,12 @@ static void multiply_output(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.output;
-    const size_t quant_bytes = np_quant_bytes(s->embedding_type, s->width), scale_bytes = np_scale_bytes(s->embedding_type, s->width);
+    const size_t quant_bytes = np_quant_bytes(m->type, s->width), scale_bytes = np_scale_bytes(m->type, s->width);
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     np_begin_logits(engine);
     for (uint32_t piece; (piece = np_claim(engine, s->layers, 0, pieces)) != NP_NONE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS;
-        np_dot_rows(s->embedding_type, (const uint8_t *)m->quants + row * quant_bytes, (const uint8_t *)m->scales + row * scale_bytes, rows,
+        np_dot_rows(m->type, (const uint8_t *)m->quants + row * quant_bytes, (const uint8_t *)m->scales + row * scale_bytes, rows,
                     s->width, engine->vectors.prepared, engine->vectors.stride, engine->logits_count, NULL, engine->shared.logits + row,
                     s->vocabulary);
         engine->counters.matrix_rows += (uint64_t)rows * engine->logits_count;

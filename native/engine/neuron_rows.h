@@ -66,7 +66,7 @@ static inline void dot_listed(np_engine *engine, const np_matrix_place *matrix, 
 {
     const np_vectors *x = engine->inputs;
     const np_row_list *list = &engine->list;
-    np_dot_masked(np_row_type(engine, matrix), list->quants, list->scales, list->token_masks, list->count, engine->shape.width, fetch,
+    np_dot_masked(matrix->type, list->quants, list->scales, list->token_masks, list->count, engine->shape.width, fetch,
                   x->prepared + lot.first * x->stride, x->stride, lot.count, engine->rows + lot.first * engine->max_rows, engine->max_rows);
 }
 

@@ -68,7 +68,7 @@ void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint3
     const uint32_t cluster = neuron / engine->shape.cluster_neurons;
     const size_t i = neuron % engine->shape.cluster_neurons;
     *quants = quants_of(engine, matrix, cluster) + i * np_row_quant_bytes(engine, matrix);
-    *scales = scales_of(engine, matrix, cluster) + i * engine->row_scale_bytes;
+    *scales = scales_of(engine, matrix, cluster) + i * np_row_scale_bytes(engine, matrix);
 }
 
 float np_neuron_value(const np_engine *engine, float gate, float up)
@@ -91,6 +91,8 @@ static void list_ups(np_engine *engine, token_lot lot)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
+    const size_t quant_bytes = np_row_quant_bytes(engine, &s->up), scale_bytes = np_row_scale_bytes(engine, &s->up);
+    const size_t down_bytes = np_row_quant_bytes(engine, &s->down);
     engine->list.count = 0;
     for (uint32_t o = 0; o < engine->open_count; o++) {
         const uint32_t cluster = engine->open[o];
@@ -102,9 +104,8 @@ static void list_ups(np_engine *engine, token_lot lot)
             const uint32_t tokens = fired_for(engine, cluster * n + i, lot);
             if (!tokens)
                 continue;
-            engine->list.prefetch[engine->list.count] = downs + (size_t)i * engine->row_quant_bytes;
-            list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes, cluster * n + i,
-                     tokens);
+            engine->list.prefetch[engine->list.count] = downs + i * down_bytes;
+            list_row(engine, quants + i * quant_bytes, scales + i * scale_bytes, cluster * n + i, tokens);
         }
     }
 }
@@ -113,7 +114,7 @@ static void list_ups(np_engine *engine, token_lot lot)
 static void multiply_by_ups(np_engine *engine, token_lot lot)
 {
     const np_shape *s = &engine->shape;
-    const np_fetch fetch = {.prefetch = engine->list.prefetch, .prefetch_bytes = engine->row_quant_bytes};
+    const np_fetch fetch = {.prefetch = engine->list.prefetch, .prefetch_bytes = np_row_quant_bytes(engine, &s->down)};
     list_ups(engine, lot);
     dot_listed(engine, &s->up, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
     for (uint32_t r = 0; r < engine->list.count; r++)
@@ -165,6 +166,7 @@ int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_
     const np_shape *s = &engine->shape;
     const np_range clusters = np_block_clusters(engine, block, block + 1);
     const uint32_t n = s->cluster_neurons;
+    const size_t quant_bytes = np_row_quant_bytes(engine, &s->down), scale_bytes = np_row_scale_bytes(engine, &s->down);
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
         float *partial = engine->shared.partials + ((size_t)(first_row + t - tokens.from) * s->blocks + block) * s->width;
         const float weight = engine->pair_weight[engine->group->first + t];
@@ -177,11 +179,11 @@ int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_
             if (done < 0)
                 return done;
             engine->list.values[engine->list.count] = weight * values[neuron];
-            list_row(engine, quants_of(engine, &s->down, cluster) + (size_t)i * engine->row_quant_bytes,
-                     scales_of(engine, &s->down, cluster) + (size_t)i * engine->row_scale_bytes, neuron, 0);
+            list_row(engine, quants_of(engine, &s->down, cluster) + i * quant_bytes,
+                     scales_of(engine, &s->down, cluster) + i * scale_bytes, neuron, 0);
         }
         memset(partial, 0, s->width * sizeof *partial);
-        np_add_rows(s->type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);
+        np_add_rows(s->down.type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);
         engine->counters.down_rows += engine->list.count;
     }
     return NP_OK;

@@ -42,6 +42,7 @@ static void list_triggers(np_engine *engine, token_lot lot)
 {
     const np_matrix_place *trigger = trigger_of(engine);
     const uint32_t n = engine->shape.cluster_neurons, all = (1u << lot.count) - 1;
+    const size_t quant_bytes = np_row_quant_bytes(engine, trigger), scale_bytes = np_row_scale_bytes(engine, trigger);
     const int decides = np_predictor_decides(engine);
     engine->list.count = 0;
     for (uint32_t o = 0; o < engine->open_count; o++) {
@@ -52,8 +53,7 @@ static void list_triggers(np_engine *engine, token_lot lot)
         for (uint32_t i = 0; i < n; i++) {
             const uint32_t tokens = decides ? np_predicted_tokens(engine, cluster * n + i, lot.first) & all : all;
             if (tokens)
-                list_row(engine, quants + i * np_row_quant_bytes(engine, trigger), scales + (size_t)i * engine->row_scale_bytes,
-                         cluster * n + i, tokens);
+                list_row(engine, quants + i * quant_bytes, scales + i * scale_bytes, cluster * n + i, tokens);
         }
     }
 }
@@ -109,17 +109,16 @@ static size_t scale_bytes_of_neuron(const np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_matrix_place *trigger = trigger_of(engine);
-    const size_t other_neurons = (s->cluster_neurons - 1) * (size_t)engine->row_scale_bytes;
-    return s->cluster_neurons <= 2 && np_predictor_decides(engine) && engine->row_scale_bytes ? s->slot_bytes[NP_TRIGGER] - trigger->scales - other_neurons : 0;
+    const size_t scale_bytes = np_row_scale_bytes(engine, trigger), other_neurons = (s->cluster_neurons - 1) * scale_bytes;
+    return s->cluster_neurons <= 2 && np_predictor_decides(engine) && scale_bytes ? s->slot_bytes[NP_TRIGGER] - trigger->scales - other_neurons : 0;
 }
 
 /* Multiply the listed rows with all tokens, by a panel. */
 static void dot_panel(np_engine *engine)
 {
-    const np_shape *s = &engine->shape;
     const np_row_list *list = &engine->list;
-    np_dot_panel(s->trigger_type, list->quants, list->scales, list->count, s->width, engine->inputs->panel, engine->group->count, NULL, engine->rows,
-                 engine->max_rows);
+    np_dot_panel(trigger_of(engine)->type, list->quants, list->scales, list->count, engine->shape.width, engine->inputs->panel,
+                 engine->group->count, NULL, engine->rows, engine->max_rows);
 }
 
 void np_compute_triggers(np_engine *engine, np_range clusters)

@@ -28,11 +28,11 @@ void np_prepare_vectors(np_engine *engine, np_vectors *to, const float *source, 
 void np_multiply_rows(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
                    const float *bias, float *out, size_t out_stride)
 {
-    const size_t quant_bytes = np_quant_bytes(x->type, x->n), scale_bytes = np_scale_bytes(x->type, x->n);
+    const size_t quant_bytes = np_quant_bytes(m->type, x->n), scale_bytes = np_scale_bytes(m->type, x->n);
     const uint8_t *quants = (const uint8_t *)m->quants + first_row * quant_bytes;
     const uint8_t *scales = scale_bytes ? (const uint8_t *)m->scales + first_row * scale_bytes : NULL;
     if (x->count < NP_PANEL_TOKENS) {
-        np_dot_rows(x->type, quants, scales, rows, x->n, x->prepared, x->stride, x->count, bias ? bias + first_row : NULL, out,
+        np_dot_rows(m->type, quants, scales, rows, x->n, x->prepared, x->stride, x->count, bias ? bias + first_row : NULL, out,
                     out_stride);
         return;
     }
@@ -43,7 +43,7 @@ void np_multiply_rows(const np_engine *engine, const np_vectors *x, const np_mat
             quants_at[r] = quants + (row + r) * quant_bytes;
             scales_at[r] = scales ? scales + (row + r) * scale_bytes : NULL;
         }
-        np_dot_panel(x->type, quants_at, scales_at, piece_rows, x->n, x->panel, x->count, bias ? bias + first_row + row : NULL,
+        np_dot_panel(m->type, quants_at, scales_at, piece_rows, x->n, x->panel, x->count, bias ? bias + first_row + row : NULL,
                      out + row, out_stride);
     }
 }

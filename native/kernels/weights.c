@@ -14,6 +14,10 @@ size_t np_scale_bytes(int type, size_t n) {
     return (type == NP_Q8 || type == NP_Q4 || type == NP_Q3) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
 }
 
+int np_reads_inputs_of(int type, int prepared_type) {
+    return type == prepared_type || (type == NP_Q3 && prepared_type == NP_Q4) || (np_has_minimum(type) && np_has_minimum(prepared_type));
+}
+
 size_t np_activation_bytes(int type, size_t n) {
     if (type == NP_F16) return np_padded(4 * n, 64);
     if (!np_quant_bytes(type, n)) return 0;

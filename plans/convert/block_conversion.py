@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
-from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
+from neuronpipe.plans.convert.encodings import decode_stored, same_values
 from neuronpipe.plans.convert.journal import Squares
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.package.layout import Quantization
@@ -96,9 +96,10 @@ class Work:
                 self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
         for name in piece.matrices:
             kind = name if name in ("embedding", "output") else "attention"
+            own = self.manifest.quantization_of(name)
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
-                    self.writer.matrix(name, self._rows(kind, part, rows))
+                    self.writer.matrix(name, self._rows(kind, own, part, rows))
         for expert, order in enumerate(piece.orders):
             self._neurons(piece.layer, expert, order)
         for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
@@ -133,10 +134,10 @@ class Work:
             values = first.values(rows)
             if rows[-1] == first.rows - 1:
                 values = np.pad(values, ((0, missing), (0, 0)))
-            self.writer.predictor_matrix(inner, self._encode("predictor", first, values))
+            self.writer.predictor_matrix(inner, self._encode("predictor", predictor.quantization, first, values))
         for rows in _blocks(order, second.columns):
             values = np.pad(second.values(rows), ((0, 0), (0, missing)))
-            self.writer.predictor_matrix(side, self._encode("predictor", second, values))
+            self.writer.predictor_matrix(side, self._encode("predictor", predictor.quantization, second, values))
 
     def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
         """Return the names of a feed-forward's matrices, by matrix."""
@@ -148,9 +149,10 @@ class Work:
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
+        own = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
-                self.writer.neurons(*(self._rows(name, matrix, rows) for name, matrix in rows_of.items()))
+                self.writer.neurons(*(self._rows(name, own[name], matrix, rows) for name, matrix in rows_of.items()))
             return
         down = rows_of.pop("down")
         granule = self.manifest.layout.cluster_neurons
@@ -161,30 +163,27 @@ class Work:
             done = 0
             for rows in _blocks(neurons, self.manifest.model.width, granule):
                 self.writer.neurons(
-                    *(self._rows(name, matrix, rows) for name, matrix in rows_of.items()),
-                    self._encode("down", down, columns[done : done + len(rows)]),
+                    *(self._rows(name, own[name], matrix, rows) for name, matrix in rows_of.items()),
+                    self._encode("down", own["down"], down, columns[done : done + len(rows)]),
                 )
                 done += len(rows)
 
-    def _quantization(self, kind: str) -> Quantization:
-        return self.manifest.trigger_quantization if kind == "gate" else self.manifest.quantization_of(kind)
-
-    def _rows(self, kind: str, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
-        """Encode some rows, or copy them if they are stored in the package's own encoding."""
+    def _rows(self, kind: str, quantization: Quantization, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
+        """Encode some rows, or copy them if the quantization can express their stored values."""
         stored = matrix.stored(rows)
-        same = same_encoding(matrix.encoding, self._quantization(kind), stored)
+        same = same_values(matrix.encoding, quantization, stored)
         if same is None:
-            return self._encode(kind, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
+            return self._encode(kind, quantization, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
         values = matrix.checked(decode_stored(matrix.encoding, stored))
         self._count(kind, matrix, values, values)
         return same
 
-    def _encode(self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
+    def _encode(self, kind: str, quantization: Quantization, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
         try:
-            rows = encode(self._quantization(kind), values)
+            rows = encode(quantization, values)
         except OverflowError:
             raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
-        self._count(kind, matrix, values, decode(self._quantization(kind), rows))
+        self._count(kind, matrix, values, decode(quantization, rows))
         return rows
 
     def _count(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.block_conversion import Progress, Work
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, StoredMatrix
 from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequencies
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
@@ -22,11 +23,26 @@ from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.gguf_part_names import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, NeuronOrder, Quantization, compute_layout
-from neuronpipe.plans.package.manifest import EMBEDDINGS, Chat, Manifest, Predictor, package_rank
+from neuronpipe.plans.package.layout import (
+    GROUP_WEIGHTS,
+    MINIMUM_QUANTIZATIONS,
+    Layout,
+    NeuronOrder,
+    Quantization,
+    compute_layout,
+)
+from neuronpipe.plans.package.manifest import (
+    EMBEDDINGS,
+    PREDICTOR_QUANTIZATIONS,
+    Chat,
+    Manifest,
+    Predictor,
+    package_rank,
+)
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
-from neuronpipe.plans.quantization_choice import LOSSLESS_ENCODINGS, Choice, default_quantization, why
+from neuronpipe.plans.quantization_choice import LOSSLESS, RECIPES, Choice, default_quantization, why, with_room_for
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
 
@@ -119,7 +135,7 @@ class Conversion:
         name: str | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
-        self._source_weights = _weights_by_encoding(checkpoint)
+        self._source_weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
         quantization = quantization or ("q4" if gates else default_quantization(self._source_weights))
         _require_groups(checkpoint, quantization)
         if gates is not None:
@@ -133,7 +149,7 @@ class Conversion:
             source=replace(checkpoint.source, weights=self._source_weights if quantized else {}),
             model=model,
             quantization=quantization,
-            embedding_quantization=_embedding_quantization(checkpoint, quantization),
+            quantizations=_fixed_quantizations(checkpoint, quantization),
             end_tokens=tuple(end.token for end in checkpoint.ends),
             layout=self._layout(quantization, gates),
             files={},
@@ -153,7 +169,7 @@ class Conversion:
             model.neurons,
             model.ffn_matrices,
             self._neuron_order,
-            gates=gates,
+            own={"gate": gates, "down": RECIPES[quantization].down},
             read_whole=model.read_whole,
         )
 
@@ -166,7 +182,7 @@ class Conversion:
     def choice(self) -> Choice:
         """The package's quantization, the reason for it, and the size in the alternative one."""
         quantization = self.manifest.quantization
-        alternative: Quantization = "q8" if quantization == "q4" else "q4"
+        alternative: Quantization = "q4k" if quantization == "q8" else "q8"
         fits = _fits_groups(self.checkpoint.model)
         return Choice(
             quantization=quantization,
@@ -181,7 +197,7 @@ class Conversion:
         manifest = replace(
             self.manifest,
             quantization=quantization,
-            embedding_quantization=_embedding_quantization(self.checkpoint, quantization),
+            quantizations=_fixed_quantizations(self.checkpoint, quantization),
             layout=self._layout(quantization),
             predictor=_predictor(self.checkpoint, quantization),
         )
@@ -260,7 +276,7 @@ def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor 
     ranks = tuple(map(package_rank, checkpoint.predictors.ranks))
     return Predictor(
         rank=max(ranks),
-        quantization=quantization,
+        quantization=quantization if quantization in PREDICTOR_QUANTIZATIONS else "q4",
         reads="residual",
         sides=(checkpoint.model.trigger,),
         hidden="relu",
@@ -270,18 +286,31 @@ def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor 
     )
 
 
-def _embedding_quantization(checkpoint: Checkpoint, quantization: Quantization) -> Quantization | None:
-    """Return the quantization of embedding and output if it is not the package's: q8 in a q4 package, unless q4 keeps
-    the values. Every token passes through them, and they lose most in q4."""
-    parts = [part for name in EMBEDDINGS for part in checkpoint.matrices.get(name, ())]
-    is_lossless = all(part.encoding == LOSSLESS_ENCODINGS["q4"] for part in parts)
-    return "q8" if quantization == "q4" and not is_lossless else None
+def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Quantization]:
+    """Return the quantizations of the fixed matrices that differ from the package's.
+
+    Embedding and output follow the recipe, unless the package's quantization keeps their values. A matrix of attention
+    has more bits where the source stores it in an encoding that needs them.
+    """
+    own = {}
+    for name, _, _ in fixed_matrices(checkpoint.model):
+        encodings = _weights_by_encoding(checkpoint.matrices[name])
+        if name in EMBEDDINGS:
+            is_lossless = {LOSSLESS.get(encoding) for encoding in encodings} == {quantization}
+            of_matrix = quantization if is_lossless else RECIPES[quantization].ends
+        elif quantization in MINIMUM_QUANTIZATIONS:
+            of_matrix = with_room_for(quantization, encodings)
+        else:
+            of_matrix = quantization
+        if of_matrix != quantization:
+            own[name] = of_matrix
+    return own
 
 
-def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the number of the matrices' weights in each encoding of the source, most frequent first."""
+def _weights_by_encoding(parts: Iterable[StoredMatrix]) -> dict[str, int]:
+    """Return the number of weights of matrices in each encoding of the source, most frequent first."""
     weights: dict[str, int] = {}
-    for part in (part for parts in checkpoint.matrices.values() for part in parts):
+    for part in parts:
         weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
     return dict(sorted(weights.items(), key=lambda item: -item[1]))
 

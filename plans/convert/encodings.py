@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.convert.quantize import pack_codes, pack_fields
+from neuronpipe.plans.package.layout import BITS, GROUP_WEIGHTS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.quantization_choice import LOSSLESS
 from numpy.typing import NDArray
 
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -49,12 +51,38 @@ def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float3
     return decoded
 
 
-def same_encoding(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:
-    """Return the stored rows without decoding, if the source's encoding is the package's own apart from the place of
-    scales."""
+def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:
+    """Return the stored rows in the package's quantization without decoding them, if it can express their values; else
+    None."""
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
-    if (encoding, quantization) not in (("Q4_0", "q4"), ("Q8_0", "q8")):
+    if encoding in ("Q4_K", "Q5_K") and (bits := BITS[quantization]) >= BITS[LOSSLESS[encoding]]:
+        return _with_minima(encoding, bits, stored) if quantization in MINIMUM_QUANTIZATIONS else None
+    if LOSSLESS.get(encoding) != quantization:
         return None
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
     return Rows(blocks[..., 2:].reshape(len(stored), -1), blocks[..., :2].reshape(len(stored), -1))
+
+
+def _with_minima(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows:
+    """Return rows of Q4_K or Q5_K as q4k, q5k or q6k, whose codes have at least as many bits.
+
+    A block of 256 weights is: fp16 of the scales, fp16 of the minima, 12 bytes with eight six-bit scales and minima,
+    for Q5_K 32 bytes whose bit g of byte j is the fifth bit of code j of group g, and 128 bytes of low four bits: byte
+    32 i + j has code j of the groups 2 i (low nibble) and 2 i + 1.
+    """
+    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
+    packed, lows = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)
+    codes = np.stack((lows & 15, lows >> 4), axis=3).reshape(len(stored), -1, GROUP_WEIGHTS)
+    if encoding == "Q5_K":
+        fifths = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        codes = codes | fifths.reshape(codes.shape) << 4
+    first, second, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    fields = np.stack(
+        (
+            np.concatenate((first & 63, high & 15 | first >> 6 << 4), axis=2),
+            np.concatenate((second & 63, high >> 4 | second >> 6 << 4), axis=2),
+        )
+    )
+    scales = np.concatenate((blocks[..., :4], pack_fields(*fields)), axis=2)
+    return Rows(pack_codes(codes, bits), scales.reshape(len(stored), -1))

@@ -1,5 +1,5 @@
-"""Encodes rows of weights as q4, q8 or f16, and decodes them. Groups are 32 consecutive weights of a row with one fp16
-scale.
+"""Encodes rows of weights in a package's quantizations, and decodes them. Groups are 32 consecutive weights of a row,
+in q3, q4 and q8 with one fp16 scale.
 
 q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group has weight j (low nibble) and weight j+16
     (high nibble); w = scale*(nibble-8) with scale = m/-8, where m is the weight of largest magnitude with its sign, so
@@ -8,6 +8,9 @@ q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group has we
 q3, for gates only: weights -4 to 3 in 12 bytes a group. Byte i of the first eight has the low two bits of weight + 4 of
 weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four has the third bits of i, i+4, ... i+28.
 With so few steps the largest magnitude gives a poor scale: of several scales, the one with the least error is used.
+
+q4k, q5k, q6k: codes of four, five or six bits with a scale and a minimum, w = scale*code - minimum; both are six bits
+each, times an fp16 unit of a block of eight groups (np_encode_row). FORMAT.md has the bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
+from neuronpipe.native import ROW_TYPES, ffi, lib
+from neuronpipe.plans.package.layout import BITS, GROUP_WEIGHTS, Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
@@ -24,14 +28,21 @@ Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitud
 TINY = 1e-30  # a group without larger magnitudes is zeros
 
 
-def encode(quantization: Quantization, weights: Weights) -> Rows:
-    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN."""
-    return _ENCODERS[quantization](weights)
+def encode(quantization: Quantization, weights: Weights, importance: Weights | None = None) -> Rows:
+    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN.
+
+    importance: float32 [n], weights of the squared errors of a row; only q4k, q5k and q6k use them.
+    """
+    if quantization in _ENCODERS:
+        return _ENCODERS[quantization](weights)
+    return _encode_with_minima(quantization, weights, importance)
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
     """Return the weights of encoded rows: float32 [rows, n]."""
-    return _DECODERS[quantization](rows)
+    if quantization in _DECODERS:
+        return _DECODERS[quantization](rows)
+    return _decode_with_minima(quantization, rows)
 
 
 def _half(values: Weights) -> NDArray[np.float16]:
@@ -133,6 +144,64 @@ def _times_scales(codes: Weights, scales: NDArray[np.uint8]) -> Weights:
     stored = np.ascontiguousarray(scales).view("<f2").astype(np.float32)
     product: Weights = codes * stored[..., None]
     return product.reshape(len(codes), -1)
+
+
+def _encode_with_minima(quantization: Quantization, weights: Weights, importance: Weights | None) -> Rows:
+    weights = np.ascontiguousarray(weights, dtype=np.float32)
+    count, n = weights.shape
+    rows = Rows(
+        np.empty((count, quant_bytes(quantization, n)), np.uint8),
+        np.empty((count, scale_bytes(quantization, n)), np.uint8),
+    )
+    errors_weight = ffi.NULL if importance is None else ffi.from_buffer("float[]", importance)
+    source, quants, scales = (ffi.from_buffer("uint8_t[]", array) for array in (weights, *rows))
+    for row in range(count):
+        status = lib.np_encode_row(
+            ROW_TYPES[quantization],
+            ffi.cast("float *", source + row * 4 * n),
+            errors_weight,
+            n,
+            quants + row * rows.quants.shape[1],
+            scales + row * rows.scales.shape[1],
+        )
+        if status < 0:
+            raise OverflowError("a value is not finite or does not fit fp16")
+    return rows
+
+
+def _decode_with_minima(quantization: Quantization, rows: Rows) -> Weights:
+    quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
+    n = quants.shape[1] * 8 // BITS[quantization]
+    weights = np.empty((len(quants), n), np.float32)
+    target = ffi.from_buffer("float[]", weights, require_writable=True)
+    quants_at, scales_at = ffi.from_buffer("uint8_t[]", quants), ffi.from_buffer("uint8_t[]", scales)
+    for row in range(len(weights)):
+        lib.np_decode_row(
+            ROW_TYPES[quantization],
+            quants_at + row * quants.shape[1],
+            scales_at + row * scales.shape[1],
+            n,
+            target + row * n,
+        )
+    return weights
+
+
+def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Return the quants of q4k, q5k or q6k from codes uint8 [rows, groups, 32]: low four bits as in q4, then for each
+    higher bit two planes of 16 bits a group, of its first and of its last 16 codes."""
+    half = GROUP_WEIGHTS // 2
+    planes = [_bytes_of(len(codes), codes[..., :half] & 15 | codes[..., half:] << 4)]
+    for bit in range(4, bits):
+        plane = np.packbits(codes >> bit & 1, axis=2, bitorder="little")
+        planes += [_bytes_of(len(codes), plane[..., :2]), _bytes_of(len(codes), plane[..., 2:])]
+    return np.concatenate(planes, axis=1)
+
+
+def pack_fields(scales: NDArray[np.uint8], minima: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the 12 bytes of a block's six-bit fields from uint8 [..., 8] each: the low four bits of group i's in byte
+    i, the upper two bits of those of the groups j and j + 4 in byte 8 + j."""
+    highs = scales >> 4 | minima >> 4 << 2
+    return np.concatenate((scales & 15 | (minima & 15) << 4, highs[..., :4] | highs[..., 4:] << 4), axis=-1)
 
 
 def _decode_f16(rows: Rows) -> Weights:

@@ -12,6 +12,7 @@ from typing import Any
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.measured_points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.layout import MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
@@ -241,17 +242,21 @@ class WorkCost:
 
     @property
     def _rows(self) -> dict[str, Any]:
-        """The kind of rows in the package's matrices."""
-        return {"quantization": self.manifest.quantization, "row_weights": self.manifest.model.width}
+        """The kind of rows in the package's matrices. Rows of q5k and q6k take the time of q4k for each byte, unless
+        they were measured."""
+        quantization = self.manifest.quantization
+        if quantization in MINIMUM_QUANTIZATIONS and not self._has_kernels(quantization):
+            quantization = MINIMUM_QUANTIZATIONS[0]
+        return {"quantization": quantization, "row_weights": self.manifest.model.width}
+
+    def _has_kernels(self, quantization: Quantization) -> bool:
+        return self.profile is not None and any(point.quantization == quantization for point in self.profile.decode)
 
     @property
     def _gate_rows(self) -> dict[str, Any]:
         """The kind of rows in the gates; as other rows if kernels of the gates' own quantization were not measured."""
         gate_quantization = self.manifest.trigger_quantization
-        measured = self.profile is not None and any(
-            point.quantization == gate_quantization for point in self.profile.decode
-        )
-        return self._rows | ({"quantization": gate_quantization} if measured else {})
+        return self._rows | ({"quantization": gate_quantization} if self._has_kernels(gate_quantization) else {})
 
     def _pieces_ms(self, size_bytes: float, piece_bytes: int) -> float | None:
         if self.speed is None:

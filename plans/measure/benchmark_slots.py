@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi
 from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout, quant_bytes, row_bytes, scale_bytes
 from neuronpipe.protocol.frozen import frozen
 
@@ -23,7 +23,6 @@ MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
 USUAL_BYTES = 256 << 20
 WORKER_BYTES = 16 << 20  # room for a block of the widest measured neurons
 CACHES = 4  # size relative to the largest cache, if enough memory is available
-NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 NEURONS_PER_WEIGHT = 3.5  # neurons of a layer relative to its width; gives blocks of the size in common models
 
 
@@ -92,12 +91,14 @@ class Neurons:
     def __init__(self, quantization: Quantization, row_weights: int, start: int, size_bytes: int) -> None:
         gates: Quantization = quantization
         quantization = "q4" if gates == "q3" else gates
-        self.type, self.row_weights = NATIVE_TYPES[quantization], row_weights
-        self.trigger_type = NATIVE_TYPES[gates]
+        self.type, self.row_weights = ROW_TYPES[quantization], row_weights
+        self.trigger_type = ROW_TYPES[gates]
         self.row_bytes, self.trigger_row_bytes = row_bytes(quantization, row_weights), row_bytes(gates, row_weights)
         neurons = int(NEURONS_PER_WEIGHT * row_weights)
         matrices = ("gate", "up", "down")
-        self._layout: Layout = compute_layout(quantization, row_weights, neurons, matrices, "frequency", gates=gates)
+        self._layout: Layout = compute_layout(
+            quantization, row_weights, neurons, matrices, "frequency", own={"gate": gates}
+        )
         self._trigger_quant_bytes = quant_bytes(gates, row_weights)
         self._quant_bytes, self._scale_bytes = (
             quant_bytes(quantization, row_weights),

@@ -32,7 +32,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.frozen import frozen
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (
-    *(("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096)),
+    *(("q4", 2048), ("q4", 4096), ("q4k", 2048), ("q4k", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096)),
     *(("q3", 2048), ("q3", 4096)),  # gates only: their Ups and Downs are q4
 )
 SHARES = (0.1, 0.5)

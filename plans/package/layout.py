@@ -7,7 +7,7 @@ feed-forward without Gate) and the value part (the other rows).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 PAGE_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
+BLOCK_WEIGHTS, BLOCK_SCALE_BYTES = 256, 16  # of the encodings with a minimum: a block's scales and minima
 MAX_CLUSTER_NEURONS = 64
 MAX_WASTE = 0.25
 MAX_WHOLE_WASTE = 0.03  # for clusters that are nearly always needed, with all their neighbours
@@ -23,24 +24,48 @@ MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
 
-Quantization = Literal["q3", "q4", "q8", "f16"]  # q3: for gates only
+Quantization = Literal["q3", "q4", "q4k", "q5k", "q6k", "q8", "f16"]  # q3: for gates only
 NeuronOrder = Literal["source", "frequency"]
 Part = Literal["trigger", "value"]
 
 
+BITS: Mapping[Quantization, int] = {"q3": 3, "q4": 4, "q4k": 4, "q5k": 5, "q6k": 6, "q8": 8, "f16": 16}
+MINIMUM_QUANTIZATIONS: tuple[Quantization, ...] = ("q4k", "q5k", "q6k")  # with a minimum for each group
+
+
 def quant_bytes(quantization: Quantization, weights: int) -> int:
     """Return the bytes of one row's quants (of its values, for f16)."""
-    return {"q3": weights // 8 * 3, "q4": weights // 2, "q8": weights, "f16": 2 * weights}[quantization]
+    return weights // 8 * BITS[quantization] if quantization != "f16" else 2 * weights
 
 
 def scale_bytes(quantization: Quantization, weights: int) -> int:
-    """Return the bytes of one row's fp16 scales; 0 for f16."""
-    return 0 if quantization == "f16" else 2 * (weights // GROUP_WEIGHTS)
+    """Return the bytes of one row's scales, with the minima if the encoding has them; 0 for f16."""
+    if quantization == "f16":
+        return 0
+    if quantization in MINIMUM_QUANTIZATIONS:
+        return -(-weights // BLOCK_WEIGHTS) * BLOCK_SCALE_BYTES
+    return 2 * (weights // GROUP_WEIGHTS)
 
 
 def row_bytes(quantization: Quantization, weights: int) -> int:
     """Return the bytes of one row: its quants and its scales."""
     return quant_bytes(quantization, weights) + scale_bytes(quantization, weights)
+
+
+def reads_inputs_of(quantization: Quantization, other: Quantization) -> bool:
+    """Return True if rows of one quantization read vectors that are prepared for the other, so that they may stand
+    beside each other in a layer: np_reads_inputs_of of the native library."""
+    return (
+        quantization == other
+        or (quantization, other) == ("q3", "q4")
+        or {quantization, other} <= set(MINIMUM_QUANTIZATIONS)
+    )
+
+
+def is_quantized_with(quantization: Quantization, other: Quantization) -> bool:
+    """Return True if both are quantized with full rows of their own inputs, or both are f16: embedding, output and down
+    may then differ from the package's quantization."""
+    return (quantization == "f16") == (other == "f16") and quantization != "q3"
 
 
 def pages(size_bytes: int) -> int:
@@ -51,7 +76,7 @@ def pages(size_bytes: int) -> int:
 @frozen(slots=True)
 class MatrixPlace:
     """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
-    quantization: the quantization of its rows; None: the package's."""
+    quantization: of its rows, if it is not the package's."""
 
     name: str
     part: Part
@@ -175,22 +200,21 @@ def _in_lines(size_bytes: int) -> int:
 
 @frozen(slots=True)
 class _RowBytes:
-    """Bytes of a neuron's rows: quants of its trigger and of each of `values` other rows, and the scales of either."""
+    """Bytes of a neuron's rows: quants and scales of its trigger, and of each of its other rows."""
 
     trigger: int
     trigger_scales: int
-    value: int
-    value_scales: int
-    values: int
+    values: tuple[int, ...]
+    value_scales: tuple[int, ...]
 
     @property
     def all(self) -> int:
-        return self.trigger + self.trigger_scales + self.values * (self.value + self.value_scales)
+        return self.trigger + self.trigger_scales + sum(self.values) + sum(self.value_scales)
 
 
 def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
     """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons."""
-    trigger, values, scales = row.trigger + row.trigger_scales, row.values * row.value, row.values * row.value_scales
+    trigger, values, scales = row.trigger + row.trigger_scales, sum(row.values), sum(row.value_scales)
     with_triggers = pages(count * (trigger + scales)), pages(count * values)
     with_values = pages(count * trigger), pages(count * (values + scales))
     if sum(with_triggers) < sum(with_values):
@@ -217,38 +241,39 @@ def compute_layout(
     matrices: tuple[str, ...],
     neuron_order: NeuronOrder,
     *,
-    gates: Quantization | None = None,
+    own: Mapping[str, Quantization | None] | None = None,
     read_whole: bool = False,
 ) -> Layout:
-    """Return the layout of a new package. `width` must suit the quantization.
-
-    neurons: neurons of one expert in one layer
-    matrices: matrices of the feed-forward, the trigger first
-    gates: the quantization of gates, if it is another
-    read_whole: True if a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and
-        padding is read with them
-    """
+    """Return the layout of a new package. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
+    first; `width` suits the quantization. own: quantizations of matrices that differ from the package's, by name.
+    read_whole: a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and padding is
+    read with them."""
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
-    gates = None if gates == quantization else gates
-    of_trigger = gates or quantization
+    own = {name: other for name, other in (own or {}).items() if other != quantization}
+    of_trigger, *of_values = (own.get(name) or quantization for name in matrices)
     row = _RowBytes(
         trigger=quant_bytes(of_trigger, width),
         trigger_scales=scale_bytes(of_trigger, width),
-        value=quant_bytes(quantization, width),
-        value_scales=scale_bytes(quantization, width),
-        values=len(matrices) - 1,
+        values=tuple(quant_bytes(of_value, width) for of_value in of_values),
+        value_scales=tuple(scale_bytes(of_value, width) for of_value in of_values),
     )
     count = _choose_cluster_neurons(row, max_waste)
     trigger_pages, value_pages, scales_part = _pages(row, count)
     clusters = -(-neurons // count)
     block_neurons = max(MIN_BLOCK_NEURONS, -(-neurons // MAX_BLOCKS))
     block_neurons = -(-block_neurons // count) * count
-    quants, scales = count * row.value, count * row.value_scales
     trigger_end = count * (row.trigger + row.trigger_scales)
-    scales_start = trigger_end if scales_part == "trigger" else row.values * quants
-    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, gates)
+    scales_start = trigger_end if scales_part == "trigger" else count * sum(row.values)
+    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, own.get(matrices[0]))
     values = (
-        MatrixPlace(name, "value", n * quants, scales_part, scales_start + n * scales)
+        MatrixPlace(
+            name,
+            "value",
+            count * sum(row.values[:n]),
+            scales_part,
+            scales_start + count * sum(row.value_scales[:n]),
+            own.get(name),
+        )
         for n, name in enumerate(matrices[1:])
     )
     return Layout(

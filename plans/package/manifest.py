@@ -45,7 +45,8 @@ SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
+QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q4k", "q5k", "q6k", "q8", "f16")
+PREDICTOR_QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # for gates only, in packages of q4
 
 
@@ -204,7 +205,7 @@ class Manifest:
     npu: NpuProfile | None = None  # measured loss of a neural processor's arithmetic
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
-    embedding_quantization: Quantization | None = None  # of embedding and output, if it is not the package's
+    quantizations: Mapping[str, Quantization] = field(default_factory=dict)  # of fixed matrices, if not the package's
     id: str = ""
 
     @cached_property
@@ -219,7 +220,19 @@ class Manifest:
 
     def quantization_of(self, name: str) -> Quantization:
         """Return the quantization of a fixed matrix, by its name."""
-        return (self.embedding_quantization if name in EMBEDDINGS else None) or self.quantization
+        return self.quantizations.get(name, self.quantization)
+
+    @property
+    def all_quantizations(self) -> dict[str, Quantization]:
+        """The quantizations that differ from the package's, by matrix: gate, up, down, and names of fixed matrices."""
+        return {place.name: place.quantization for place in self.layout.matrices if place.quantization} | dict(
+            self.quantizations
+        )
+
+    def row_quantization(self, matrix: str) -> Quantization:
+        """Return the quantization of a feed-forward's matrix: gate, up or down."""
+        place = next(place for place in self.layout.matrices if place.name == matrix)
+        return place.quantization or self.quantization
 
     @property
     def size_bytes(self) -> int:
@@ -228,9 +241,9 @@ class Manifest:
 
     @property
     def precision(self) -> str:
-        """The quantization for a person, with that of gates if it differs."""
-        gates = self.trigger_quantization
-        return self.quantization if gates == self.quantization else f"{self.quantization} ({gates} gates)"
+        """The quantization for a person, with those of the feed-forward's matrices that differ."""
+        own = [f"{place.quantization} {place.name}s" for place in self.layout.matrices if place.quantization]
+        return f"{self.quantization} ({', '.join(own)})" if own else self.quantization
 
     @cached_property
     def trigger_slot_bytes(self) -> int:
@@ -292,7 +305,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         }
         | {"layer_kinds": [_layer_kind(kind) for kind in manifest.model.layer_kinds]},
         "quantization": manifest.quantization,
-        **({} if (embedding := manifest.embedding_quantization) is None else {"embedding_quantization": embedding}),
+        **({"quantizations": dict(manifest.quantizations)} if manifest.quantizations else {}),
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {
             "cluster_neurons": layout.cluster_neurons,

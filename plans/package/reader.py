@@ -69,9 +69,7 @@ class Package:
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
         """Position of each fixed tensor in its file; exactly the tensors that the manifest's shape requires."""
-        manifest = self.manifest
-        expected = fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)
-        return _checked_tensors(self.fixed_path, expected)
+        return _checked_tensors(self.fixed_path, fixed_tensors(self.manifest))
 
     @property
     def predictor_path(self) -> Path:

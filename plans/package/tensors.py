@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
-from neuronpipe.plans.package.manifest import EMBEDDINGS, Predictor
+from neuronpipe.plans.package.manifest import Manifest, Predictor
 
-QUANT_DTYPES = {"q4": "U8", "q8": "I8", "f16": "F16"}
+QUANT_DTYPES = {"q8": "I8", "f16": "F16"}  # U8 for all others
 
 
 def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
@@ -52,20 +52,25 @@ def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
         yield f"{name}.bias", model.width
 
 
-def fixed_tensors(
-    model: ModelSpec, quantization: Quantization, embedding: Quantization | None = None
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned.
-    embedding: the quantization of embedding and output, if it differs."""
+def fixed_tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is
+    aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(model))
-    for name, rows, columns in fixed_matrices(model):
-        of_matrix = embedding or quantization if name in EMBEDDINGS else quantization
-        item_bytes = 2 if of_matrix == "f16" else 1
-        tensors[f"{name}.quants"] = (QUANT_DTYPES[of_matrix], (rows, quant_bytes(of_matrix, columns) // item_bytes))
-        if of_matrix != "f16":
-            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(of_matrix, columns) // 2))
+    tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(manifest.model))
+    for name, rows, columns in fixed_matrices(manifest.model):
+        tensors.update(_encoded(name, rows, columns, manifest.quantization_of(name)))
     return tensors
+
+
+def _encoded(name: str, rows: int, columns: int, quantization: Quantization) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors of one matrix: its quants, and its scales if it has any."""
+    if quantization == "f16":
+        return {f"{name}.quants": ("F16", (rows, columns))}
+    dtype = QUANT_DTYPES.get(quantization, "U8")
+    return {
+        f"{name}.quants": (dtype, (rows, quant_bytes(quantization, columns))),
+        f"{name}.scales": ("F16", (rows, scale_bytes(quantization, columns) // 2)),
+    }
 
 
 def predictor_name(model: ModelSpec, layer: int, expert: int) -> str:
@@ -95,10 +100,6 @@ def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple
     # Elements of two bytes come before elements of one byte, so that odd sizes do not misalign scales.
     narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, rows, columns in predictor_matrices(model, predictor):
-        quants = quant_bytes(predictor.quantization, columns)
-        if predictor.quantization == "f16":
-            tensors[f"{name}.quants"] = ("F16", (rows, columns))
-            continue
-        narrow[f"{name}.quants"] = (QUANT_DTYPES[predictor.quantization], (rows, quants))
-        tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(predictor.quantization, columns) // 2))
+        for tensor, described in _encoded(name, rows, columns, predictor.quantization).items():
+            (tensors if described[0] == "F16" else narrow)[tensor] = described
     return {**tensors, **narrow}

@@ -9,9 +9,11 @@ from neuronpipe.plans.package.reader import Package
 
 
 def neuron_row_bytes(manifest: Manifest) -> int:
-    """Return the bytes of a neuron's up or down row, quants and scales; also of its gate row if gates have no
-    quantization of their own."""
-    return row_bytes(manifest.quantization, manifest.model.width)
+    """Return the bytes of a neuron's rows in the value part, quants and scales, divided by their number."""
+    values = manifest.layout.matrices[1:]
+    return sum(row_bytes(place.quantization or manifest.quantization, manifest.model.width) for place in values) // len(
+        values
+    )
 
 
 def trigger_row_bytes(manifest: Manifest) -> int:

@@ -80,7 +80,7 @@ def package_bytes(manifest: Manifest) -> int:
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
     """Return the tensors of each of the package's safetensors files."""
-    files = {FIXED: fixed_tensors(manifest.model, manifest.quantization, manifest.embedding_quantization)}
+    files = {FIXED: fixed_tensors(manifest)}
     if manifest.predictor is not None:
         files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
     return files

@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
-TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 THREADS = 2
 ALIGNMENT_BYTES = 64
 BLOCK_ROWS = 512
@@ -22,7 +21,7 @@ class Vectors:
     """Vectors float32 [tokens, n], prepared once for products with many rows. Threads may share them."""
 
     def __init__(self, quantization: Quantization, vectors: Array) -> None:
-        self._kind, (self._tokens, self._n) = TYPES[quantization], vectors.shape
+        self._kind, (self._tokens, self._n) = ROW_TYPES[quantization], vectors.shape
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         stride = -(-lib.np_activation_bytes(self._kind, self._n) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         activations = _aligned(self._tokens * stride)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
@@ -20,7 +20,6 @@ from neuronpipe.services.steps.step_counters import PARTS, counters_by_name
 from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
 from neuronpipe.services.worker.step_channel import Lane
 
-TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
 ROUTERS = {"softmax": lib.NP_ROUTER_SOFTMAX, "sigmoid": lib.NP_ROUTER_SIGMOID}
 NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
@@ -108,6 +107,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "quants": matrix.quants,
             "scales_part": PARTS[matrix.scales_part],
             "scales": matrix.scales,
+            "type": ROW_TYPES[matrix.quantization or manifest.quantization],
         }
         for matrix in slots.matrices
     }
@@ -130,9 +130,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "norm_epsilon": s.norm_epsilon,
             "head_norm": s.head_norm,
             "rotary": s.positions == "rotary",
-            "type": TYPES[manifest.quantization],
-            "trigger_type": TYPES[manifest.trigger_quantization],
-            "embedding_type": TYPES[manifest.quantization_of("embedding")],
+            "type": ROW_TYPES[manifest.quantization],
             "activation": ACTIVATIONS[s.activation],
             "activation_threshold": s.activation_threshold,
             **{name: getattr(s, name) for name in SCALES},
@@ -145,7 +143,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
             **places,
             "predictor_rank": predictor.rank if predictor else 0,
-            "predictor_type": TYPES[predictor.quantization] if predictor else 0,
+            "predictor_type": ROW_TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
             "predictor_reads": READS[predictor.reads] if predictor else 0,
         },
@@ -388,10 +386,15 @@ class Participant:
         return silent.by_layer[layer].threshold if self._config.thresholded and silent is not None else 0.0
 
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
+        predictor, manifest = self._manifest.predictor, self._manifest
+
         def matrix(name: str) -> dict[str, Any]:
+            is_predictor = ".predictor." in name and predictor is not None
+            quantization = predictor.quantization if is_predictor else manifest.quantization_of(name)  # type: ignore[union-attr]
             return {
                 "quants": self._pointer("void *", tensors[f"{name}.quants"]),
                 "scales": self._pointer("void *", tensors.get(f"{name}.scales")),
+                "type": ROW_TYPES[quantization],
             }
 
         def vector(name: str) -> Any:

@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.runtime_memory import graph_tokens, runtime_bytes
 from neuronpipe.plans.plan.segment_sizes import product_blocks
-from neuronpipe.services.worker.participant import TYPES
 
 KIB = 1024
 
@@ -68,7 +67,7 @@ class _Participant:
     """A fake participant that hands out equal rows for the products in order."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._type, self._kept = TYPES[manifest.quantization], []  # type: tuple[int, list[Any]]
+        self._type, self._kept = ROW_TYPES[manifest.quantization], []  # type: tuple[int, list[Any]]
         self.rows: list[Any] = []
 
     def of(self, kind: int, rows: int, columns: int) -> Any:
@@ -78,6 +77,7 @@ class _Participant:
         place.kind, place.rows, place.columns = kind, rows, columns
         for matrix in range(3 if kind == lib.NP_PRODUCT_NEURONS else 1):
             pointers = ffi.new("void *[]", [quants] * rows), ffi.new("void *[]", [scales] * rows)
+            place.types[matrix] = self._type
             place.quants[matrix], place.scales[matrix] = pointers
             self._kept += pointers
         self._kept += (quants, scales)

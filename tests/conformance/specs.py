@@ -111,7 +111,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         model.neurons,
         model.ffn_matrices,
         "source",
-        gates=gates,
+        own={"gate": gates},
         read_whole=model.read_whole,
     )
     manifest = Manifest(

@@ -16,10 +16,11 @@ from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
 from neuronpipe.plans.models.spec import LayerKind
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.plans.quantization_choice import Choice, default_quantization, why
+from neuronpipe.plans.quantization_choice import SUFFICIENT, Choice, default_quantization, why, with_room_for
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -244,6 +245,27 @@ def stored_values(recipe: Recipe, name: str, encoding: str) -> np.ndarray:
     return dequantize(quantize(dict(tensors(recipe))[name], kind), kind)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "quantization"), [("Q4_K", "q4k"), ("Q4_K", "q5k"), ("Q5_K", "q5k"), ("Q4_K", "q6k"), ("Q5_K", "q6k")]
+)
+def test_values_with_minima_pass_unchanged_along_the_sources_axis(
+    encoding: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
+    gate, up, _ = PackageWeights(convert(source, tmp_path / "p", quantization=quantization)).neurons(0)
+    for values in (gate, up):
+        expected = dequantize(random_blocks(encoding, 512, 256), GGMLQuantizationType[encoding])
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_attention_has_more_bits_where_the_source_has(tmp_path: Path) -> None:
+    """As in a file of Q4_K_M, whose values of attention are Q6_K in some layers."""
+    assert with_room_for("q4k", {"Q4_K": 8, "Q6_K": 2}) == "q6k"
+    assert with_room_for("q4k", {"Q4_K": 8, "Q5_K": 2}) == "q5k"
+    assert with_room_for("q6k", {"Q4_K": 1}) == "q6k"
+    assert with_room_for("q4k", {"F32": 1, "BF16": 1}) == "q4k"
+
+
 @pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1"])
 def test_encodings_decode_to_what_was_stored(encoding: str, tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
@@ -266,9 +288,8 @@ def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [
-        ("F16", "q4"),
-        ("Q4_0", "q4"),
-        *((encoding, "q8") for encoding in BLOCK_WEIGHTS_BYTES if encoding != "Q4_0"),
+        ("F16", "q4k"),
+        *((encoding, SUFFICIENT[encoding]) for encoding in BLOCK_WEIGHTS_BYTES),
     ],
 )
 def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expected: str, tmp_path: Path) -> None:
@@ -277,7 +298,7 @@ def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expecte
     manifest = convert(source, tmp_path / "p", chosen=choices.append).manifest
     (choice,) = choices
     assert manifest.quantization == choice.quantization == expected
-    assert choice.alternative == ("q8" if expected == "q4" else "q4")
+    assert choice.alternative == ("q4k" if expected == "q8" else "q8")
     assert choice.package_bytes == written_bytes(tmp_path / "p")
     assert choice.alternative_bytes == written_bytes(
         convert(source, tmp_path / "o", quantization=choice.alternative).path
@@ -302,7 +323,7 @@ def weights_of_matrices(manifest: Manifest) -> int:
 def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(encoding: str, tmp_path: Path) -> None:
     package = convert(write_gguf(tmp_path / "m.gguf", WIDE, encoding), tmp_path / "p", quantization="q4")
     manifest, own = package.manifest, "q4" if encoding == "Q4_0" else "q8"
-    assert manifest.embedding_quantization == (None if own == "q4" else "q8")
+    assert manifest.quantizations == ({} if own == "q4" else {"embedding": "q8", "output": "q8"})
     assert [manifest.quantization_of(name) for name in ("embedding", "output", "layers.0.qkv")] == [own, own, "q4"]
     dtypes = [package.fixed[f"{name}.quants"].dtype for name in ("embedding", "output", "layers.0.qkv")]
     assert dtypes == [{"q4": "U8", "q8": "I8"}[own]] * 2 + ["U8"]
@@ -312,16 +333,17 @@ def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(enc
 
 
 def test_most_weights_decide_where_encodings_are_mixed() -> None:
-    assert default_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q8"  # Q4_K_M
+    assert default_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q4k"  # Q4_K_M
     assert default_quantization({"Q4_0": 70, "Q6_K": 30}) == "q4"  # as llama.cpp has the output of a Q4_0
-    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q8"
-    assert default_quantization({"F16": 60, "Q8_0": 40}) == "q4"
+    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q5k"
+    assert default_quantization({"F16": 60, "Q8_0": 40}) == "q4k"
 
 
 def test_the_reason_for_a_quantization_names_what_the_source_stores() -> None:
     assert why({"BF16": 1}, "q4") == "the source is not quantized"
     assert why({"Q4_0": 9, "Q6_K": 1}, "q4") == "the source stores Q4_0 90%, Q6_K 10%, and q4 keeps the values of Q4_0"
-    assert why({"Q4_K": 8, "Q6_K": 2}, "q8") == "the source stores Q4_K 80%, Q6_K 20%, which q4 could not keep"
+    assert why({"Q4_K": 8, "Q6_K": 2}, "q8") == "the source stores Q4_K 80%, Q6_K 20%, which q8 keeps almost exactly"
+    assert why({"Q4_K": 1}, "q4k") == "the source stores Q4_K 100%, and q4k keeps the values of Q4_K"
     assert "expect clearly worse text" in why({"Q4_K": 8, "Q6_K": 2}, "q4")
     assert "Q3_K 40%, Q4_K 30%, Q5_K 20% and others" in why({"Q5_K": 2, "Q4_K": 3, "Q3_K": 4, "Q6_K": 1}, "q8")
 
@@ -359,9 +381,9 @@ def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.
     told = json.loads(capsys.readouterr().out)
     assert told["worst_tensor"]["error"] < 0.01
     assert set(told["source_weights"]) == {"Q4_K"}
-    assert told["quantization_reason"] == "the source stores Q4_K 100%, which q4 could not keep"
+    assert told["quantization_reason"] == "the source stores Q4_K 100%, which q8 keeps almost exactly"
     assert main(["inspect", str(tmp_path / "q")]) == 0
-    assert "the source stores Q4_K 100%, which q4 could not keep" in capsys.readouterr().out
+    assert "the source stores Q4_K 100%, which q8 keeps almost exactly" in capsys.readouterr().out
     assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), "-o", str(tmp_path / "r")]) == 0
     assert "quantized itself" not in capsys.readouterr().out
 

@@ -31,15 +31,15 @@ static uint32_t of_slot(const np_shape *s, uint32_t rows, int is_scales) {
 static np_shape shape_of(int type, uint32_t each, int gated, int activation, int decides) {
     np_shape s = {
         .width = WIDTH, .neurons = NEURONS, .layers = 1, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .vocabulary = 1,
-        .context_tokens = 1, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1, .type = type == NP_Q3 ? NP_Q4 : type, .trigger_type = type, .embedding_type = type == NP_Q3 ? NP_Q4 : type,
+        .context_tokens = 1, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1, .type = type == NP_Q3 ? NP_Q4 : type,
         .activation = activation, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = gated,
         .predictor_rank = decides ? 32 : 0, .predictor_type = type == NP_Q3 ? NP_Q4 : type, .predictor_reads = NP_READS_ATTENTION, .cluster_neurons = each,
         .clusters = NEURONS / each, .block_neurons = BLOCK, .blocks = BLOCKS, .slot_bytes = {SLOT * each, SLOT * each},
     };
     const uint32_t row = of_slot(&s, 1, 0), scales = (uint32_t)np_scale_bytes(type, WIDTH) * each;
-    s.gate = (np_matrix_place){NP_TRIGGER, 0, NP_TRIGGER, row};
-    s.up = gated ? (np_matrix_place){NP_VALUE, 0, NP_TRIGGER, row + scales} : s.gate;
-    s.down = (np_matrix_place){NP_VALUE, gated ? row : 0, NP_TRIGGER, row + (gated ? 2 : 1) * scales};
+    s.gate = (np_matrix_place){NP_TRIGGER, 0, NP_TRIGGER, row, type};
+    s.up = gated ? (np_matrix_place){NP_VALUE, 0, NP_TRIGGER, row + scales, s.type} : s.gate;
+    s.down = (np_matrix_place){NP_VALUE, gated ? row : 0, NP_TRIGGER, row + (gated ? 2 : 1) * scales, s.type};
     return s;
 }
 
@@ -97,7 +97,7 @@ static void compare(stage *s, stage *alone, const char *isa, uint32_t count) {
         sum.predicted += alone->counters.predicted, sum.fired += alone->counters.fired, sum.active += alone->counters.active;
         sum.gate_rows += alone->counters.gate_rows, sum.up_rows += alone->counters.up_rows, sum.down_rows += alone->counters.down_rows;
         CHECK(memcmp(s->hidden[t], alone->hidden[0], sizeof s->hidden[t]) == 0 && memcmp(s->residual[t], alone->residual[0], sizeof s->residual[t]) == 0,
-              "%s type %d, clusters of %u, %u tokens: token %u has other bits than by itself", isa, s->shape.trigger_type, s->shape.cluster_neurons, count, t);
+              "%s type %d, clusters of %u, %u tokens: token %u has other bits than by itself", isa, s->shape.gate.type, s->shape.cluster_neurons, count, t);
         for (uint32_t i = 0; s->shape.predictor_rank && i < NEURONS; i++)
             CHECK((wants[i] >> t & 1) || s->hidden[t][i] == 0.0f, "%s: neuron %u is not predicted for token %u", isa, i, t);
     }

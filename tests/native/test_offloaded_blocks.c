@@ -24,14 +24,14 @@ typedef struct {
 static const np_shape shape = {
     .width = WIDTH, .neurons = BLOCKS * 4, .layers = LAYERS, .query_heads = 1, .key_heads = 1, .head_width = WIDTH,
     .vocabulary = VOCABULARY, .context_tokens = CONTEXT, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1,
-    .type = NP_Q8, .trigger_type = NP_Q8, .embedding_type = NP_Q8, .activation = NP_RELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = 1,
+    .type = NP_Q8, .activation = NP_RELU, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = 1,
     .cluster_neurons = 4, .clusters = BLOCKS, .block_neurons = 4, .blocks = BLOCKS, .slot_bytes = {1024, 1024},
-    .gate = {NP_TRIGGER, 0, NP_TRIGGER, 512}, .up = {NP_VALUE, 0, NP_TRIGGER, 600}, .down = {NP_VALUE, 256, NP_TRIGGER, 700},
+    .gate = {NP_TRIGGER, 0, NP_TRIGGER, 512, NP_Q8}, .up = {NP_VALUE, 0, NP_TRIGGER, 600, NP_Q8}, .down = {NP_VALUE, 256, NP_TRIGGER, 700, NP_Q8},
 };
 
 static np_engine *made(stage *s, const void *zeros, int held) {
     static np_layer layers[LAYERS];
-    const np_matrix matrix = {zeros, zeros};
+    const np_matrix matrix = {zeros, zeros, NP_Q8, 0};
     const np_norm norm = {zeros, NULL};
     for (int n = 0; n < LAYERS; n++)
         layers[n] = (np_layer){.qkv = matrix, .attention_output = matrix, .attention_norm = norm, .ffn_norm = norm, .rotary = 1};

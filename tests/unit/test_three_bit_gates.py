@@ -88,7 +88,7 @@ def test_products_have_the_bits_of_four_bits() -> None:
 
 def test_a_7b_gate_takes_512_bytes_less_in_memory() -> None:
     """On flash both fill a page."""
-    layouts = [compute_layout("q4", 4096, 14336, GATED, "source", gates=gates) for gates in (None, "q3")]
+    layouts = [compute_layout("q4", 4096, 14336, GATED, "source", own={"gate": gates}) for gates in (None, "q3")]
     slots = [layout.slots("q4", 4096, moved=True) for layout in layouts]
     assert [layout.cluster_stride_bytes for layout in layouts] == [8192, 8192]
     assert [place.trigger_bytes for place in slots] == [2304, 1792]
@@ -97,7 +97,7 @@ def test_a_7b_gate_takes_512_bytes_less_in_memory() -> None:
 
 @pytest.mark.parametrize("width", [320, 768, 2048, 2560, 4096])
 def test_pieces_neither_overlap_nor_leave_their_part(width: int) -> None:
-    layout = compute_layout("q4", width, 1000, GATED, "source", gates="q3")
+    layout = compute_layout("q4", width, 1000, GATED, "source", own={"gate": "q3"})
     assert layout.matrices[0].quantization == "q3"
     ends: dict[str, int] = {"trigger": 0, "value": 0}
     for part, _, offset, size in sorted(layout.pieces("q4", width), key=lambda piece: piece[2]):
@@ -135,7 +135,7 @@ def in_gates(field: str, value: Any) -> Callable[[Any], None]:
 def in_package(value: str) -> Callable[[Any], None]:
     def change(manifest: Any) -> None:
         manifest["quantization"] = value
-        del manifest["embedding_quantization"]
+        del manifest["quantizations"]
 
     return change
 
@@ -146,7 +146,7 @@ def in_package(value: str) -> Callable[[Any], None]:
         (in_gates("gate", "q2"), "matrices.gate.quantization"),
         (in_gates("gate", "q4"), "matrices.gate.quantization"),
         (in_gates("up", "q3"), "matrices.up.quantization"),
-        (in_package("q8"), "is for gates of packages in q4"),
+        (in_package("q8"), "q3 does not go with q8"),
         (in_package("q3"), "quantization"),
     ],
 )

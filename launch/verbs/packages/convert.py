@@ -65,8 +65,8 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="quantization of the weights; embedding and output matrix get at least q8 (default: q4; q8 for a GGUF "
-        "that is neither F16 nor Q4_0)",
+        help="quantization of most weights; embedding, output and down matrices get more bits (default: q4k; what "
+        "keeps the values of a quantized GGUF)",
     )
     parser.add_argument(
         "--gates",
@@ -177,7 +177,7 @@ def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
         "id": manifest.id,
         "quantization": manifest.quantization,
         "quantization_reason": why(encoded.source_weights, manifest.quantization),
-        "embedding_quantization": manifest.quantization_of("embedding"),
+        "quantizations": manifest.all_quantizations,
         "gates": manifest.trigger_quantization if manifest.model.gated else None,
         "activation": manifest.model.activation,
         "bytes": manifest.size_bytes,
@@ -192,11 +192,11 @@ def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
 
 def _source_note(encoded: Encoded, quantization: Quantization) -> str:
     total = sum(encoded.source_weights.values())
-    alternative = "; `--quantization q8` adds far less, for nearly twice the space" if quantization == "q4" else ""
+    larger = "; `--quantization q8` adds far less, for nearly twice the space" if quantization in ("q4", "q4k") else ""
     shares = ", ".join(f"{name} {count / total:.0%}" for name, count in encoded.source_weights.items())
     return (
         f"note: the source is quantized itself ({shares}). The errors above are relative to its values, and add to "
-        f"its own loss{alternative}; converting a checkpoint of 16 bits loses less"
+        f"its own loss{larger}; converting a checkpoint of 16 bits loses less"
     )
 
 

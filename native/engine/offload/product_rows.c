@@ -116,10 +116,11 @@ int np_engine_next_rows(np_engine *engine, np_product_rows *next)
 }
 
 /* ---- where the rows lie ---------------------------------------------------------------------------------------------- */
-static void open_matrix(np_engine *engine, const np_matrix *matrix, const np_product_rows *rows)
+static void open_matrix(np_engine *engine, const np_matrix *matrix, np_product_rows *rows)
 {
     np_external_state *e = &engine->external;
-    const size_t quant_bytes = np_quant_bytes(engine->shape.type, rows->columns), scale_bytes = np_scale_bytes(engine->shape.type, rows->columns);
+    const size_t quant_bytes = np_quant_bytes(matrix->type, rows->columns), scale_bytes = np_scale_bytes(matrix->type, rows->columns);
+    rows->types[0] = matrix->type;
     for (uint32_t r = 0; r < rows->rows; r++) {
         e->quants[0][r] = (const uint8_t *)matrix->quants + r * quant_bytes;
         e->scales[0][r] = (const uint8_t *)matrix->scales + r * scale_bytes;
@@ -139,7 +140,7 @@ static void prefetch_groups(np_engine *engine, uint32_t layer, uint32_t expert)
         np_request_ahead(reader, layer, engine->groups[g].expert, reader->blocks, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, NP_REQUEST_PREFETCH);
 }
 
-static int open_neurons(np_engine *engine, const np_product_rows *rows)
+static int open_neurons(np_engine *engine, np_product_rows *rows)
 {
     const np_shape *s = &engine->shape;
     const np_matrix_place *const places[3] = {&s->gate, &s->up, &s->down};
@@ -158,9 +159,11 @@ static int open_neurons(np_engine *engine, const np_product_rows *rows)
     const int done = np_fetch_blocks(reader, &reader->groups[0], blocks);
     if (done < 0)
         return done;
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 3; i++) {
+        rows->types[i] = places[i]->type;
         for (uint32_t r = 0; r < neurons; r++)
             np_neuron_row(reader, places[i], first + r, &e->quants[i][r], &e->scales[i][r]);
+    }
     return NP_OK;
 }
 
@@ -203,8 +206,8 @@ static void multiply_neurons(np_engine *engine, const np_product_rows *p, float 
     for (uint32_t row = 0; row < p->rows; row += s->block_neurons) {
         const uint32_t count = p->rows - row < s->block_neurons ? p->rows - row : s->block_neurons;
         np_row_list *list = &engine->list;
-        np_dot_scattered(s->trigger_type, p->quants[0] + row, p->scales[0] + row, count, s->width, NULL, engine->vectors.prepared, 0, 1, gates, 0);
-        np_dot_scattered(s->type, p->quants[1] + row, p->scales[1] + row, count, s->width, NULL, engine->vectors.prepared, 0, 1, ups, 0);
+        np_dot_scattered(p->types[0], p->quants[0] + row, p->scales[0] + row, count, s->width, NULL, engine->vectors.prepared, 0, 1, gates, 0);
+        np_dot_scattered(p->types[1], p->quants[1] + row, p->scales[1] + row, count, s->width, NULL, engine->vectors.prepared, 0, 1, ups, 0);
         list->count = 0;
         for (uint32_t r = 0; r < count; r++) {
             const float value = np_neuron_value(engine, gates[r], ups[r]);
@@ -214,7 +217,7 @@ static void multiply_neurons(np_engine *engine, const np_product_rows *p, float 
             list->scales[list->count] = p->scales[2][row + r];
             list->values[list->count++] = value;
         }
-        np_add_rows(s->type, list->quants, list->scales, list->values, list->count, s->width, out);
+        np_add_rows(p->types[2], list->quants, list->scales, list->values, list->count, s->width, out);
     }
 }
 
@@ -235,7 +238,7 @@ int np_engine_compute_product(np_engine *engine, const np_product *product, cons
         if (product->kind == NP_PRODUCT_NEURONS)
             multiply_neurons(reader, rows, out + i * out_stride);
         else
-            np_dot_scattered(s->type, rows->quants[0], rows->scales[0], rows->rows, rows->columns, NULL, reader->vectors.prepared, 0, 1,
+            np_dot_scattered(rows->types[0], rows->quants[0], rows->scales[0], rows->rows, rows->columns, NULL, reader->vectors.prepared, 0, 1,
                              out + i * out_stride, 0);
     }
     return NP_OK;

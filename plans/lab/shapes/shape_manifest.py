@@ -7,6 +7,7 @@ firing and predicted neurons are the simulator's. Neurons are ordered as in a pr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from neuronpipe.plans.lab.shapes.models import SimulatedModel
 from neuronpipe.plans.number_format import show_number
@@ -38,26 +39,27 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
     layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
     clusters = spec.ffns * layout.clusters
     predictor = _predictor(shape) if spec.activation == "drelu" else None
-    lengths = {
-        TOKENIZER: TOKEN_BYTES * spec.vocabulary,
-        FIXED: file_bytes(fixed_tensors(spec, "q4")),
-        BUNDLES: clusters * layout.cluster_stride_bytes,
-        CHECKSUMS: clusters * CHECKSUM_BYTES,
-    }
-    if predictor is not None:
-        lengths[PREDICTOR] = file_bytes(predictor_tensors(spec, predictor))
-    return Manifest(
+    manifest = Manifest(
         name=shape.name,
         source=Source("synthetic", shape.name, spec.activation),
         model=spec,
         quantization="q4",
         end_tokens=(),
         layout=layout,
-        files={name: FileEntry(size_bytes, None) for name, size_bytes in lengths.items()},
+        files={},
         quantization_error={},
         fired_by_layer=(shape.active,) * spec.layers,
         predictor=predictor,
-    ).sealed()
+    )
+    lengths = {
+        TOKENIZER: TOKEN_BYTES * spec.vocabulary,
+        FIXED: file_bytes(fixed_tensors(manifest)),
+        BUNDLES: clusters * layout.cluster_stride_bytes,
+        CHECKSUMS: clusters * CHECKSUM_BYTES,
+    }
+    if predictor is not None:
+        lengths[PREDICTOR] = file_bytes(predictor_tensors(spec, predictor))
+    return replace(manifest, files={name: FileEntry(length, None) for name, length in lengths.items()}).sealed()
 
 
 def _predictor(shape: SimulatedModel) -> Predictor:

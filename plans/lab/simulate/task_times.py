@@ -14,8 +14,8 @@ from neuronpipe.plans.cost.work_cost import WorkCost
 from neuronpipe.plans.lab.devices.device_file import THIS_MACHINE, DeviceModel
 from neuronpipe.plans.lab.shapes.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.lab.simulate.systems import System
-from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
@@ -123,8 +123,8 @@ class PlannedCosts:
         self.whole = plan.flash.bundle
         self.gates_name_values = plan.compute.mode != "predicted" and not plan.flash.bundle
         self._clusters = layout.clusters * model.experts_per_token
-        value_row = row_bytes(manifest.quantization, model.width)
-        trigger_bytes = triggers * row_bytes(manifest.trigger_quantization, model.width)
+        value_row = neuron_row_bytes(manifest)
+        trigger_bytes = triggers * trigger_row_bytes(manifest)
         kernels_s = self._kernels_s(trigger_bytes, values * value_row, value_row)
         self._neurons_s = kernels_s / (trigger_bytes + values * value_row)
         self._matrix_s = _measured_ms(cost.fixed_ms(1e9)) / 1e12

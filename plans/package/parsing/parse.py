@@ -38,12 +38,15 @@ from neuronpipe.plans.package.layout import (
     NeuronOrder,
     Part,
     Quantization,
+    is_quantized_with,
+    reads_inputs_of,
 )
 from neuronpipe.plans.package.manifest import (
     ACTIVITY,
     BUNDLES,
     CHAT_TEMPLATE,
     CHECKSUMS,
+    EMBEDDINGS,
     ERROR_KINDS,
     FIXED,
     FORMAT,
@@ -65,6 +68,7 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.npu_section import parse_npu
 from neuronpipe.plans.package.parsing.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parsing.parse_thresholds import parse_silent
+from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.strict_json import Record, parse_json, read_file
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
@@ -93,11 +97,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     model = _parse_model(record.record("model"))
     quantization = cast(Quantization, record.choice("quantization", *QUANTIZATIONS))
-    embedding = None
-    if record.has("embedding_quantization"):
-        embedding = cast(Quantization, record.choice("embedding_quantization", "q8"))
-        if quantization != "q4":
-            record.fail("embedding_quantization", f"{embedding} is for packages in q4")
+    quantizations = (
+        _parse_quantizations(record.record("quantizations"), model, quantization) if record.has("quantizations") else {}
+    )
     activity = _parse_activity(record.record("activity"), model.layers) if record.has("activity") else (None, None)
     predictor = parse_predictor(record.record("predictor"), model) if record.has("predictor") else None
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
@@ -120,7 +122,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         profiles=profiles,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
-        embedding_quantization=embedding,
+        quantizations=quantizations,
         id=record.text("id"),
     )
     record.finish()
@@ -207,6 +209,21 @@ def _parse_layer_kind(record: Record) -> LayerKind:
     return kind
 
 
+def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
+    """Read the quantizations of fixed matrices that differ from the package's."""
+    names = {name for name, _, _ in fixed_matrices(model)}
+    quantizations = {}
+    for name in record.names():
+        if name not in names:
+            record.fail(safe_name(name), "is no fixed matrix of this model")
+        own = cast(Quantization, record.choice(name, *(other for other in QUANTIZATIONS if other != quantization)))
+        if not (is_quantized_with(own, quantization) if name in EMBEDDINGS else reads_inputs_of(own, quantization)):
+            record.fail(name, f"{own} does not go with {quantization}")
+        quantizations[name] = own
+    record.finish()
+    return quantizations
+
+
 def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
     tokens = record.items("end")
     for token in tokens:
@@ -243,8 +260,12 @@ def _parse_matrix(record: Record, name: str, trigger: str, quantization: Quantiz
     part = "trigger" if name == trigger else "value"
     of_rows = None
     if record.has("quantization"):
-        of_rows = cast(Quantization, record.choice("quantization", *GATE_QUANTIZATIONS))
-        if name != "gate" or quantization != "q4":
+        of_rows = cast(Quantization, record.choice("quantization", *GATE_QUANTIZATIONS, *QUANTIZATIONS))
+        if not (is_quantized_with(of_rows, quantization) if name == "down" else reads_inputs_of(of_rows, quantization)):
+            record.fail("quantization", f"{of_rows} does not go with {quantization}")
+        if of_rows == quantization:
+            record.fail("quantization", f"{of_rows} is the package's; leave it out")
+        if of_rows in GATE_QUANTIZATIONS and name != "gate":
             record.fail("quantization", f"{of_rows} is for gates of packages in q4")
     matrix = MatrixPlace(
         name,

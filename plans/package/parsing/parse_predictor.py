@@ -10,7 +10,7 @@ from neuronpipe.plans.package.manifest import (
     MAX_PERPLEXITY,
     MAX_RANK,
     MAX_TEXT_TOKENS,
-    QUANTIZATIONS,
+    PREDICTOR_QUANTIZATIONS,
     Hidden,
     Predictor,
     PredictorInput,
@@ -28,7 +28,7 @@ def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
     measured = record.has("exact_perplexity")
     predictor = Predictor(
         rank=record.integer("rank", GROUP_WEIGHTS, MAX_RANK),
-        quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
+        quantization=cast(Quantization, record.choice("quantization", *PREDICTOR_QUANTIZATIONS)),
         reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward", "residual")),
         sides=_parse_sides(record, model),
         hidden=cast(Hidden, record.choice("hidden", "none", "relu")),

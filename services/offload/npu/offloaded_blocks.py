@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.package.layout import MatrixPlace
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
@@ -32,7 +32,6 @@ from neuronpipe.services.offload.npu.graphs import (
 from neuronpipe.services.offload.npu.layer_products import decode, is_clamped
 from neuronpipe.services.offload.npu.sessions import Session
 from neuronpipe.services.offload.npu.weight_rows import MATRICES
-from neuronpipe.services.worker.participant import TYPES
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -182,7 +181,7 @@ class OffloadedProducts:
     def _as_bytes(self, clusters: NDArray[np.uint8], place: MatrixPlace) -> tuple[NDArray[np.int8], Floats]:
         """Return the rows of a matrix, [neurons of whole products][width], and their scales. Padding is zeros."""
         width, neurons = self._manifest.model.width, self._manifest.layout.cluster_neurons
-        kind = TYPES[place.quantization or self._manifest.quantization]
+        kind = ROW_TYPES[place.quantization or self._manifest.quantization]
         padded = -(-self._stored_neurons // self._neurons) * self._neurons
         rows, scales = np.zeros((padded, width), np.int8), np.zeros(padded, np.float32)
         quants_at, scales_at = (

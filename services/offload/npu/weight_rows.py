@@ -24,7 +24,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.offload.npu.graphs import Scale, encode
 from neuronpipe.services.steps.backend import Abandoned
-from neuronpipe.services.worker.participant import TYPES, Participant
+from neuronpipe.services.worker.participant import Participant
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.int8]
@@ -76,7 +76,6 @@ class RowsAhead:
 
     def __init__(self, manifest: Manifest, *, neurons: int, threads: int) -> None:
         model = manifest.model
-        self._type, self._gate_type = TYPES[manifest.quantization], TYPES[manifest.trigger_quantization]
         self._neurons = neurons
         matrices = {
             lib.NP_PRODUCT_QKV: (model.qkv_rows, model.width),
@@ -242,8 +241,7 @@ class RowsAhead:
     ) -> None:
         """Convert `count` rows of one matrix, beginning with row `first`, and write their scales."""
         rows = buffers[matrix][first : first + count]
-        is_gate = place.kind == lib.NP_PRODUCT_NEURONS and matrix == MATRICES.index("gate")
-        kind = self._gate_type if is_gate else self._type
+        kind = place.types[matrix]
         status = lib.np_rows_to_s8(
             kind,
             place.quants[matrix] + first,

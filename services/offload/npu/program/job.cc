@@ -42,6 +42,14 @@ static float real_or(const char *json, const char *path, float otherwise)
 }
 
 /* ---- the package ----------------------------------------------------------------------------------------------------- */
+/* The type of rows whose quantization stands at this path; `otherwise` if nothing does. */
+static int quantization_at(const char *manifest, const std::string &path, int otherwise)
+{
+    if (!json_has(manifest, path.c_str()))
+        return otherwise;
+    return choice(manifest, path.c_str(), {{"q8", NP_Q8}, {"q4", NP_Q4}, {"q3", NP_Q3}, {"q4k", NP_Q4K}, {"q5k", NP_Q5K}, {"q6k", NP_Q6K}});
+}
+
 /* Offsets in bundles.bin. read_plan changes those of scales that lie elsewhere in memory. */
 static np_matrix_place place_of(const char *manifest, const std::string &name)
 {
@@ -49,7 +57,8 @@ static np_matrix_place place_of(const char *manifest, const std::string &name)
     const auto part = [&](const char *field) {
         return static_cast<uint32_t>(choice(manifest, (path + field).c_str(), {{"trigger", NP_TRIGGER}, {"value", NP_VALUE}}));
     };
-    return {part("part"), number(manifest, (path + "quants").c_str()), part("scales_part"), number(manifest, (path + "scales").c_str())};
+    const int type = quantization_at(manifest, path + "quantization", quantization_at(manifest, "quantization", 0));
+    return {part("part"), number(manifest, (path + "quants").c_str()), part("scales_part"), number(manifest, (path + "scales").c_str()), type};
 }
 
 void Job::read_shape()
@@ -58,12 +67,7 @@ void Job::read_shape()
     if (json_number(m, "version") != 3)
         run_fail("manifest.json", "is of another version; convert the model again");
     shape = {};
-    shape.type = shape.trigger_type = choice(m, "quantization", {{"q8", NP_Q8}, {"q4", NP_Q4}});
-    if (json_has(m, "layout/matrices/gate/quantization"))
-        shape.trigger_type = choice(m, "layout/matrices/gate/quantization", {{"q3", NP_Q3}});
-    shape.embedding_type = shape.type;
-    if (json_has(m, "embedding_quantization"))
-        shape.embedding_type = choice(m, "embedding_quantization", {{"q8", NP_Q8}});
+    shape.type = quantization_at(m, "quantization", 0);
     shape.activation = choice(m, "model/activation", {{"relu", NP_RELU}, {"drelu", NP_DRELU}});
     shape.norm = choice(m, "model/norm", {{"rms", NP_NORM_RMS}, {"layer", NP_NORM_LAYER}});
     shape.rotary = choice(m, "model/positions", {{"rotary", 1}, {"learned", 0}});
@@ -267,8 +271,9 @@ const void *Job::tensor(const std::string &name, size_t bytes) const
 
 np_matrix Job::matrix(const std::string &name, size_t rows, size_t columns) const
 {
-    return {tensor(name + ".quants", rows * np_quant_bytes(shape.type, columns)),
-            tensor(name + ".scales", rows * np_scale_bytes(shape.type, columns))};
+    const int type = quantization_at(manifest_, "quantizations/" + name, shape.type);
+    return {tensor(name + ".quants", rows * np_quant_bytes(type, columns)), tensor(name + ".scales", rows * np_scale_bytes(type, columns)),
+            type, 0};
 }
 
 const float *Job::vector_named(const std::string &name, size_t length, bool is_there) const

@@ -251,8 +251,7 @@ int RowsAhead::convert(PreparedRows *rows)
         return NP_E_ARGUMENT;
     converters_.share(parts * static_cast<size_t>(matrices), [&](size_t part) {
         const size_t n = part / parts, first = part % parts * PART_ROWS, count = std::min<size_t>(PART_ROWS, from.rows - first);
-        const int type = matrices == 3 && n == 0 ? shape_.trigger_type : shape_.type;
-        if (np_rows_to_s8(type, from.quants[n] + first, from.scales[n] + first, count, from.columns,
+        if (np_rows_to_s8(from.types[n], from.quants[n] + first, from.scales[n] + first, count, from.columns,
                           rows->rows[n].data() + first * from.columns, from.columns, rows->scales[n].data() + first) < 0)
             is_refused = true;
     });

@@ -1,0 +1,83 @@
+/* Encoding with minima: errors stay within what the codes' steps allow, whatever the row; damaged weights are refused. */
+#include "check.h"
+#include "neuronpipe.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_WEIGHTS = 640 };
+
+static float row[MAX_WEIGHTS], decoded[MAX_WEIGHTS];
+static uint8_t quants[MAX_WEIGHTS], scales[64];
+
+static double relative_error(int type, size_t n) {
+    double error = 0, power = 0;
+    CHECK(np_encode_row(type, row, NULL, n, quants, scales) == NP_OK, "type %d n=%zu is refused", type, n);
+    np_decode_row(type, quants, scales, n, decoded);
+    for (size_t j = 0; j < n; j++) {
+        error += (decoded[j] - row[j]) * (double)(decoded[j] - row[j]);
+        power += row[j] * (double)row[j];
+    }
+    return power > 0 ? sqrt(error / power) : sqrt(error);
+}
+
+static float normal(void) {
+    float sum = 0;
+    for (int i = 0; i < 12; i++) sum += 0.5f * random_float();
+    return sum;
+}
+
+static void test_errors(void) {
+    static const struct {
+        int type;
+        double most; /* relative, of normal weights */
+    } cases[] = {{NP_Q4K, 0.075}, {NP_Q5K, 0.038}, {NP_Q6K, 0.021}};
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
+        for (size_t n = 32; n <= MAX_WEIGHTS; n += 32)
+            for (int offset = 0; offset < 2; offset++) {
+                for (size_t j = 0; j < n; j++) row[j] = 0.02f * (normal() + 4.0f * (float)offset * (j / 32 % 3 == 1 ? 1.0f : -1.0f));
+                const double error = relative_error(cases[c].type, n);
+                CHECK(error < cases[c].most, "type %d n=%zu offset %d: error %.4f", cases[c].type, n, offset, error);
+            }
+}
+
+static void test_special_rows(void) {
+    for (int type = NP_Q4K; type <= NP_Q6K; type++) {
+        memset(row, 0, sizeof row);
+        CHECK(relative_error(type, 256) == 0.0, "type %d: zeros", type);
+        for (size_t j = 0; j < 256; j++) row[j] = j % 32 ? 0.0f : -3.0f;
+        CHECK(relative_error(type, 256) < 0.01, "type %d: one negative weight a group", type);
+        for (size_t j = 0; j < 256; j++) row[j] = 1e-35f;
+        CHECK(relative_error(type, 256) <= 1.0 && isfinite(decoded[0]), "type %d: tiny weights", type);
+        const float refused[] = {NAN, INFINITY, -INFINITY, 3e38f};
+        for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+            memset(row, 0, sizeof row);
+            row[77] = refused[i];
+            CHECK(np_encode_row(type, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "type %d takes %g", type, (double)refused[i]);
+        }
+    }
+    CHECK(np_encode_row(NP_Q4, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "q4 is encoded elsewhere");
+    CHECK(np_encode_row(NP_Q4K, row, NULL, 33, quants, scales) == NP_E_ARGUMENT, "half a group");
+}
+
+static void test_importance(void) {
+    float importance[256];
+    double plain = 0, weighted = 0;
+    for (int round = 0; round < 40; round++) {
+        for (size_t j = 0; j < 256; j++) row[j] = normal(), importance[j] = j % 8 == 0 ? 1.0f : 0.001f;
+        for (int with = 0; with < 2; with++) {
+            np_encode_row(NP_Q4K, row, with ? importance : NULL, 256, quants, scales);
+            np_decode_row(NP_Q4K, quants, scales, 256, decoded);
+            for (size_t j = 0; j < 256; j += 8) *(with ? &weighted : &plain) += (decoded[j] - row[j]) * (double)(decoded[j] - row[j]);
+        }
+    }
+    CHECK(weighted < 0.8 * plain, "important weights lose %.4f, else %.4f", weighted, plain);
+}
+
+int main(void) {
+    test_errors();
+    test_special_rows();
+    test_importance();
+    return checks_report();
+}
