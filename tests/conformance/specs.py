@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import Quantization, compute_layout
+from neuronpipe.plans.package.layout import MINIMUM_QUANTIZATIONS, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import (
+    EMBEDDINGS,
     MANIFEST,
     Manifest,
     Predictor,
@@ -25,6 +26,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter
 from neuronpipe.plans.predictor.fit import scores
+from neuronpipe.plans.quantization_choice import RECIPES
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from numpy.typing import NDArray
 
@@ -111,18 +113,22 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         model.neurons,
         model.ffn_matrices,
         "source",
-        own={"gate": gates},
+        own={"gate": gates, "down": RECIPES[quantization].down},
         read_whole=model.read_whole,
     )
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
         end_tokens=(), layout=layout, files={}, quantization_error={}, fired_by_layer=None,
+        quantizations=_ends(model, quantization),
     )  # fmt: skip
     with PackageWriter(target, manifest, overwrite=False) as writer:
         for name, length in fixed_vectors(model):
             writer.vector(name, _vector(name, length, random))
         for name, rows, columns in fixed_matrices(model):
-            writer.matrix(name, encode(quantization, _normal(random, (rows, columns), _deviation(name, columns))))
+            writer.matrix(
+                name,
+                encode(manifest.quantization_of(name), _normal(random, (rows, columns), _deviation(name, columns))),
+            )
         for _ in range(model.ffns):
             scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
             deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
@@ -131,6 +137,12 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
             writer.neurons(*(encode(own, rows) for own, rows in zip(encoded, rows_of, strict=True)))
         writer.complete(tokenizer(model.vocabulary).to_str().encode(), {})
         return writer.publish()
+
+
+def _ends(model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
+    """Embedding and output as the recipes of encodings with minima have them; else as the rest."""
+    names = [name for name, _, _ in fixed_matrices(model) if name in EMBEDDINGS]
+    return dict.fromkeys(names, RECIPES[quantization].ends) if quantization in MINIMUM_QUANTIZATIONS else {}
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:

@@ -36,6 +36,7 @@ CASES = [(name, "f16") for name in SPECS] + [
     (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse") for q in ("q8", "q4")
 ]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
+CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
 
 
 @pytest.fixture(scope="module")

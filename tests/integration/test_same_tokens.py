@@ -88,6 +88,8 @@ KINDS = [
     ("awkward", "q8", None),
     ("qwen2", "f16", None),  # silu, biases, tied embeddings
     ("qwen2", "q4", None),
+    ("qwen2", "q4k", None),  # down in q5k, embedding in q6k
+    ("awkward", "q5k", None),
     ("relu2", "f16", None),  # no multiple of 32 in a row of queries: f16 only
     ("relu2", "f16", "drelu"),
     ("bamboo", "q8", "drelu"),  # a sliding window
@@ -162,6 +164,7 @@ def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tup
     [
         ("awkward", "q4", "q3"),
         ("qwen2", "f16", None),
+        ("awkward", "q4k", None),
         pytest.param("awkward", "q4", None, marks=pytest.mark.nightly),
     ],
 )
