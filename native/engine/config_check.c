@@ -100,7 +100,7 @@ static int fits_inputs(const np_matrix *m, int type)
 
 static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 {
-    for (uint32_t n = 0; n < s->layers; n++) {
+    for (uint32_t n = 0; fixed->layers && n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
         if (!fits_inputs(&l->qkv, s->type))
             return "qkv";
