@@ -224,7 +224,9 @@ def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_b
 def of_gate(**fields: int) -> dict[str, dict[str, int]]:
     """The trigger's place with some of it changed."""
     place = native_shape(manifest(), 8, predicts=False).gate
-    return {"gate": {name: getattr(place, name) for name in ("part", "quants", "scales_part", "scales", "type")} | fields}
+    return {
+        "gate": {name: getattr(place, name) for name in ("part", "quants", "scales_part", "scales", "type")} | fields
+    }
 
 
 @pytest.mark.parametrize(
