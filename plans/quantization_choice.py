@@ -30,8 +30,8 @@ MAX_SHOWN = 3
 class Recipe:
     """The quantizations of a package's matrices, named after that of most of them.
 
-    down: of Down, whose rows are stored by neuron, across the source's groups. ends: of embedding and output, through
-    which every token passes.
+    down: quantization of Down, whose rows are stored by neuron, across the source's groups
+    ends: quantization of embedding and output, through which every token passes
     """
 
     down: Quantization

@@ -124,7 +124,9 @@ def _normalize(tokenizer: Tokenizer, path: Path, spec: Any, config: Record) -> N
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix and _is_legacy(config):
-        steps += [normalizers.Prepend(SPACE)]
+        # A text of which the map leaves nothing has a space all the same, unless such spaces are removed.
+        at = len(steps) if spec.remove_extra_whitespaces else 0
+        steps.insert(at, normalizers.Prepend(SPACE))
     elif spec.add_dummy_prefix:  # only before the text, not after each special token in it
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

@@ -76,7 +76,7 @@ def pages(size_bytes: int) -> int:
 @frozen(slots=True)
 class MatrixPlace:
     """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
-    quantization: of its rows, if it is not the package's."""
+    quantization: encoding of its rows, if it is not the package's."""
 
     name: str
     part: Part

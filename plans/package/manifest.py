@@ -241,9 +241,9 @@ class Manifest:
 
     @property
     def precision(self) -> str:
-        """The quantization for a person, with those of the feed-forward's matrices that differ."""
-        own = [f"{place.quantization} {place.name}s" for place in self.layout.matrices if place.quantization]
-        return f"{self.quantization} ({', '.join(own)})" if own else self.quantization
+        """The quantization for a person, with that of gates if it differs."""
+        gates = self.trigger_quantization
+        return self.quantization if gates == self.quantization else f"{self.quantization} ({gates} gates)"
 
     @cached_property
     def trigger_slot_bytes(self) -> int:

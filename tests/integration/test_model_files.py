@@ -110,7 +110,7 @@ def test_convert_makes_the_package_that_the_model_stands_for(store: Store) -> No
     assert "neuronpipe run other -p TEXT" in other.out
     assert package_names() == ["my-m-we", "other"]
     again = store.call("convert", store.gguf, "--overwrite", "--json")
-    assert json.loads(again.out)["quantization"] == "q4"
+    assert json.loads(again.out)["quantization"] == "q4k"
     assert package_names() == ["my-m-we", "other"]
     assert "is no name for a package" in store.call("convert", store.gguf, "--name", "a/b").errors
 

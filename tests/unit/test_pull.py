@@ -119,7 +119,7 @@ def hub(
 
 def same_package(made: Package, source: Path, place: Path, **options: Any) -> None:
     """The package is what converting the whole source makes, but for what it says of its source."""
-    expected = convert(source, place, quantization="q4", **options)
+    expected = convert(source, place, **options)
     for name, entry in expected.manifest.files.items():
         assert (made.path / name).read_bytes() == (expected.path / name).read_bytes(), name
         assert made.manifest.files[name] == entry
@@ -135,7 +135,7 @@ def test_a_repository_becomes_a_package_of_its_name(hub: Hub, tmp_path: Path) ->
     assert package.manifest.source.name == f"org/model@{pulled['commit'][:12]}"
     assert hub.left() == []
     (listed,) = hub.listed()["packages"]
-    assert (listed["name"], listed["id"], listed["quantization"]) == ("model", package.manifest.id, "q4")
+    assert (listed["name"], listed["id"], listed["quantization"]) == ("model", package.manifest.id, "q4k")
     assert json.loads(hub.call("inspect", "model", "--json").out)["id"] == package.manifest.id
     assert [hub.mirror.sent_bytes(name) for name in hub.shards] == [
         (hub.source / name).stat().st_size for name in hub.shards
@@ -320,7 +320,9 @@ def test_a_gguf_model_in_parts_is_pulled_part_by_part(
     assert pulled["downloaded_bytes"] == sum(sizes)
     assert most <= pulled["disk_bytes"] + 4096 * 20
     assert pulled["disk_bytes"] < pulled["bytes"] + sum(sizes), "no better than package and source at once"
-    same_package(Package.open(hub.data / "packages" / "big"), first, tmp_path / "expected", activation="relu")
+    same_package(
+        Package.open(hub.data / "packages" / "big"), first, tmp_path / "expected", activation="relu", quantization="q4"
+    )
     assert hub.left() == []
 
 

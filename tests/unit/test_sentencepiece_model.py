@@ -99,6 +99,8 @@ def test_any_text_gets_the_librarys_ids(kind: str, tmp_path_factory: pytest.Temp
         | st.text("ae \r\n\u00b8\uff21\uff76\u0300\u0301\u0323\uff9e")
     )
     @example("\u00b8\u0300")
+    @example("\x1f")
+    @example("\x1f\u0300a")
     def same(text: str) -> None:
         assume("<s>" not in text and "</s>" not in text)  # the library takes them for letters, chats need them whole
         assert ours.encode(text, add_special_tokens=False).ids == library.encode(text)
