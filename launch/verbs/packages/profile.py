@@ -25,7 +25,7 @@ from neuronpipe.launch.profile.profile_arguments import read_calibration_texts, 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
-from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, QUANTIZATIONS
+from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, PREDICTOR_QUANTIZATIONS
 from neuronpipe.plans.package.optional_file import require_writable
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, help="rank of the factors, a multiple of 32 (default: about width / 11)")
     parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, default="q8", help="quantization of the factors (default: %(default)s)"
+        "--quantization",
+        choices=PREDICTOR_QUANTIZATIONS,
+        default="q8",
+        help="quantization of the factors (default: %(default)s)",
     )
     parser.add_argument(
         "--recall",

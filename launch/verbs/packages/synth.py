@@ -15,7 +15,7 @@ from typing import Any
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.lab.synth.shapes import SHAPES
-from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS
+from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, PREDICTOR_QUANTIZATIONS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--predictor-quantization",
-        choices=QUANTIZATIONS,
+        choices=PREDICTOR_QUANTIZATIONS,
         default="q4",
         help="quantization of the predictor's factors, if the shape has one (default: %(default)s)",
     )
