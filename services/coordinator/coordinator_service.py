@@ -69,6 +69,7 @@ from neuronpipe.services.runtime.trace import Trace
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed without a message
 ENDING_MS = 5
+MAX_MESSAGES_PER_TURN = 64  # some tens of milliseconds of the dearest ones
 log = logging.getLogger(__name__)
 
 
@@ -118,9 +119,10 @@ class CoordinatorService:
         poller = Poller()
         for source in (self._control, self._wake, self._pipeline.wake, self._events, self._answers.descriptor):
             poller.add(source)
+        has_messages = False
         while not self._draining:
             self._job.pulse.waits()
-            readable = poller.wait(self._patience_ms())
+            readable = poller.wait(0 if has_messages else self._patience_ms())
             self._job.pulse.works()
             if self._wake in readable:
                 os.read(self._wake, 4096)
@@ -136,9 +138,7 @@ class CoordinatorService:
                 self._handle(Leaving(leaving))
             if (self._answers.descriptor in readable or self._answers.due_s == 0) and self._answers.receive():
                 self._handle(AnswersKnown())
-            while self._control in readable and (received := self._control.receive()) is not None:
-                self._notice_epoch()
-                self._take(*received)
+            has_messages = (has_messages or self._control in readable) and self._take_messages()
             while self._deferred:
                 self._handle(self._deferred.pop(0))
             if self._scheduler.wants_tick(time.monotonic()):
@@ -154,6 +154,16 @@ class CoordinatorService:
         self._answers.close()
         self._pipeline.close()
         self._context.close()
+
+    def _take_messages(self) -> bool:
+        """Handle the messages that have come, at most MAX_MESSAGES_PER_TURN of them, so that no client's flood keeps
+        the loop from its other work. Return True if there may be more."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            if (received := self._control.receive()) is None:
+                return False
+            self._notice_epoch()
+            self._take(*received)
+        return True
 
     def _end(self, poller: Poller) -> None:
         """End the run: tell clients and services, also those that connect meanwhile, until no service is left."""
