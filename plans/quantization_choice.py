@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.package.layout import BITS, MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import BITS, Quantization
 from neuronpipe.protocol.frozen import frozen
 
 PLAIN = ("F32", "F16", "BF16")
 LOSSLESS: Mapping[str, Quantization] = {"Q4_0": "q4", "Q8_0": "q8", "Q4_K": "q4k", "Q5_K": "q5k"}
 """The smallest quantization that can express all values of an encoding, along the same axis."""
-SUFFICIENT: Mapping[str, Quantization] = {
-    **LOSSLESS,
-    "Q2_K": "q4k",
-    "Q3_K": "q4k",
-    "IQ4_XS": "q5k",
-    "IQ4_NL": "q5k",
-    "Q4_1": "q5k",
-    "Q5_0": "q6k",
-    "Q5_1": "q6k",
-    "Q6_K": "q6k",
-}
-"""The smallest quantization that keeps a model's text about as good as this encoding."""
+ATTENTION: Mapping[str, Quantization] = {"Q4_K": "q4k", "Q5_K": "q5k", "Q6_K": "q6k"}
+"""The quantization of a matrix of attention in a package of q4k, q5k or q6k, by the source's encoding: such files store
+some of these matrices with more bits than the rest."""
 MAX_SHOWN = 3
 
 
@@ -63,19 +54,20 @@ class Choice:
 def default_quantization(weights: Mapping[str, int]) -> Quantization:
     """Return the quantization of a package whose source stores these numbers of weights in each encoding.
 
-    q4k for plain weights. For others, what suffices for the encoding of most of the quantized weights.
+    q4k for plain weights. For others, what keeps the values of most of the quantized weights; q8 if no smaller one
+    does: re-encoding in fewer bits loses again what was lost before.
     """
     quantized = {name: count for name, count in weights.items() if name not in PLAIN}
     if 2 * sum(quantized.values()) <= sum(weights.values()):
         return "q4k"
-    return SUFFICIENT[max(quantized, key=lambda name: quantized[name])]
+    return LOSSLESS.get(max(quantized, key=lambda name: quantized[name]), "q8")
 
 
 def with_room_for(quantization: Quantization, encodings: Mapping[str, int]) -> Quantization:
     """Return the quantization of a matrix in a package of `quantization`, if the source stores these numbers of its
     weights in each encoding: one with more bits if an encoding needs them."""
-    wanted = [SUFFICIENT[name] for name in encodings if name in SUFFICIENT]
-    larger = [own for own in wanted if own in MINIMUM_QUANTIZATIONS and BITS[own] > BITS[quantization]]
+    wanted = [ATTENTION[name] for name in encodings if name in ATTENTION]
+    larger = [own for own in wanted if BITS[own] > BITS[quantization]]
     return max(larger, key=lambda own: BITS[own], default=quantization)
 
 
@@ -96,6 +88,8 @@ def why(weights: Mapping[str, int], quantization: Quantization) -> str:
     name = max(weights, key=lambda name: weights[name])
     if LOSSLESS.get(name) == quantization:
         return f"{how}, and {quantization} keeps the values of {name}"
-    if BITS[quantization] < BITS[sufficient] or (quantization == "q4" and sufficient != "q4"):
+    if quantization == "q4" or BITS[quantization] < BITS[LOSSLESS.get(name, quantization)]:
         return f"{how}, which {quantization} cannot keep: expect clearly worse text than the source's"
+    if BITS[quantization] < BITS[sufficient]:
+        return f"{how}, which {quantization} does not keep: expect slightly worse text than the source's"
     return f"{how}, which {quantization} keeps almost exactly"

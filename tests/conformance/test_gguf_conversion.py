@@ -20,7 +20,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.plans.quantization_choice import SUFFICIENT, Choice, default_quantization, why, with_room_for
+from neuronpipe.plans.quantization_choice import LOSSLESS, Choice, default_quantization, why, with_room_for
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -289,7 +289,7 @@ def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path)
     ("encoding", "expected"),
     [
         ("F16", "q4k"),
-        *((encoding, SUFFICIENT[encoding]) for encoding in BLOCK_WEIGHTS_BYTES),
+        *((encoding, LOSSLESS.get(encoding, "q8")) for encoding in BLOCK_WEIGHTS_BYTES),
     ],
 )
 def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expected: str, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(enc
 def test_most_weights_decide_where_encodings_are_mixed() -> None:
     assert default_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q4k"  # Q4_K_M
     assert default_quantization({"Q4_0": 70, "Q6_K": 30}) == "q4"  # as llama.cpp has the output of a Q4_0
-    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q5k"
+    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q8"
     assert default_quantization({"F16": 60, "Q8_0": 40}) == "q4k"
 
 
