@@ -69,7 +69,7 @@ from neuronpipe.services.runtime.trace import Trace
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed without a message
 ENDING_MS = 5
-MAX_MESSAGES_PER_TURN = 64  # some tens of milliseconds of the dearest ones
+MAX_MESSAGES_PER_TURN = 64  # so that no client's flood keeps the loop from its other work
 log = logging.getLogger(__name__)
 
 
@@ -138,7 +138,13 @@ class CoordinatorService:
                 self._handle(Leaving(leaving))
             if (self._answers.descriptor in readable or self._answers.due_s == 0) and self._answers.receive():
                 self._handle(AnswersKnown())
-            has_messages = (has_messages or self._control in readable) and self._take_messages()
+            has_messages = has_messages or self._control in readable
+            for _ in range(MAX_MESSAGES_PER_TURN if has_messages else 0):
+                if (received := self._control.receive()) is None:
+                    has_messages = False
+                    break
+                self._notice_epoch()
+                self._take(*received)
             while self._deferred:
                 self._handle(self._deferred.pop(0))
             if self._scheduler.wants_tick(time.monotonic()):
@@ -154,16 +160,6 @@ class CoordinatorService:
         self._answers.close()
         self._pipeline.close()
         self._context.close()
-
-    def _take_messages(self) -> bool:
-        """Handle the messages that have come, at most MAX_MESSAGES_PER_TURN of them, so that no client's flood keeps
-        the loop from its other work. Return True if there may be more."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
-            if (received := self._control.receive()) is None:
-                return False
-            self._notice_epoch()
-            self._take(*received)
-        return True
 
     def _end(self, poller: Poller) -> None:
         """End the run: tell clients and services, also those that connect meanwhile, until no service is left."""
@@ -309,10 +305,8 @@ class CoordinatorService:
 
     # ---- the step pipeline ------------------------------------------------------------------------------------
     def _collect_answers(self) -> bool:
-        """Process the answers from the step channels, which disarms the pipeline. Returns True if there were any.
-
-        If the pipeline has sent a step, the scheduler decides on the same one now: no event came between.
-        """
+        """Process the answers from the step channels, which disarms the pipeline. Returns True if there were any. If
+        the pipeline has sent a step, the scheduler decides on the same one now: no event came between."""
         answers = self._pipeline.collect()
         for answer in answers:
             role, index = answer.process
