@@ -209,11 +209,11 @@ def render(description: dict[str, Any]) -> str:
 def _stored(description: dict[str, Any]) -> str:
     """Return facts about the quantization besides its name; empty if there are none."""
     return "; ".join(
-        filter(None, [described_quantizations(description["quantizations"]), description["quantization_reason"]])
+        filter(None, [_described_quantizations(description["quantizations"]), description["quantization_reason"]])
     )
 
 
-def described_quantizations(quantizations: Mapping[str, str]) -> str:
+def _described_quantizations(quantizations: Mapping[str, str]) -> str:
     """Return which fixed matrices have a quantization of their own, for a person: layers are counted."""
     layers: dict[tuple[str, str], int] = {}
     for name, quantization in quantizations.items():

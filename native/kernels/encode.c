@@ -4,23 +4,22 @@
  * scale the codes are rounded, the best s and z for these codes are computed, and the pair with the least error stays.
  * Then the scales and minima of a block are rounded to six bits each, and the codes are rounded once more to fit
  * them. */
-#include "kernels/half.h"
-#include "kernels/isa.h"
+#include "kernels/minimum.h"
 
 #include <math.h>
 
-enum { BLOCK_GROUPS = 8, MAX_FIELD = 63, BLOCK_BYTES = 16, GUESSES = 9 };
+enum { MAX_FIELD = 63, GUESSES = 9 };
 
 typedef struct {
     float scale, minimum; /* w ~ scale * code - minimum */
 } group_fit;
 
-/* The weights of errors: `importance`, or by default larger for larger weights of the group. */
-static void error_weights(const float *w, const float *importance, float *weight) {
+/* The weights of errors: larger for larger weights of the group. */
+static void error_weights(const float *w, float *weight) {
     float squares = 0.0f;
     for (int j = 0; j < NP_GROUP; j++) squares += w[j] * w[j];
     const float level = sqrtf(squares / NP_GROUP);
-    for (int j = 0; j < NP_GROUP; j++) weight[j] = importance ? importance[j] * sqrtf(level * level + w[j] * w[j]) : level + fabsf(w[j]);
+    for (int j = 0; j < NP_GROUP; j++) weight[j] = level + fabsf(w[j]);
 }
 
 static float code_of(float value, float max_code) {
@@ -57,9 +56,9 @@ static float refine(const float *w, const float *weight, float max_code, group_f
     return error;
 }
 
-static group_fit fit_group(const float *w, const float *importance, float max_code) {
+static group_fit fit_group(const float *w, float max_code) {
     float weight[NP_GROUP], lowest = 0.0f, highest = 0.0f;
-    error_weights(w, importance, weight);
+    error_weights(w, weight);
     for (int j = 0; j < NP_GROUP; j++) {
         lowest = w[j] < lowest ? w[j] : lowest;
         highest = w[j] > highest ? w[j] : highest;
@@ -99,28 +98,27 @@ static void put_codes(int bits, const float *w, float scale, float minimum, uint
         }
 }
 
-int np_encode_row(int type, const float *w, const float *importance, size_t n, void *quants, void *scales) {
-    const int bits = type == NP_Q4K ? 4 : type == NP_Q5K ? 5 : type == NP_Q6K ? 6 : 0;
-    if (!bits || n % NP_GROUP) return NP_E_ARGUMENT;
+int np_encode_row(int type, const float *w, size_t n, void *quants, void *scales) {
+    const int bits = 4 + (int)np_high_bits(type);
+    if (!np_has_minimum(type) || n % NP_GROUP) return NP_E_ARGUMENT;
     const size_t groups = n / NP_GROUP;
     const float max_code = (float)((1 << bits) - 1);
     for (size_t j = 0; j < n; j++)
         if (!isfinite(w[j])) return NP_E_ARGUMENT;
-    for (size_t first = 0; first < groups; first += BLOCK_GROUPS) {
-        const size_t count = groups - first < BLOCK_GROUPS ? groups - first : BLOCK_GROUPS;
-        uint8_t *block = (uint8_t *)scales + first / BLOCK_GROUPS * BLOCK_BYTES;
-        group_fit fits[BLOCK_GROUPS];
+    for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
+        const size_t count = np_minimum_count(groups, first);
+        uint8_t *block = (uint8_t *)scales + first / NP_MINIMUM_GROUPS * NP_MINIMUM_BYTES;
+        group_fit fits[NP_MINIMUM_GROUPS];
         float max_scale = 0.0f, max_minimum = 0.0f;
         for (size_t g = 0; g < count; g++) {
-            const size_t column = (first + g) * NP_GROUP;
-            fits[g] = fit_group(w + column, importance ? importance + column : NULL, max_code);
+            fits[g] = fit_group(w + (first + g) * NP_GROUP, max_code);
             max_scale = fits[g].scale > max_scale ? fits[g].scale : max_scale;
             max_minimum = fits[g].minimum > max_minimum ? fits[g].minimum : max_minimum;
         }
         const uint16_t halves[2] = {np_float_to_half(max_scale / MAX_FIELD), np_float_to_half(max_minimum / MAX_FIELD)};
         const float unit = np_half_to_float(halves[0]), minimum_unit = np_half_to_float(halves[1]);
         if (!isfinite(unit) || !isfinite(minimum_unit)) return NP_E_ARGUMENT;
-        memset(block, 0, BLOCK_BYTES);
+        memset(block, 0, NP_MINIMUM_BYTES);
         memcpy(block, halves, sizeof halves);
         for (size_t g = 0; g < count; g++) {
             const unsigned scale = field_of(fits[g].scale, unit), minimum = field_of(fits[g].minimum, minimum_unit);

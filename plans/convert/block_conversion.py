@@ -96,10 +96,10 @@ class Work:
                 self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
         for name in piece.matrices:
             kind = name if name in ("embedding", "output") else "attention"
-            own = self.manifest.quantization_of(name)
+            quantization = self.manifest.quantization_of(name)
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
-                    self.writer.matrix(name, self._rows(kind, own, part, rows))
+                    self.writer.matrix(name, self._rows(kind, quantization, part, rows))
         for expert, order in enumerate(piece.orders):
             self._neurons(piece.layer, expert, order)
         for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
@@ -149,10 +149,12 @@ class Work:
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
-        own = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
+        quantizations = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
-                self.writer.neurons(*(self._rows(name, own[name], matrix, rows) for name, matrix in rows_of.items()))
+                self.writer.neurons(
+                    *(self._rows(name, quantizations[name], matrix, rows) for name, matrix in rows_of.items())
+                )
             return
         down = rows_of.pop("down")
         granule = self.manifest.layout.cluster_neurons
@@ -160,13 +162,13 @@ class Work:
         for start in range(0, len(order), slab_neurons):
             neurons = order[start : start + slab_neurons]
             columns = _transposed(down, neurons)
-            done = 0
+            written = 0
             for rows in _blocks(neurons, self.manifest.model.width, granule):
                 self.writer.neurons(
-                    *(self._rows(name, own[name], matrix, rows) for name, matrix in rows_of.items()),
-                    self._encode("down", own["down"], down, columns[done : done + len(rows)]),
+                    *(self._rows(name, quantizations[name], matrix, rows) for name, matrix in rows_of.items()),
+                    self._encode("down", quantizations["down"], down, columns[written : written + len(rows)]),
                 )
-                done += len(rows)
+                written += len(rows)
 
     def _rows(self, kind: str, quantization: Quantization, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
         """Encode some rows, or copy them if the quantization can express their stored values."""

@@ -292,7 +292,7 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
     Embedding and output follow the recipe, unless the package's quantization keeps their values. A matrix of attention
     has more bits where the source stores it in an encoding that needs them.
     """
-    own = {}
+    quantizations = {}
     for name, _, _ in fixed_matrices(checkpoint.model):
         encodings = _weights_by_encoding(checkpoint.matrices[name])
         if name in EMBEDDINGS:
@@ -303,8 +303,8 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
         else:
             of_matrix = quantization
         if of_matrix != quantization:
-            own[name] = of_matrix
-    return own
+            quantizations[name] = of_matrix
+    return quantizations
 
 
 def _weights_by_encoding(parts: Iterable[StoredMatrix]) -> dict[str, int]:

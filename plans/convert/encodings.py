@@ -56,8 +56,9 @@ def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.ui
     None."""
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
-    if encoding in ("Q4_K", "Q5_K") and (bits := BITS[quantization]) >= BITS[LOSSLESS[encoding]]:
-        return _with_minima(encoding, bits, stored) if quantization in MINIMUM_QUANTIZATIONS else None
+    if encoding in ("Q4_K", "Q5_K"):
+        fits = quantization in MINIMUM_QUANTIZATIONS and BITS[quantization] >= BITS[LOSSLESS[encoding]]
+        return _with_minima(encoding, BITS[quantization], stored) if fits else None
     if LOSSLESS.get(encoding) != quantization:
         return None
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])

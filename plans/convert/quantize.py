@@ -28,14 +28,11 @@ Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitud
 TINY = 1e-30  # a group without larger magnitudes is zeros
 
 
-def encode(quantization: Quantization, weights: Weights, importance: Weights | None = None) -> Rows:
-    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN.
-
-    importance: float32 [n], weights of the squared errors of a row; only q4k, q5k and q6k use them.
-    """
+def encode(quantization: Quantization, weights: Weights) -> Rows:
+    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN."""
     if quantization in _ENCODERS:
         return _ENCODERS[quantization](weights)
-    return _encode_with_minima(quantization, weights, importance)
+    return _encode_with_minima(quantization, weights)
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
@@ -146,20 +143,18 @@ def _times_scales(codes: Weights, scales: NDArray[np.uint8]) -> Weights:
     return product.reshape(len(codes), -1)
 
 
-def _encode_with_minima(quantization: Quantization, weights: Weights, importance: Weights | None) -> Rows:
+def _encode_with_minima(quantization: Quantization, weights: Weights) -> Rows:
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     count, n = weights.shape
     rows = Rows(
         np.empty((count, quant_bytes(quantization, n)), np.uint8),
         np.empty((count, scale_bytes(quantization, n)), np.uint8),
     )
-    errors_weight = ffi.NULL if importance is None else ffi.from_buffer("float[]", importance)
     source, quants, scales = (ffi.from_buffer("uint8_t[]", array) for array in (weights, *rows))
     for row in range(count):
         status = lib.np_encode_row(
             ROW_TYPES[quantization],
             ffi.cast("float *", source + row * 4 * n),
-            errors_weight,
             n,
             quants + row * rows.quants.shape[1],
             scales + row * rows.scales.shape[1],

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
-from neuronpipe.services.offload.gpu.blocks import TYPES, OffloadedBlocks
+from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
 from neuronpipe.services.offload.gpu.trial import TrialSteps, manifest_of
@@ -47,7 +47,7 @@ class Numbers:
     def __init__(self, quantization: Quantization, width: int) -> None:
         draw = np.random.default_rng(width)
         self.manifest = manifest_of(quantization, width)
-        self.type, self.width, self.neurons = TYPES[quantization], width, self.manifest.layout.block_neurons
+        self.type, self.width, self.neurons = ROW_TYPES[quantization], width, self.manifest.layout.block_neurons
         self.quants = draw.integers(0, 256, (3, self.neurons, quant_bytes(quantization, width)), np.uint8)
         if quantization == "q8":
             self.quants[self.quants == 128] = 127  # no quant is -128

@@ -14,7 +14,7 @@ static uint8_t quants[MAX_WEIGHTS], scales[64];
 static double error, power; /* summed squares of the rows since `relative_error` was last read */
 
 static void encode(int type, size_t n) {
-    CHECK(np_encode_row(type, row, NULL, n, quants, scales) == NP_OK, "type %d n=%zu is refused", type, n);
+    CHECK(np_encode_row(type, row, n, quants, scales) == NP_OK, "type %d n=%zu is refused", type, n);
     np_decode_row(type, quants, scales, n, decoded);
     for (size_t j = 0; j < n; j++) {
         error += (decoded[j] - row[j]) * (double)(decoded[j] - row[j]);
@@ -66,30 +66,15 @@ static void test_special_rows(void) {
         for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
             memset(row, 0, sizeof row);
             row[77] = refused[i];
-            CHECK(np_encode_row(type, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "type %d takes %g", type, (double)refused[i]);
+            CHECK(np_encode_row(type, row, 256, quants, scales) == NP_E_ARGUMENT, "type %d takes %g", type, (double)refused[i]);
         }
     }
-    CHECK(np_encode_row(NP_Q4, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "q4 is encoded elsewhere");
-    CHECK(np_encode_row(NP_Q4K, row, NULL, 33, quants, scales) == NP_E_ARGUMENT, "half a group");
-}
-
-static void test_importance(void) {
-    float importance[256];
-    double plain = 0, weighted = 0; /* errors of the important weights */
-    for (int round = 0; round < 40; round++) {
-        for (size_t j = 0; j < 256; j++) row[j] = normal(), importance[j] = j % 8 == 0 ? 1.0f : 0.001f;
-        for (int with = 0; with < 2; with++) {
-            np_encode_row(NP_Q4K, row, with ? importance : NULL, 256, quants, scales);
-            np_decode_row(NP_Q4K, quants, scales, 256, decoded);
-            for (size_t j = 0; j < 256; j += 8) *(with ? &weighted : &plain) += (decoded[j] - row[j]) * (double)(decoded[j] - row[j]);
-        }
-    }
-    CHECK(weighted < 0.8 * plain, "important weights lose %.4f, else %.4f", weighted, plain);
+    CHECK(np_encode_row(NP_Q4, row, 256, quants, scales) == NP_E_ARGUMENT, "q4 is encoded elsewhere");
+    CHECK(np_encode_row(NP_Q4K, row, 33, quants, scales) == NP_E_ARGUMENT, "half a group");
 }
 
 int main(void) {
     test_errors();
     test_special_rows();
-    test_importance();
     return checks_report();
 }

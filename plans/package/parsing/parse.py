@@ -216,10 +216,12 @@ def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantiz
     for name in record.names():
         if name not in names:
             record.fail(safe_name(name), "is no fixed matrix of this model")
-        own = cast(Quantization, record.choice(name, *(other for other in QUANTIZATIONS if other != quantization)))
-        if not (is_quantized_with(own, quantization) if name in EMBEDDINGS else reads_inputs_of(own, quantization)):
-            record.fail(name, f"{own} does not go with {quantization}")
-        quantizations[name] = own
+        encoding = cast(Quantization, record.choice(name, *(other for other in QUANTIZATIONS if other != quantization)))
+        if not (
+            is_quantized_with(encoding, quantization) if name in EMBEDDINGS else reads_inputs_of(encoding, quantization)
+        ):
+            record.fail(name, f"{encoding} does not go with {quantization}")
+        quantizations[name] = encoding
     record.finish()
     return quantizations
 

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 import numpy as np
-from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.native import ROW_TYPES, ffi, lib
+from neuronpipe.plans.package.layout import BITS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.services.offload.gpu.device import Device, opencl
@@ -23,18 +23,6 @@ from numpy.typing import NDArray
 
 ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4}
 """The order of summation in dots.cl and kernels.cl, by instruction set."""
-
-TYPES: dict[Quantization, int] = {
-    "q8": lib.NP_Q8,
-    "q4": lib.NP_Q4,
-    "q4k": lib.NP_Q4K,
-    "q5k": lib.NP_Q5K,
-    "q6k": lib.NP_Q6K,
-}
-"""The types of weights that dots.cl reads."""
-
-HIGH_BITS: dict[Quantization, int] = {"q5k": 1, "q6k": 2}
-"""Planes of bits besides nibbles, of types that have some."""
 
 WORK_ITEMS = 64
 TOKENS = 4
@@ -72,8 +60,8 @@ def type_options(quantization: Quantization) -> dict[str, int]:
     """Return the definitions of dots.cl for a type of weights."""
     return {
         "NIBBLES": int(quantization != "q8"),
-        "HAS_MINIMUM": int(quantization in ("q4k", "q5k", "q6k")),
-        "HIGH_BITS": HIGH_BITS.get(quantization, 0),
+        "HAS_MINIMUM": int(quantization in MINIMUM_QUANTIZATIONS),
+        "HIGH_BITS": BITS[quantization] - 4 if quantization in MINIMUM_QUANTIZATIONS else 0,
     }
 
 
@@ -304,4 +292,4 @@ def _is_predicted(request: Any) -> bool:
 def vector_bytes(manifest: Manifest) -> int:
     """Return the largest stride of prepared vectors, those of the attention output included."""
     max_elements = max(manifest.model.width, manifest.model.query_width)
-    return int(lib.np_activation_bytes(TYPES[manifest.quantization], max_elements)) + 64
+    return int(lib.np_activation_bytes(ROW_TYPES[manifest.quantization], max_elements)) + 64

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Source
-from neuronpipe.services.offload.gpu.blocks import TYPES, OffloadedBlocks
+from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import Device
 from numpy.typing import NDArray
 
@@ -94,7 +94,7 @@ class TrialSteps:
 
     def __init__(self, manifest: Manifest, blocks: int) -> None:
         self._manifest, self.blocks = manifest, blocks
-        width, kind = manifest.model.width, TYPES[manifest.quantization]
+        width, kind = manifest.model.width, ROW_TYPES[manifest.quantization]
         self._stride = -(-lib.np_activation_bytes(kind, width) // 64) * 64
         self._vectors = ffi.new("uint8_t[]", TEXTS * self._stride + 64)
         aligned = -int(ffi.cast("uintptr_t", self._vectors)) % 64
