@@ -15,4 +15,8 @@ ROW_TYPES = {
     "q4k": lib.NP_Q4K,
     "q5k": lib.NP_Q5K,
     "q6k": lib.NP_Q6K,
+    "iq4": lib.NP_IQ4,
+    "mxfp4": lib.NP_MXFP4,
+    "q4h": lib.NP_Q4H,
+    "q5h": lib.NP_Q5H,
 }

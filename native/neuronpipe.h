@@ -29,12 +29,12 @@ enum {
 /* ---- weights ------------------------------------------------------------------------------------------- */
 /* A matrix consists of rows of `n` weights. Quantized rows have groups of 32 weights; a row's quants are contiguous,
  * its fp16 scales are stored separately. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low
- * nibble) and j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. q3: 12 bytes a
- * group, w = s*(code-4) with a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row
+ * nibble) and j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. iq4, mxfp4: as q4,
+ * with w = s*value[nibble] (kernels/codebook.h), the values of GGUF's IQ4_NL and MXFP4. q3: 12 bytes a group, w = s*(code-4) with a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row
  * with the same weights and scales. q4k, q5k, q6k: groups with a minimum, w = d*scale*code - dmin*minimum, with a code
  * of 4, 5 or 6 bits, and of every 8 groups 16 bytes with d, dmin, scales and minimums (kernels/minimum.h), the values of
- * GGUF's Q4_K and Q5_K. */
-enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3, NP_Q4K = 4, NP_Q5K = 5, NP_Q6K = 6 };
+ * GGUF's Q4_K and Q5_K. q4h, q5h: the same with fp16 scales and minimums, the values of GGUF's Q4_1 and Q5_1. */
+enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3, NP_Q4K = 4, NP_Q5K = 5, NP_Q6K = 6, NP_IQ4 = 7, NP_MXFP4 = 8, NP_Q4H = 9, NP_Q5H = 10 };
 
 size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
 size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
@@ -50,8 +50,8 @@ const char *np_isa_names(void);
 const char *np_isa_amx_lacks(void);
 
 /* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; others read int8
- * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4, q3, q4k, q5k and
- * q6k are the same. 64-byte aligned buffers of np_activation_bytes. */
+ * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. All but those for
+ * q8 are the same. 64-byte aligned buffers of np_activation_bytes. */
 size_t np_activation_bytes(int type, size_t n);
 /* 1 if rows of `type` read activations and panels that are prepared for `prepared_type`, else 0. */
 int np_reads_inputs_of(int type, int prepared_type);
@@ -64,7 +64,7 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const float *bias, float *out, size_t out_stride);
 
 /* Many tokens: their activations are packed into a panel once, for all rows. A panel is valid for rows of its type and
- * n (q4 panels for q3 as well, q4k, q5k and q6k panels for each other) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
+ * n (q4, q3, iq4 and mxfp4 panels for each other, and those of rows with a minimum) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
  * np_panel_bytes, which is 0 where np_quant_bytes is. */
 size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);

@@ -236,6 +236,10 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
                              .rows = end - from < BLOCK_ROWS ? end - from : BLOCK_ROWS};
             if (type == NP_Q4) unpack_rows(NP_Q4, rows, from, &v, b);
             else if (type == NP_Q3) unpack_rows(NP_Q3, rows, from, &v, b);
+            else if (type == NP_IQ4) unpack_rows(NP_IQ4, rows, from, &v, b);
+            else if (type == NP_Q4H) unpack_rows(NP_Q4H, rows, from, &v, b);
+            else if (type == NP_Q5H) unpack_rows(NP_Q5H, rows, from, &v, b);
+            else if (type == NP_MXFP4) unpack_rows(NP_MXFP4, rows, from, &v, b);
             else if (type == NP_Q4K) unpack_rows(NP_Q4K, rows, from, &v, b);
             else if (type == NP_Q5K) unpack_rows(NP_Q5K, rows, from, &v, b);
             else if (type == NP_Q6K) unpack_rows(NP_Q6K, rows, from, &v, b);

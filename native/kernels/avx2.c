@@ -34,15 +34,15 @@ NP_INLINE NP_AVX2 void add_row_q8(const uint8_t *quants, const uint8_t *scales, 
     }
 }
 
-NP_INLINE NP_AVX2 void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX2 void add_nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const __m128i nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    const __m128i nibble = _mm_set1_epi8(15);
     for (size_t g = 0; g < n / NP_GROUP; g++, y += NP_GROUP) {
         if (n / 2 - g * 16 > AHEAD_BYTES) np_prefetch(quants + g * 16, AHEAD_BYTES);
         const __m256 factor = _mm256_set1_ps(a * _cvtsh_ss(s[g]));
         const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
-        const __m128i low = _mm_sub_epi8(_mm_and_si128(packed, nibble), eight);
-        const __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(packed, 4), nibble), eight);
+        const __m128i low = np_nibble_values(type, _mm_and_si128(packed, nibble));
+        const __m128i high = np_nibble_values(type, _mm_and_si128(_mm_srli_epi16(packed, 4), nibble));
         const __m128i eights[4] = {low, _mm_unpackhi_epi64(low, low), high, _mm_unpackhi_epi64(high, high)};
         for (int k = 0; k < 4; k++) {
             const __m256 w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eights[k]));
@@ -53,7 +53,16 @@ NP_INLINE NP_AVX2 void add_row_q4(const uint8_t *quants, const uint8_t *scales, 
 
 static NP_DEFINE_ADD_ROWS(NP_AVX2, add_f16, add_row_f16)
 static NP_DEFINE_ADD_ROWS(NP_AVX2, add_q8, add_row_q8)
-static NP_DEFINE_ADD_ROWS(NP_AVX2, add_q4, add_row_q4)
+
+#define DEFINE_ADD_NIBBLES(NAME, TYPE)                                                                                        \
+    NP_INLINE NP_AVX2 void NAME##_row(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {            \
+        add_nibble_row(TYPE, quants, scales, n, a, y);                                                                        \
+    }                                                                                                                         \
+    static NP_DEFINE_ADD_ROWS(NP_AVX2, NAME, NAME##_row)
+
+DEFINE_ADD_NIBBLES(add_q4, NP_Q4)
+DEFINE_ADD_NIBBLES(add_iq4, NP_IQ4)
+DEFINE_ADD_NIBBLES(add_mxfp4, NP_MXFP4)
 
 static NP_AVX2 void prepare(int type, const float *x, size_t n, uint8_t *activation) {
     np_prepare_body(type, x, n, activation);
@@ -126,8 +135,10 @@ static int runs_here(void) {
 const np_isa np_isa_avx2 = {
     "avx2",
     runs_here,
-    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k},
+    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k, np_avx2_dot_iq4,
+     np_avx2_dot_mxfp4, np_avx2_dot_q4h, np_avx2_dot_q5h},
+    {add_f16, add_q8, add_q4, NULL, np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k, add_iq4, add_mxfp4,
+     np_avx2_add_q4h, np_avx2_add_q5h},
     prepare,
     softmax_weights,
     f32_to_f16,

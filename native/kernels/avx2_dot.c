@@ -1,5 +1,6 @@
 /* AVX2 with FMA and F16C: dot products of rows. */
 #include "kernels/activation.h"
+#include "kernels/codebook.h"
 #include "kernels/three_bits.h"
 
 #if defined(__x86_64__)
@@ -107,6 +108,25 @@ NP_INLINE NP_AVX2 void q4_pair(__m256i w, size_t pair, __m256 *scale, __m256i *o
     }
 }
 
+/* Two groups whose nibbles stand for values up to 127: as in q8_row, the values' signs are moved to the activation. */
+NP_INLINE NP_AVX2 void codebook_pair(const int type, __m256i w, size_t pair, __m256 *scale, const np_activation *x, size_t group,
+                                     const int tokens, __m256 *sum) {
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_load_si128((const void *)np_codebook(type)));
+    const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
+    const __m256i which = _mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1), _mm256_set1_epi32(2 * (int)pair));
+    const __m256i low = _mm256_shuffle_epi8(values, _mm256_and_si256(w, nibble));
+    const __m256i high = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(w, 4), nibble));
+    const __m256i low_magnitude = _mm256_abs_epi8(low), high_magnitude = _mm256_abs_epi8(high);
+    for (int t = 0; t < tokens; t++) {
+        const int8_t *quants = x[t].quants + np_q4_place(group);
+        const __m256i v0 = _mm256_loadu_si256((const void *)quants), v1 = _mm256_loadu_si256((const void *)(quants + 64));
+        const __m256i first = _mm256_maddubs_epi16(low_magnitude, _mm256_sign_epi8(v0, low));
+        const __m256i last = _mm256_maddubs_epi16(high_magnitude, _mm256_sign_epi8(v1, high));
+        const __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(last, ones));
+        sum[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_permutevar8x32_ps(scale[t], which), sum[t]);
+    }
+}
+
 NP_INLINE NP_AVX2 void nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
                                   const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
@@ -136,24 +156,24 @@ NP_INLINE NP_AVX2 void nibble_row(const int type, const uint8_t *quants, const u
                 const __m128i b = g + 1 < count ? _mm_loadu_si128((const void *)(w + 16)) : _mm_setzero_si128();
                 both = _mm256_set_m128i(b, a);
             }
-            q4_pair(both, g / 2, scale, offset, x, first + g, tokens, sum);
+            if (np_has_codebook(type)) codebook_pair(type, both, g / 2, scale, x, first + g, tokens, sum);
+            else q4_pair(both, g / 2, scale, offset, x, first + g, tokens, sum);
         }
     }
     for (int t = 0; t < tokens; t++) sums[t] = add_lanes(sum[t]);
 }
 
-NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-                              size_t stride, const int tokens, float *sums) {
-    nibble_row(NP_Q4, quants, scales, n, ahead, activation, stride, tokens, sums);
-}
-
-NP_INLINE NP_AVX2 void q3_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-                              size_t stride, const int tokens, float *sums) {
-    nibble_row(NP_Q3, quants, scales, n, ahead, activation, stride, tokens, sums);
-}
+#define DEFINE_NIBBLE_ROWS(NAME, TYPE)                                                                                                \
+    NP_INLINE NP_AVX2 void NAME##_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation, \
+                                      size_t stride, const int tokens, float *sums) {                                                 \
+        nibble_row(TYPE, quants, scales, n, ahead, activation, stride, tokens, sums);                                                 \
+    }                                                                                                                                 \
+    NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_##NAME, NAME##_row)
 
 NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_f16, f16_row)
 NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q8, q8_row)
-NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q4, q4_row)
-NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q3, q3_row)
+DEFINE_NIBBLE_ROWS(q4, NP_Q4)
+DEFINE_NIBBLE_ROWS(q3, NP_Q3)
+DEFINE_NIBBLE_ROWS(iq4, NP_IQ4)
+DEFINE_NIBBLE_ROWS(mxfp4, NP_MXFP4)
 #endif

@@ -1,4 +1,4 @@
-/* AVX2 with FMA and F16C: dot products and sums of q4k, q5k and q6k rows; minimum.h describes the rows. */
+/* AVX2 with FMA and F16C: dot products and sums of rows with a minimum; minimum.h describes the rows. */
 #include "kernels/minimum.h"
 
 #if defined(__x86_64__)
@@ -13,7 +13,9 @@ NP_INLINE NP_AVX2 __m256 times_codes(__m128 half, uint64_t codes) {
     return _mm256_mul_ps(_mm256_broadcastss_ps(half), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)codes))));
 }
 
-NP_INLINE NP_AVX2 block_scales scales_of(const uint8_t *block) {
+NP_INLINE NP_AVX2 block_scales scales_of(const int type, const uint8_t *block) {
+    if (np_has_half_scales(type))
+        return (block_scales){_mm256_cvtph_ps(_mm_loadu_si128((const void *)block)), _mm256_cvtph_ps(_mm_loadu_si128((const void *)(block + 16)))};
     const np_minimum_codes codes = np_minimum_codes_of(block);
     int32_t halves;
     memcpy(&halves, block, 4);
@@ -71,7 +73,7 @@ NP_INLINE NP_AVX2 void dot_block(const int type, const uint8_t *quants, const ui
     const __m256i ones = _mm256_set1_epi16(1);
     const size_t plane_bytes = n / 16;
     const uint8_t *planes = quants + n / 2 + 2 * first;
-    const block_scales block = scales_of(scales + 2 * first);
+    const block_scales block = scales_of(type, scales + np_minimum_bytes(type) * first);
     __m256 scale[NP_TOKEN_BLOCK];
     for (int t = 0; t < tokens; t++) {
         const __m256 x_scales = _mm256_loadu_ps(x[t].scales + first);
@@ -120,7 +122,7 @@ NP_INLINE void prefetch_block(const int type, const np_rows *rows, size_t r, siz
         __builtin_prefetch(row.quants + first * 16 + 64, 0, 2);
         for (size_t plane = 0; first % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
             __builtin_prefetch(row.quants + rows->n / 2 + plane * (rows->n / 16) + 2 * first, 0, 2);
-        if (first % 32 == 0) __builtin_prefetch(row.scales + 2 * first, 0, 2);
+        if (first % 32 == 0) __builtin_prefetch(row.scales + np_minimum_bytes(type) * first, 0, 2);
     }
 }
 
@@ -171,7 +173,7 @@ NP_INLINE NP_AVX2 void add_together(const int type, const np_rows *rows, size_t 
         prefetch_block(type, rows, r + count, first, count);
         added.minimum = _mm256_setzero_ps();
         for (size_t i = 0; i < count; i++) {
-            const block_scales block = scales_of(added.row[i].scales + 2 * first);
+            const block_scales block = scales_of(type, added.row[i].scales + np_minimum_bytes(type) * first);
             const __m256 factor = _mm256_set1_ps(a[r + i]);
             added.factors[i] = _mm256_mul_ps(factor, block.scales);
             added.minimum = _mm256_fmadd_ps(factor, block.minimums, added.minimum);
@@ -200,4 +202,6 @@ NP_INLINE NP_AVX2 void add_rows(const int type, const np_rows *rows, const float
 DEFINE_ROWS(q4k, NP_Q4K, np_ahead_bytes)
 DEFINE_ROWS(q5k, NP_Q5K, np_ahead_whole_rows)
 DEFINE_ROWS(q6k, NP_Q6K, np_ahead_whole_rows)
+DEFINE_ROWS(q4h, NP_Q4H, np_ahead_bytes)
+DEFINE_ROWS(q5h, NP_Q5H, np_ahead_whole_rows)
 #endif

@@ -74,8 +74,10 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
     {NAME,                                                        \
      RUNS_HERE,                                                   \
      {np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3, \
-      np_avx512_dot_q4k, np_avx512_dot_q5k, np_avx512_dot_q6k}, \
-     {np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, NULL, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k}, \
+      np_avx512_dot_q4k, np_avx512_dot_q5k, np_avx512_dot_q6k, np_avx512_dot_iq4, np_avx512_dot_mxfp4, \
+      np_avx512_dot_q4h, np_avx512_dot_q5h}, \
+     {np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, NULL, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k, \
+      np_avx512_add_iq4, np_avx512_add_mxfp4, np_avx512_add_q4h, np_avx512_add_q5h}, \
      prepare,                                                     \
      softmax_weights,                                             \
      f32_to_f16,                                                  \

@@ -14,7 +14,7 @@
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
-#include "kernels/avx512_minimum.h"
+#include "kernels/avx512_lanes.h"
 
 enum { ROWS = 32, QUADS = ROWS / 4, LINES = 4, PIECE = 64 * LINES };
 enum { MOST = 127 * 256 + 127 }; /* of a factor: both bytes 127 */
@@ -60,7 +60,7 @@ NP_INLINE NP_AVX512 void take_factors(const int type, const row_batch *b, size_t
     for (size_t i = 0; i < 4 * b->quads; i++) {
         const uint16_t *s = (const uint16_t *)(const void *)b->at[i].scales + group;
         if (np_has_minimum(type)) {
-            const np_lane_scales lanes = np_minimum_lanes(s, groups > NP_MINIMUM_GROUPS);
+            const np_lane_scales lanes = np_minimum_lanes(type, b->at[i].scales + np_minimum_bytes(type) * group, groups > NP_MINIMUM_GROUPS);
             factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), lanes.scales);
             f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(b->a[i]), lanes.minimums, f->minimum);
         } else {
@@ -108,7 +108,7 @@ NP_INLINE NP_AVX512 void copy_piece(const row_batch *b, size_t row, size_t at, b
     }
 }
 
-/* Copy the codes of a row's eight groups from `group` on as bytes, and prefetch the row ROWS later. A line of the piece
+/* Copy the codes, or the values plus 128 of codes in a codebook, of a row's eight groups from `group` on as bytes, and prefetch the row ROWS later. A line of the piece
  * has the first 16 codes of four groups, the next one their last 16. */
 NP_INLINE NP_AVX512 void copy_codes(const int type, const row_batch *b, size_t row, size_t group, batch_piece piece) {
     const size_t groups = b->n / NP_GROUP, plane_bytes = b->n / 16;
@@ -118,8 +118,8 @@ NP_INLINE NP_AVX512 void copy_codes(const int type, const row_batch *b, size_t r
         const uint8_t *nibbles = b->at[row].quants + 16 * group, *planes = b->at[row].quants + b->n / 2 + 2 * group;
         const __m512i w = lacking ? _mm512_maskz_loadu_epi8(~(__mmask64)0 >> 16 * lacking, nibbles) : _mm512_loadu_si512(nibbles);
         const __m512i first = _mm512_and_si512(w, nibble), last = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
-        piece[row][i] = np_add_high_bits(type, first, planes, plane_bytes, 2 * lacking);
-        piece[row][i + 1] = np_add_high_bits(type, last, planes + plane_bytes, plane_bytes, 2 * lacking);
+        piece[row][i] = np_unsigned_values(type, np_add_high_bits(type, first, planes, plane_bytes, 2 * lacking));
+        piece[row][i + 1] = np_unsigned_values(type, np_add_high_bits(type, last, planes + plane_bytes, plane_bytes, 2 * lacking));
         if (row >= b->fetched) continue;
         __builtin_prefetch(b->next[row].quants + 16 * group, 0, 2);
         for (size_t plane = 0; group % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
@@ -192,7 +192,7 @@ NP_INLINE NP_AVX512 void add_nibble_groups(const int type, const row_batch *b, c
     add_quarters(upper, step, minimum, groups, NP_GROUP, y + 16);
 }
 
-/* Four groups of q5k or q6k, whose codes are copied to two lines. */
+/* Four groups of rows whose codes or values are copied to two lines. */
 NP_INLINE NP_AVX512 void add_code_groups(const int type, const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later,
                                          size_t group, size_t groups, float *y) {
     const size_t first = group % 16, line = group % 8 / 2;
@@ -210,9 +210,11 @@ NP_INLINE NP_AVX512 void add_code_groups(const int type, const row_batch *b, con
         }
     }
     const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps + 1, steps + 2, steps + 3};
+    const float *minimum = np_has_minimum(type) ? (const float *)&f->minimum + first : NULL;
+    const __m512i offset = np_has_minimum(type) ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 7);
     for (int half = 0; half < 2; half++) {
-        for (int k = 0; k < 4; k++) sum[half][k] = join(sum_high[half][k], sum_low[half][k]);
-        add_quarters(sum[half], step, (const float *)&f->minimum + first, groups, NP_GROUP, y + 16 * half);
+        for (int k = 0; k < 4; k++) sum[half][k] = _mm512_sub_epi32(join(sum_high[half][k], sum_low[half][k]), offset);
+        add_quarters(sum[half], step, minimum, groups, NP_GROUP, y + 16 * half);
     }
 }
 
@@ -260,9 +262,16 @@ NP_INLINE NP_AVX512 void add_q8_groups(const int type, const row_batch *b, const
     }
 #define COPY_Q5K(b, row, group, piece) copy_codes(NP_Q5K, b, row, group, piece)
 #define COPY_Q6K(b, row, group, piece) copy_codes(NP_Q6K, b, row, group, piece)
+#define COPY_Q5H(b, row, group, piece) copy_codes(NP_Q5H, b, row, group, piece)
+#define COPY_IQ4(b, row, group, piece) copy_codes(NP_IQ4, b, row, group, piece)
+#define COPY_MXFP4(b, row, group, piece) copy_codes(NP_MXFP4, b, row, group, piece)
 DEFINE_ADD(np_avx512_add_q4, NP_Q4, 4, 4 * LINES, copy_piece, add_nibble_groups)
 DEFINE_ADD(np_avx512_add_q8, NP_Q8, 2, 2 * LINES, copy_piece, add_q8_groups)
 DEFINE_ADD(np_avx512_add_q4k, NP_Q4K, 4, 4 * LINES, copy_piece, add_nibble_groups)
 DEFINE_ADD(np_avx512_add_q5k, NP_Q5K, 4, 2 * LINES, COPY_Q5K, add_code_groups)
 DEFINE_ADD(np_avx512_add_q6k, NP_Q6K, 4, 2 * LINES, COPY_Q6K, add_code_groups)
+DEFINE_ADD(np_avx512_add_q4h, NP_Q4H, 4, 4 * LINES, copy_piece, add_nibble_groups)
+DEFINE_ADD(np_avx512_add_q5h, NP_Q5H, 4, 2 * LINES, COPY_Q5H, add_code_groups)
+DEFINE_ADD(np_avx512_add_iq4, NP_IQ4, 4, 2 * LINES, COPY_IQ4, add_code_groups)
+DEFINE_ADD(np_avx512_add_mxfp4, NP_MXFP4, 4, 2 * LINES, COPY_MXFP4, add_code_groups)
 #endif

@@ -86,6 +86,7 @@ NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const np_row *row, size_
             low = np_add_high_bits(type, low, planes + 8 * k, plane_bytes, lacking);
             high = np_add_high_bits(type, high, planes + 8 * k + plane_bytes, plane_bytes, lacking);
         }
+        low = np_unsigned_values(type, low), high = np_unsigned_values(type, high);
         const int8_t *quants = x->quants + group * NP_GROUP + 128 * k;
         dot[k] = _mm512_dpbusd_epi32(dot[k], low, _mm512_loadu_si512(quants));
         dot[k] = _mm512_dpbusd_epi32(dot[k], high, _mm512_loadu_si512(quants + 64));
@@ -93,7 +94,7 @@ NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const np_row *row, size_
     const __m512i dots = _mm512_permutexvar_epi32(order, add_up_quarters(dot[0], dot[1], dot[2], dot[3]));
     if (np_has_minimum(type)) {
         for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
-        const np_lane_scales s = np_block_minimums(scales, block);
+        const np_lane_scales s = np_block_minimums(type, row->scales + np_minimum_bytes(type) * group, block);
         return np_add_with_minimums(dots, &s, x->scales + group, np_scaled_sums(x, group), sum);
     }
     const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x->sums + group), np_offset_bits(type));
@@ -154,6 +155,12 @@ static NP_AVX512 void one_q4k(const np_dot_job *job, size_t token) { at_or_in_or
 static NP_AVX512 void one_q5k(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q5K, job, token); }
 static NP_AVX512 void one_q6k(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q6K, job, token); }
 
+static NP_AVX512 void one_iq4(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_IQ4, job, token); }
+static NP_AVX512 void one_mxfp4(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_MXFP4, job, token); }
+
+static NP_AVX512 void one_q4h(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q4H, job, token); }
+static NP_AVX512 void one_q5h(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q5H, job, token); }
+
 static void dot_tokens(const np_dot_job *job, void (*one)(const np_dot_job *, size_t), np_few_function *few) {
     size_t token = 0;
     while (token < job->tokens) {
@@ -174,4 +181,8 @@ void np_avx512_dot_q3(const np_dot_job *job) { dot_tokens(job, one_q3, np_avx512
 void np_avx512_dot_q4k(const np_dot_job *job) { dot_tokens(job, one_q4k, np_avx512_few_q4k); }
 void np_avx512_dot_q5k(const np_dot_job *job) { dot_tokens(job, one_q5k, np_avx512_few_q5k); }
 void np_avx512_dot_q6k(const np_dot_job *job) { dot_tokens(job, one_q6k, np_avx512_few_q6k); }
+void np_avx512_dot_iq4(const np_dot_job *job) { dot_tokens(job, one_iq4, np_avx512_few_iq4); }
+void np_avx512_dot_mxfp4(const np_dot_job *job) { dot_tokens(job, one_mxfp4, np_avx512_few_mxfp4); }
+void np_avx512_dot_q4h(const np_dot_job *job) { dot_tokens(job, one_q4h, np_avx512_few_q4h); }
+void np_avx512_dot_q5h(const np_dot_job *job) { dot_tokens(job, one_q5h, np_avx512_few_q5h); }
 #endif

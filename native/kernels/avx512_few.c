@@ -92,8 +92,8 @@ NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const uint
     }
     turn_fours(in, turned);
     for (int j = 0; j < 4; j++) {
-        turned[4 + j] = _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), nibble);
-        turned[j] = _mm512_and_si512(turned[j], nibble);
+        turned[4 + j] = np_unsigned_values(type, _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), nibble));
+        turned[j] = np_unsigned_values(type, _mm512_and_si512(turned[j], nibble));
     }
     for (size_t plane = 0; plane < 2 * np_high_bits(type); plane++) np_prefetch(planes + plane * plane_bytes, ahead);
     np_add_turned_bits(type, turned, planes, plane_bytes, block->scales);
@@ -117,7 +117,7 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
         __m512i weights[STEPS];
         np_lane_scales s = {0};
         turn_block(type, row.quants + g * group_bytes, row.quants + rows->n / 2 + 2 * g, rows->n / 16, block, ahead, weights);
-        if (np_has_minimum(type)) s = np_block_minimums(scales, block);
+        if (np_has_minimum(type)) s = np_block_minimums(type, row.scales + np_minimum_bytes(type) * g, block);
         for (size_t t = 0; t < tokens; t++) {
             if (!(mask >> t & 1)) continue;
             const turned_activation *own = &turned[t * blocks];
@@ -168,4 +168,8 @@ NP_AVX512 void np_avx512_few_q3(const np_dot_job *job, size_t token, size_t toke
 NP_AVX512 void np_avx512_few_q4k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4K, job, token, tokens); }
 NP_AVX512 void np_avx512_few_q5k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q5K, job, token, tokens); }
 NP_AVX512 void np_avx512_few_q6k(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q6K, job, token, tokens); }
+NP_AVX512 void np_avx512_few_iq4(const np_dot_job *job, size_t token, size_t tokens) { few(NP_IQ4, job, token, tokens); }
+NP_AVX512 void np_avx512_few_mxfp4(const np_dot_job *job, size_t token, size_t tokens) { few(NP_MXFP4, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q4h(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4H, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q5h(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q5H, job, token, tokens); }
 #endif

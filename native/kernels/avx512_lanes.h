@@ -8,6 +8,7 @@
 #ifndef NP_KERNELS_AVX512_LANES_H
 #define NP_KERNELS_AVX512_LANES_H
 #include "kernels/avx512_minimum.h"
+#include "kernels/codebook.h"
 #include "kernels/three_bits.h"
 
 #include <immintrin.h>
@@ -17,7 +18,8 @@ enum { NP_BLOCK_GROUPS = 16, NP_BLOCK_ROWS = 4 };
 /* The job's rows with 2 to NP_TOKEN_BLOCK of its tokens; rows of NP_FEW_COLUMNS at most. */
 enum { NP_FEW_COLUMNS = 8192 };
 typedef void np_few_function(const np_dot_job *job, size_t token, size_t tokens);
-np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3, np_avx512_few_q4k, np_avx512_few_q5k, np_avx512_few_q6k;
+np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3, np_avx512_few_q4k, np_avx512_few_q5k, np_avx512_few_q6k,
+    np_avx512_few_iq4, np_avx512_few_mxfp4, np_avx512_few_q4h, np_avx512_few_q5h;
 
 /* The groups of a block: 16, or fewer at the end of a row. Computed once for all rows, since short rows have few
  * blocks. */
@@ -63,8 +65,16 @@ NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, si
 
 NP_INLINE char np_nibble(const int type) { return type == NP_Q3 ? 7 : 15; }
 
-/* Nibbles of q4 are taken as 0..15, codes as 0..7: 2 to this power times a group's sum of activations is to be taken off. */
-NP_INLINE unsigned np_offset_bits(const int type) { return type == NP_Q3 ? 2 : 3; }
+/* Nibbles of q4 are taken as 0..15, codes as 0..7, values of a codebook plus 128: 2 to this power times a group's sum of
+ * activations is to be taken off. */
+NP_INLINE unsigned np_offset_bits(const int type) { return np_has_codebook(type) ? 7 : type == NP_Q3 ? 2 : 3; }
+
+/* Nibbles as unsigned weights: those of a codebook as its values plus 128, others as they are. */
+NP_INLINE NP_AVX512 __m512i np_unsigned_values(const int type, __m512i nibbles) {
+    if (!np_has_codebook(type)) return nibbles;
+    const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128((const void *)np_codebook(type)));
+    return _mm512_xor_si512(_mm512_shuffle_epi8(values, nibbles), _mm512_set1_epi8(-128));
+}
 
 /* sum + dots of 16 groups * their scales. */
 NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, const np_block *block, const float *x_scales,
@@ -74,8 +84,8 @@ NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, c
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sum);
 }
 
-NP_INLINE NP_AVX512 np_lane_scales np_block_minimums(const uint16_t *scales, const np_block *block) {
-    return np_minimum_lanes(scales, block->scales > 0xff);
+NP_INLINE NP_AVX512 np_lane_scales np_block_minimums(const int type, const uint8_t *scales, const np_block *block) {
+    return np_minimum_lanes(type, scales, block->scales > 0xff);
 }
 
 /* sum + dots of 16 groups * their scales - scaled sums of quants * their minimums. */

@@ -1,4 +1,4 @@
-/* Shared by the AVX-512 kernels: scales, minimums and high bits of q4k, q5k and q6k rows, as minimum.h describes them. */
+/* Shared by the AVX-512 kernels: scales, minimums and high bits of rows with a minimum, as minimum.h describes them. */
 #ifndef NP_KERNELS_AVX512_MINIMUM_H
 #define NP_KERNELS_AVX512_MINIMUM_H
 #include "kernels/minimum.h"
@@ -10,8 +10,16 @@ typedef struct {
     __m512 scales, minimums;
 } np_lane_scales;
 
-/* Two blocks' 16 bytes, or one block's if there are not more than eight groups. */
-NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const void *blocks, int has_second) {
+/* Two blocks of q4h or q5h, or one. */
+NP_INLINE NP_AVX512 np_lane_scales np_half_lanes(const void *blocks, int has_second) {
+    const __m512i all = _mm512_maskz_loadu_epi64(has_second ? 0xff : 0xf, blocks);
+    const __m512i sorted = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7), all);
+    return (np_lane_scales){_mm512_cvtph_ps(_mm512_castsi512_si256(sorted)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(sorted, 1))};
+}
+
+/* Two blocks, or one if there are not more than eight groups. */
+NP_INLINE NP_AVX512 np_lane_scales np_minimum_lanes(const int type, const void *blocks, int has_second) {
+    if (np_has_half_scales(type)) return np_half_lanes(blocks, has_second);
     const __m256i both = _mm256_maskz_loadu_epi64(has_second ? 15 : 3, blocks);
     /* In every lane a group's bytes: low bits of scale and minimum, and the byte with its upper bits, which lie four bits
      * further up for the last four groups of a block. */

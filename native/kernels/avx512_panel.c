@@ -120,6 +120,10 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
         for (size_t i = 0; i < count; i += FOUR) {
             if (type == NP_Q4) unpack_four(NP_Q4, rows, r + i, &v, &b, i);
             else if (type == NP_Q3) unpack_four(NP_Q3, rows, r + i, &v, &b, i);
+            else if (type == NP_IQ4) unpack_four(NP_IQ4, rows, r + i, &v, &b, i);
+            else if (type == NP_Q4H) unpack_four(NP_Q4H, rows, r + i, &v, &b, i);
+            else if (type == NP_Q5H) unpack_four(NP_Q5H, rows, r + i, &v, &b, i);
+            else if (type == NP_MXFP4) unpack_four(NP_MXFP4, rows, r + i, &v, &b, i);
             else if (type == NP_Q4K) unpack_four(NP_Q4K, rows, r + i, &v, &b, i);
             else if (type == NP_Q5K) unpack_four(NP_Q5K, rows, r + i, &v, &b, i);
             else if (type == NP_Q6K) unpack_four(NP_Q6K, rows, r + i, &v, &b, i);

@@ -8,6 +8,10 @@
 #define DOT_Q8 np_dotprod_dot_q8
 #define DOT_Q4 np_dotprod_dot_q4
 #define DOT_Q3 np_dotprod_dot_q3
+#define DOT_IQ4 np_dotprod_dot_iq4
+#define DOT_MXFP4 np_dotprod_dot_mxfp4
+#define DOT_Q4H np_dotprod_dot_q4h
+#define DOT_Q5H np_dotprod_dot_q5h
 #define DOT_Q4K np_dotprod_dot_q4k
 #define DOT_Q5K np_dotprod_dot_q5k
 #define DOT_Q6K np_dotprod_dot_q6k

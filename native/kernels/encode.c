@@ -1,26 +1,18 @@
-/* Encoding of rows with a minimum: q4k, q5k, q6k.
+/* Encoding of rows with a minimum: q4k, q5k, q6k, q4h, q5h.
  *
  * A group's scale s and minimum z are fitted to its weights by weighted least squares: for several first guesses of the
  * scale the codes are rounded, the best s and z for these codes are computed, and the pair with the least error stays.
- * Then the scales and minima of a block are rounded to six bits each, and the codes are rounded once more to fit
- * them. */
+ * Then the scales and minima of a block are rounded to six bits each (of q4h and q5h to fp16), and the codes are rounded
+ * once more to fit them. */
+#include "kernels/encode.h"
+#include "kernels/codebook.h"
 #include "kernels/minimum.h"
-
-#include <math.h>
 
 enum { MAX_FIELD = 63, GUESSES = 9 };
 
 typedef struct {
     float scale, minimum; /* w ~ scale * code - minimum */
 } group_fit;
-
-/* The weights of errors: larger for larger weights of the group. */
-static void error_weights(const float *w, float *weight) {
-    float squares = 0.0f;
-    for (int j = 0; j < NP_GROUP; j++) squares += w[j] * w[j];
-    const float level = sqrtf(squares / NP_GROUP);
-    for (int j = 0; j < NP_GROUP; j++) weight[j] = level + fabsf(w[j]);
-}
 
 static float code_of(float value, float max_code) {
     const float code = rintf(value);
@@ -58,7 +50,7 @@ static float refine(const float *w, const float *weight, float max_code, group_f
 
 static group_fit fit_group(const float *w, float max_code) {
     float weight[NP_GROUP], lowest = 0.0f, highest = 0.0f;
-    error_weights(w, weight);
+    np_error_weights(w, weight);
     for (int j = 0; j < NP_GROUP; j++) {
         lowest = w[j] < lowest ? w[j] : lowest;
         highest = w[j] > highest ? w[j] : highest;
@@ -98,33 +90,52 @@ static void put_codes(int bits, const float *w, float scale, float minimum, uint
         }
 }
 
+/* Write the scales of q4h and q5h, and change the fits to what is stored. */
+static void store_halves(group_fit *fits, size_t count, uint8_t *block) {
+    for (size_t g = 0; g < count; g++) {
+        const uint16_t scale = np_float_to_half(fits[g].scale), minimum = np_float_to_half(fits[g].minimum);
+        memcpy(block + 2 * g, &scale, 2);
+        memcpy(block + 2 * (NP_MINIMUM_GROUPS + g), &minimum, 2);
+        fits[g] = (group_fit){np_half_to_float(scale), np_half_to_float(minimum)};
+    }
+}
+
+/* The same for six bits each, with their units. */
+static void store_fields(group_fit *fits, size_t count, uint8_t *block) {
+    float max_scale = 0.0f, max_minimum = 0.0f;
+    for (size_t g = 0; g < count; g++) {
+        max_scale = fits[g].scale > max_scale ? fits[g].scale : max_scale;
+        max_minimum = fits[g].minimum > max_minimum ? fits[g].minimum : max_minimum;
+    }
+    const uint16_t halves[2] = {np_float_to_half(max_scale / MAX_FIELD), np_float_to_half(max_minimum / MAX_FIELD)};
+    const float unit = np_half_to_float(halves[0]), minimum_unit = np_half_to_float(halves[1]);
+    memcpy(block, halves, sizeof halves);
+    for (size_t g = 0; g < count; g++) {
+        const unsigned scale = field_of(fits[g].scale, unit), minimum = field_of(fits[g].minimum, minimum_unit);
+        put_fields(block, (int)g, scale, minimum);
+        fits[g] = (group_fit){unit * (float)scale, minimum_unit * (float)minimum};
+    }
+}
+
 int np_encode_row(int type, const float *w, size_t n, void *quants, void *scales) {
     const int bits = 4 + (int)np_high_bits(type);
-    if (!np_has_minimum(type) || n % NP_GROUP) return NP_E_ARGUMENT;
+    if (!(np_has_minimum(type) || np_has_codebook(type)) || n % NP_GROUP) return NP_E_ARGUMENT;
     const size_t groups = n / NP_GROUP;
-    const float max_code = (float)((1 << bits) - 1);
     for (size_t j = 0; j < n; j++)
         if (!isfinite(w[j])) return NP_E_ARGUMENT;
+    if (np_has_codebook(type)) return np_encode_codebook_row(type, w, n, quants, scales);
+    memset(scales, 0, np_scale_bytes(type, n));
     for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
         const size_t count = np_minimum_count(groups, first);
-        uint8_t *block = (uint8_t *)scales + first / NP_MINIMUM_GROUPS * NP_MINIMUM_BYTES;
+        uint8_t *block = (uint8_t *)scales + first * np_minimum_bytes(type);
         group_fit fits[NP_MINIMUM_GROUPS];
-        float max_scale = 0.0f, max_minimum = 0.0f;
+        for (size_t g = 0; g < count; g++) fits[g] = fit_group(w + (first + g) * NP_GROUP, (float)((1 << bits) - 1));
+        if (np_has_half_scales(type)) store_halves(fits, count, block);
+        else store_fields(fits, count, block);
         for (size_t g = 0; g < count; g++) {
-            fits[g] = fit_group(w + (first + g) * NP_GROUP, max_code);
-            max_scale = fits[g].scale > max_scale ? fits[g].scale : max_scale;
-            max_minimum = fits[g].minimum > max_minimum ? fits[g].minimum : max_minimum;
-        }
-        const uint16_t halves[2] = {np_float_to_half(max_scale / MAX_FIELD), np_float_to_half(max_minimum / MAX_FIELD)};
-        const float unit = np_half_to_float(halves[0]), minimum_unit = np_half_to_float(halves[1]);
-        if (!isfinite(unit) || !isfinite(minimum_unit)) return NP_E_ARGUMENT;
-        memset(block, 0, NP_MINIMUM_BYTES);
-        memcpy(block, halves, sizeof halves);
-        for (size_t g = 0; g < count; g++) {
-            const unsigned scale = field_of(fits[g].scale, unit), minimum = field_of(fits[g].minimum, minimum_unit);
-            put_fields(block, (int)g, scale, minimum);
-            put_codes(bits, w + (first + g) * NP_GROUP, unit * (float)scale, minimum_unit * (float)minimum,
-                      (uint8_t *)quants + (first + g) * NP_GROUP / 2, (uint8_t *)quants + n / 2 + 2 * (first + g), groups);
+            if (!isfinite(fits[g].scale) || !isfinite(fits[g].minimum)) return NP_E_ARGUMENT;
+            put_codes(bits, w + (first + g) * NP_GROUP, fits[g].scale, fits[g].minimum, (uint8_t *)quants + (first + g) * NP_GROUP / 2,
+                      (uint8_t *)quants + n / 2 + 2 * (first + g), groups);
         }
     }
     return NP_OK;

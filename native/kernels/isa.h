@@ -9,7 +9,7 @@
 #define NP_INLINE static inline __attribute__((always_inline))
 
 enum { NP_GROUP = 32 };      /* weights that share a scale */
-enum { NP_TYPES = NP_Q6K + 1 };
+enum { NP_TYPES = NP_Q5H + 1 };
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
 /* True if so many of NP_TOKEN_BLOCK tokens are faster together with the others than by themselves. */
@@ -85,14 +85,17 @@ typedef struct {
 const np_isa *np_isa_current(void);
 
 extern const np_isa np_isa_scalar;
-np_dot_function np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k;
-np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k;
+np_dot_function np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k, np_scalar_dot_q4h, np_scalar_dot_q5h;
+np_add_function np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k, np_scalar_add_q4h, np_scalar_add_q5h;
 #if defined(__x86_64__)
 extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
-np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k;
-np_add_function np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k;
-np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3, np_avx512_dot_q4k, np_avx512_dot_q5k, np_avx512_dot_q6k;
-np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k;
+np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3, np_avx2_dot_q4k, np_avx2_dot_q5k, np_avx2_dot_q6k, np_avx2_dot_iq4, np_avx2_dot_mxfp4,
+    np_avx2_dot_q4h, np_avx2_dot_q5h;
+np_add_function np_avx2_add_q4k, np_avx2_add_q5k, np_avx2_add_q6k, np_avx2_add_q4h, np_avx2_add_q5h;
+np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3, np_avx512_dot_q4k, np_avx512_dot_q5k, np_avx512_dot_q6k, np_avx512_dot_iq4, np_avx512_dot_mxfp4,
+    np_avx512_dot_q4h, np_avx512_dot_q5h;
+np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k, np_avx512_add_iq4, np_avx512_add_mxfp4, np_avx512_add_q4h,
+    np_avx512_add_q5h;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
 /* True if two panel kernels give the same bits for some rows and tokens of q8 and q4. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
@@ -100,9 +103,11 @@ int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)
 extern const np_isa np_isa_neon, np_isa_dotprod;
-np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k;
-np_add_function np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k;
-np_dot_function np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k;
+np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k, np_neon_dot_iq4, np_neon_dot_mxfp4,
+    np_neon_dot_q4h, np_neon_dot_q5h;
+np_add_function np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k, np_neon_add_q4h, np_neon_add_q5h;
+np_dot_function np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k, np_dotprod_dot_iq4, np_dotprod_dot_mxfp4,
+    np_dotprod_dot_q4h, np_dotprod_dot_q5h;
 #endif
 
 /* Prefetch stays within the requested rows: in a cache slot the next row may belong to a neuron that does not fire, and

@@ -1,17 +1,20 @@
-/* q4k, q5k and q6k: groups of 32 weights with a scale and a minimum, in blocks of eight groups; a row's last block may
+/* q4k, q5k, q6k, q4h and q5h: groups of 32 weights with a scale and a minimum, in blocks of eight groups; a row's last block may
  * have fewer.
  *
  *   w = s * code - z, with s = d * scale and z = dmin * minimum of the group (both exact in float32)
  *
- *   scales, 16 bytes a block    content
+ *   scales of q4k, q5k, q6k     content, 16 bytes a block
  *   bytes 0..1, 2..3            d and dmin, fp16
  *   bytes 4..11                 byte i: low four bits of scale i (low nibble) and of minimum i (high nibble)
  *   bytes 12..15                byte j, from its lowest bits on: upper two bits of scale j, minimum j, scale j + 4,
  *                               minimum j + 4
  *
+ *   scales of q4h, q5h          content, 32 bytes a block
+ *   bytes 0..15, 16..31         s of the eight groups, then z, fp16
+ *
  *   quants of a row             content
  *   n/2 bytes                   low four bits of codes, as q4's nibbles
- *   n/32 uint16, n/32 uint16    q5k and q6k: fifth bits of the groups' first 16 codes, bit j of code j; of the last 16
+ *   n/32 uint16, n/32 uint16    q5k, q6k, q5h: fifth bits of the groups' first 16 codes, bit j of code j; of the last 16
  *   n/32 uint16, n/32 uint16    q6k: sixth bits, in the same way
  *
  * Prepared activations are q4's. A group's product is s * xs * dot(codes, quants) - z * (xs * sum of quants). */
@@ -19,12 +22,17 @@
 #define NP_KERNELS_MINIMUM_H
 #include "kernels/activation.h"
 
-enum { NP_MINIMUM_GROUPS = 8, NP_MINIMUM_BYTES = 16 }; /* of a block, and of its scales: two bytes a group */
+enum { NP_MINIMUM_GROUPS = 8 }; /* of a block */
 
-NP_INLINE int np_has_minimum(int type) { return type == NP_Q4K || type == NP_Q5K || type == NP_Q6K; }
+NP_INLINE int np_has_half_scales(int type) { return type == NP_Q4H || type == NP_Q5H; }
+
+NP_INLINE int np_has_minimum(int type) { return type == NP_Q4K || type == NP_Q5K || type == NP_Q6K || np_has_half_scales(type); }
+
+/* Bytes of a group's scale and minimum: an eighth of a block's. */
+NP_INLINE size_t np_minimum_bytes(int type) { return np_has_half_scales(type) ? 4 : 2; }
 
 /* Bits of a code beyond the nibble. */
-NP_INLINE size_t np_high_bits(int type) { return type == NP_Q6K ? 2 : type == NP_Q5K ? 1 : 0; }
+NP_INLINE size_t np_high_bits(int type) { return type == NP_Q6K ? 2 : type == NP_Q5K || type == NP_Q5H ? 1 : 0; }
 
 /* Byte i: the scale or the minimum of a block's group i, 0 to 63. */
 typedef struct {
@@ -46,7 +54,17 @@ typedef struct {
     float scales[NP_MINIMUM_GROUPS], minimums[NP_MINIMUM_GROUPS];
 } np_minimum_block;
 
-NP_INLINE np_minimum_block np_minimum_block_of(const uint8_t *block) {
+NP_INLINE np_minimum_block np_minimum_block_of(int type, const uint8_t *block) {
+    if (np_has_half_scales(type)) {
+        uint16_t all[2 * NP_MINIMUM_GROUPS];
+        np_minimum_block halves_of_block;
+        memcpy(all, block, sizeof all);
+        for (int i = 0; i < NP_MINIMUM_GROUPS; i++) {
+            halves_of_block.scales[i] = np_half_to_float(all[i]);
+            halves_of_block.minimums[i] = np_half_to_float(all[NP_MINIMUM_GROUPS + i]);
+        }
+        return halves_of_block;
+    }
     const np_minimum_codes codes = np_minimum_codes_of(block);
     uint16_t halves[2];
     memcpy(halves, block, 4);
@@ -73,7 +91,7 @@ NP_INLINE void np_minimum_group(int type, const uint8_t *quants, size_t n, size_
 
 /* Decode `count` groups of a block, from group `first` on. */
 NP_INLINE void np_minimum_decode(int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t first, size_t count, float *w) {
-    const np_minimum_block b = np_minimum_block_of(scales + 2 * first);
+    const np_minimum_block b = np_minimum_block_of(type, scales + np_minimum_bytes(type) * first);
     for (size_t g = 0; g < count; g++, w += NP_GROUP) {
         uint8_t codes[NP_GROUP];
         np_minimum_group(type, quants, n, first + g, codes);

@@ -3,12 +3,13 @@
  * minimums are decoded first. */
 #ifndef NP_KERNELS_NARROW_H
 #define NP_KERNELS_NARROW_H
+#include "kernels/codebook.h"
 #include "kernels/half.h"
 #include "kernels/isa.h"
 #include "kernels/minimum.h"
 #include "kernels/three_bits.h"
 
-NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? NP_GROUP / 2 : NP_Q3_GROUP_BYTES; }
+NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q3 ? NP_Q3_GROUP_BYTES : NP_GROUP / 2; }
 
 /* 0, or NaN if a scale is not finite. */
 NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
@@ -35,6 +36,10 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
             NP_NARROW_ROW(NP_Q8, LARGEST, ROUND);                                                                        \
         else if (type == NP_Q4)                                                                                          \
             NP_NARROW_ROW(NP_Q4, LARGEST, ROUND);                                                                        \
+        else if (type == NP_IQ4)                                                                                         \
+            NP_NARROW_ROW(NP_IQ4, LARGEST, ROUND);                                                                       \
+        else if (type == NP_MXFP4)                                                                                       \
+            NP_NARROW_ROW(NP_MXFP4, LARGEST, ROUND);                                                                     \
         else if (np_has_minimum(type))                                                                                   \
             np_minimum_narrow(type, quants, (const uint8_t *)scales, n, out, row_scale);                                 \
         else                                                                                                             \
@@ -45,7 +50,7 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
 #include <immintrin.h>
 
 /* Half of a group's quants as bytes. */
-NP_INLINE __m128i np_half_group(int type, const uint8_t *quants, int half) {
+NP_INLINE __attribute__((target("ssse3"))) __m128i np_half_group(int type, const uint8_t *quants, int half) {
     if (type == NP_Q8) return _mm_loadu_si128((const __m128i *)(const void *)(quants + half * 16));
     __m128i both;
     if (type == NP_Q3) {
@@ -54,7 +59,7 @@ NP_INLINE __m128i np_half_group(int type, const uint8_t *quants, int half) {
     } else {
         both = _mm_loadu_si128((const __m128i *)(const void *)quants);
     }
-    return _mm_sub_epi8(_mm_and_si128(half ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+    return np_nibble_values(type, _mm_and_si128(half ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15)));
 }
 #endif
 #endif

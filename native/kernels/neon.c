@@ -40,20 +40,28 @@ NP_INLINE void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n
     }
 }
 
-NP_INLINE void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const int8x16_t eight = vdupq_n_s8(8);
     for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
         const float factor = a * np_half_to_float(s[g]);
         const uint8x16_t packed = vld1q_u8(quants);
-        add_16(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(15))), eight), factor, y);
-        add_16(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight), factor, y + 16);
+        add_16(np_neon_values(type, vandq_u8(packed, vdupq_n_u8(15))), factor, y);
+        add_16(np_neon_values(type, vshrq_n_u8(packed, 4)), factor, y + 16);
     }
 }
 
 static NP_DEFINE_ADD_ROWS(, add_f16, add_row_f16)
 static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
-static NP_DEFINE_ADD_ROWS(, add_q4, add_row_q4)
+
+#define DEFINE_ADD_NIBBLES(NAME, TYPE)                                                                           \
+    NP_INLINE void NAME##_row(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {       \
+        add_nibble_row(TYPE, quants, scales, n, a, y);                                                           \
+    }                                                                                                            \
+    static NP_DEFINE_ADD_ROWS(, NAME, NAME##_row)
+
+DEFINE_ADD_NIBBLES(add_q4, NP_Q4)
+DEFINE_ADD_NIBBLES(add_iq4, NP_IQ4)
+DEFINE_ADD_NIBBLES(add_mxfp4, NP_MXFP4)
 
 static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
 
@@ -88,7 +96,7 @@ NP_INLINE int8x16_t half_group(int type, const uint8_t *quants, int half) {
     } else {
         both = vld1q_u8(quants);
     }
-    return vsubq_s8(vreinterpretq_s8_u8(half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15))), vdupq_n_s8(8));
+    return np_neon_values(type, half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15)));
 }
 
 /* Convert sixteen bytes to floats and multiply them by a factor. */
@@ -133,8 +141,10 @@ static int dotprod_runs_here(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP
 const np_isa np_isa_neon = {
     "neon",
     neon_runs_here,
-    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k},
+    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_neon_dot_q4k, np_neon_dot_q5k, np_neon_dot_q6k, np_neon_dot_iq4,
+     np_neon_dot_mxfp4, np_neon_dot_q4h, np_neon_dot_q5h},
+    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k, add_iq4, add_mxfp4,
+     np_neon_add_q4h, np_neon_add_q5h},
     prepare,
     softmax_weights,
     f32_to_f16,
@@ -148,8 +158,10 @@ const np_isa np_isa_neon = {
 const np_isa np_isa_dotprod = {
     "dotprod",
     dotprod_runs_here,
-    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k},
+    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3, np_dotprod_dot_q4k, np_dotprod_dot_q5k, np_dotprod_dot_q6k,
+     np_dotprod_dot_iq4, np_dotprod_dot_mxfp4, np_dotprod_dot_q4h, np_dotprod_dot_q5h},
+    {add_f16, add_q8, add_q4, NULL, np_neon_add_q4k, np_neon_add_q5k, np_neon_add_q6k, add_iq4, add_mxfp4,
+     np_neon_add_q4h, np_neon_add_q5h},
     prepare,
     softmax_weights,
     f32_to_f16,

@@ -1,4 +1,4 @@
-/* NEON: sums of q4k, q5k and q6k rows; minimum.h describes the rows. Their dot products are in neon_rows.h. */
+/* NEON: sums of rows with a minimum; minimum.h describes the rows. Their dot products are in neon_rows.h. */
 #if defined(__aarch64__)
 #include "kernels/neon_minimum.h"
 
@@ -11,7 +11,7 @@ NP_INLINE void prefetch_four(const int type, const np_rows *rows, size_t r, size
         __builtin_prefetch(row.quants + first * 16, 0, 2);
         for (size_t plane = 0; first % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
             __builtin_prefetch(row.quants + rows->n / 2 + plane * (rows->n / 16) + 2 * first, 0, 2);
-        if (first % 32 == 0) __builtin_prefetch(row.scales + 2 * first, 0, 2);
+        if (first % 32 == 0) __builtin_prefetch(row.scales + np_minimum_bytes(type) * first, 0, 2);
     }
 }
 
@@ -36,7 +36,7 @@ NP_INLINE void add_together(const int type, const np_rows *rows, size_t r, const
         float32x4_t minimum = vdupq_n_f32(0);
         prefetch_four(type, rows, r + count, first, count);
         for (size_t i = 0; i < count; i++) {
-            const np_neon_scales scales = np_neon_scales_of(row[i].scales, first);
+            const np_neon_scales scales = np_neon_scales_of(type, row[i].scales, first);
             vst1q_f32(factors[i], vmulq_n_f32(scales.scales, a[r + i]));
             minimum = vfmaq_n_f32(minimum, scales.minimums, a[r + i]);
             bits[i] = np_neon_bits_of(type, row[i].quants, rows->n, first, four);
@@ -62,4 +62,6 @@ NP_INLINE void add_rows(const int type, const np_rows *rows, const float *a, flo
 void np_neon_add_q4k(const np_rows *rows, const float *a, float *y) { add_rows(NP_Q4K, rows, a, y); }
 void np_neon_add_q5k(const np_rows *rows, const float *a, float *y) { add_rows(NP_Q5K, rows, a, y); }
 void np_neon_add_q6k(const np_rows *rows, const float *a, float *y) { add_rows(NP_Q6K, rows, a, y); }
+void np_neon_add_q4h(const np_rows *rows, const float *a, float *y) { add_rows(NP_Q4H, rows, a, y); }
+void np_neon_add_q5h(const np_rows *rows, const float *a, float *y) { add_rows(NP_Q5H, rows, a, y); }
 #endif

@@ -1,4 +1,4 @@
-/* Scales, minimums and codes of q4k, q5k and q6k rows with NEON; minimum.h describes the rows. */
+/* Scales, minimums and codes of rows with a minimum with NEON; minimum.h describes the rows. */
 #ifndef NP_KERNELS_NEON_MINIMUM_H
 #define NP_KERNELS_NEON_MINIMUM_H
 #include "kernels/minimum.h"
@@ -13,8 +13,13 @@ typedef struct {
 } np_neon_scales;
 
 /* Of the four groups from `first` on; anything for those that the row does not have. */
-NP_INLINE np_neon_scales np_neon_scales_of(const uint8_t *scales, size_t first) {
-    const uint8_t *block = scales + first / NP_MINIMUM_GROUPS * NP_MINIMUM_BYTES;
+NP_INLINE np_neon_scales np_neon_scales_of(const int type, const uint8_t *scales, size_t first) {
+    const uint8_t *block = scales + first / NP_MINIMUM_GROUPS * NP_MINIMUM_GROUPS * np_minimum_bytes(type);
+    if (np_has_half_scales(type)) {
+        const uint8_t *four_of_scales = block + 2 * (first % NP_MINIMUM_GROUPS);
+        return (np_neon_scales){vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(four_of_scales))),
+                                vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(four_of_scales + 16)))};
+    }
     const np_minimum_codes codes = np_minimum_codes_of(block);
     const unsigned half = 8 * (first % NP_MINIMUM_GROUPS);
     const uint64_t four = (codes.scales >> half & 0xffffffff) | codes.minimums >> half << 32;

@@ -11,6 +11,7 @@
 #ifndef NP_KERNELS_PANEL_TILES_H
 #define NP_KERNELS_PANEL_TILES_H
 #include "kernels/avx512_minimum.h"
+#include "kernels/codebook.h"
 #include "kernels/three_bits.h"
 
 #include <immintrin.h>
@@ -94,7 +95,9 @@ NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t n, si
     }
     const __m256i both = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
     const __m256i nibbles = _mm256_and_si256(both, _mm256_set1_epi8(15));
-    return np_has_minimum(type) ? np_add_group_bits(type, nibbles, quants + n / 2 + 2 * g, n / 16) : _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8));
+    if (np_has_minimum(type)) return np_add_group_bits(type, nibbles, quants + n / 2 + 2 * g, n / 16);
+    if (!np_has_codebook(type)) return _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)np_codebook(type))), nibbles);
 }
 
 /* The scales of 16 groups, and their minimums if they have some. */
@@ -106,7 +109,7 @@ typedef struct {
 NP_INLINE NP_AVX512 void unpack_scales(int type, const uint8_t *scales, size_t g, size_t groups, unpacked_scales *to) {
     const __mmask16 there = groups - g < 16 ? (__mmask16)((1u << (groups - g)) - 1) : 0xffff;
     if (np_has_minimum(type)) {
-        const np_lane_scales lanes = np_minimum_lanes(scales + 2 * g, groups - g > NP_MINIMUM_GROUPS);
+        const np_lane_scales lanes = np_minimum_lanes(type, scales + np_minimum_bytes(type) * g, groups - g > NP_MINIMUM_GROUPS);
         _mm512_store_ps(to->scales, lanes.scales);
         _mm512_store_ps(to->minimums, lanes.minimums);
     } else {

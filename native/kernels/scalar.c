@@ -32,8 +32,8 @@ NP_INLINE void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, si
     }
 }
 
-NP_INLINE void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-                      size_t stride, const int tokens, float *sums) {
+NP_INLINE void nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                          size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (int t = 0; t < tokens; t++) {
         const np_activation x = np_activation_at(activation + t * stride, n);
@@ -42,7 +42,7 @@ NP_INLINE void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, si
             const uint8_t *w = quants + g * 16;
             const int8_t *low = x.quants + np_q4_place(g), *high = low + 64;
             int32_t dot = 0;
-            for (int j = 0; j < 16; j++) dot += ((w[j] & 15) - 8) * low[j] + ((w[j] >> 4) - 8) * high[j];
+            for (int j = 0; j < 16; j++) dot += np_nibble_value(type, w[j] & 15) * low[j] + np_nibble_value(type, w[j] >> 4) * high[j];
             sum += (float)dot * (np_half_to_float(s[g]) * x.scales[g]);
         }
         sums[t] = sum;
@@ -71,7 +71,6 @@ NP_INLINE void q3_row(const uint8_t *quants, const uint8_t *scales, size_t n, si
 
 static NP_DEFINE_DOT_ROWS(, dot_f16, f16_row)
 static NP_DEFINE_DOT_ROWS(, dot_q8, q8_row)
-static NP_DEFINE_DOT_ROWS(, dot_q4, q4_row)
 static NP_DEFINE_DOT_ROWS(, dot_q3, q3_row)
 
 NP_INLINE void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
@@ -88,20 +87,34 @@ NP_INLINE void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n
     }
 }
 
-NP_INLINE void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
         const float scale = a * np_half_to_float(s[g]);
         for (int j = 0; j < 16; j++) {
-            y[j] += scale * (float)((quants[j] & 15) - 8);
-            y[j + 16] += scale * (float)((quants[j] >> 4) - 8);
+            y[j] += scale * (float)np_nibble_value(type, quants[j] & 15);
+            y[j + 16] += scale * (float)np_nibble_value(type, quants[j] >> 4);
         }
     }
 }
 
 static NP_DEFINE_ADD_ROWS(, add_f16, add_row_f16)
 static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
-static NP_DEFINE_ADD_ROWS(, add_q4, add_row_q4)
+
+#define DEFINE_NIBBLE_ROWS(NAME, TYPE)                                                                                            \
+    NP_INLINE void NAME##_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,     \
+                              size_t stride, const int tokens, float *sums) {                                                     \
+        nibble_row(TYPE, quants, scales, n, ahead, activation, stride, tokens, sums);                                             \
+    }                                                                                                                             \
+    NP_INLINE void add_row_##NAME(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {                    \
+        add_nibble_row(TYPE, quants, scales, n, a, y);                                                                            \
+    }                                                                                                                             \
+    static NP_DEFINE_DOT_ROWS(, dot_##NAME, NAME##_row)                                                                           \
+    static NP_DEFINE_ADD_ROWS(, add_##NAME, add_row_##NAME)
+
+DEFINE_NIBBLE_ROWS(q4, NP_Q4)
+DEFINE_NIBBLE_ROWS(iq4, NP_IQ4)
+DEFINE_NIBBLE_ROWS(mxfp4, NP_MXFP4)
 
 static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
 
@@ -134,8 +147,8 @@ NP_INLINE void unpack_group(int type, const uint8_t *quants, int8_t *q) {
         quants = memcpy(unpacked, group.words, sizeof unpacked);
     }
     for (int j = 0; j < NP_GROUP / 2; j++) {
-        q[j] = (int8_t)((quants[j] & 15) - 8);
-        q[j + NP_GROUP / 2] = (int8_t)((quants[j] >> 4) - 8);
+        q[j] = (int8_t)np_nibble_value(type, quants[j] & 15);
+        q[j + NP_GROUP / 2] = (int8_t)np_nibble_value(type, quants[j] >> 4);
     }
 }
 
@@ -169,8 +182,10 @@ static int runs_here(void) { return 1; }
 const np_isa np_isa_scalar = {
     "scalar",
     runs_here,
-    {dot_f16, dot_q8, dot_q4, dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k},
-    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k},
+    {dot_f16, dot_q8, dot_q4, dot_q3, np_scalar_dot_q4k, np_scalar_dot_q5k, np_scalar_dot_q6k, dot_iq4, dot_mxfp4,
+     np_scalar_dot_q4h, np_scalar_dot_q5h},
+    {add_f16, add_q8, add_q4, NULL, np_scalar_add_q4k, np_scalar_add_q5k, np_scalar_add_q6k, add_iq4, add_mxfp4,
+     np_scalar_add_q4h, np_scalar_add_q5h},
     prepare,
     softmax_weights,
     f32_to_f16,

@@ -1,4 +1,4 @@
-/* The reference kernels for q4k, q5k and q6k rows in plain C; minimum.h describes the rows. */
+/* The reference kernels for rows with a minimum in plain C; minimum.h describes the rows. */
 #include "kernels/minimum.h"
 
 NP_INLINE void minimum_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation,
@@ -6,7 +6,7 @@ NP_INLINE void minimum_row(const int type, const uint8_t *quants, const uint8_t 
     const size_t groups = n / NP_GROUP;
     for (int t = 0; t < tokens; t++) sums[t] = 0.0f;
     for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
-        const np_minimum_block b = np_minimum_block_of(scales + 2 * first);
+        const np_minimum_block b = np_minimum_block_of(type, scales + np_minimum_bytes(type) * first);
         for (size_t g = first; g < groups && g < first + NP_MINIMUM_GROUPS; g++) {
             uint8_t codes[NP_GROUP];
             np_minimum_group(type, quants, n, g, codes);
@@ -24,7 +24,7 @@ NP_INLINE void minimum_row(const int type, const uint8_t *quants, const uint8_t 
 
 NP_INLINE void add_minimum_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     for (size_t g = 0; g < n / NP_GROUP; g++, y += NP_GROUP) {
-        const np_minimum_block b = np_minimum_block_of(scales + g / NP_MINIMUM_GROUPS * NP_MINIMUM_BYTES);
+        const np_minimum_block b = np_minimum_block_of(type, scales + g / NP_MINIMUM_GROUPS * NP_MINIMUM_GROUPS * np_minimum_bytes(type));
         const float scale = a * b.scales[g % NP_MINIMUM_GROUPS], minimum = a * b.minimums[g % NP_MINIMUM_GROUPS];
         uint8_t codes[NP_GROUP];
         np_minimum_group(type, quants, n, g, codes);
@@ -46,3 +46,5 @@ NP_INLINE void add_minimum_row(const int type, const uint8_t *quants, const uint
 DEFINE_ROWS(q4k, NP_Q4K)
 DEFINE_ROWS(q5k, NP_Q5K)
 DEFINE_ROWS(q6k, NP_Q6K)
+DEFINE_ROWS(q4h, NP_Q4H)
+DEFINE_ROWS(q5h, NP_Q5H)

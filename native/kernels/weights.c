@@ -1,4 +1,5 @@
 /* Sizes of rows, and the public kernels, which call the instruction set in use. */
+#include "kernels/codebook.h"
 #include "kernels/minimum.h"
 #include "kernels/three_bits.h"
 
@@ -6,17 +7,19 @@ size_t np_quant_bytes(int type, size_t n) {
     if (type == NP_F16) return 2 * n;
     if (n % NP_GROUP) return 0;
     if (np_has_minimum(type)) return n / 2 + np_high_bits(type) * (n / 8);
-    return type == NP_Q8 ? n : type == NP_Q4 ? n / 2 : type == NP_Q3 ? n / NP_GROUP * NP_Q3_GROUP_BYTES : 0;
+    return type == NP_Q8 ? n : type == NP_Q4 || np_has_codebook(type) ? n / 2 : type == NP_Q3 ? n / NP_GROUP * NP_Q3_GROUP_BYTES : 0;
 }
 
 size_t np_scale_bytes(int type, size_t n) {
-    if (np_has_minimum(type) && n % NP_GROUP == 0) return np_padded(n / NP_GROUP, NP_MINIMUM_GROUPS) * 2;
-    return (type == NP_Q8 || type == NP_Q4 || type == NP_Q3) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
+    if (np_has_minimum(type) && n % NP_GROUP == 0) return np_padded(n / NP_GROUP, NP_MINIMUM_GROUPS) * np_minimum_bytes(type);
+    const int has_scales = type == NP_Q8 || type == NP_Q4 || type == NP_Q3 || np_has_codebook(type);
+    return has_scales && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
 }
 
-int np_reads_inputs_of(int type, int prepared_type) {
-    return type == prepared_type || (type == NP_Q3 && prepared_type == NP_Q4) || (np_has_minimum(type) && np_has_minimum(prepared_type));
-}
+/* Types of rows that read the same panels; activations are the same for more of them. */
+static int inputs_of(int type) { return np_has_minimum(type) ? NP_Q4K : type == NP_Q3 || np_has_codebook(type) ? NP_Q4 : type; }
+
+int np_reads_inputs_of(int type, int prepared_type) { return inputs_of(type) == inputs_of(prepared_type); }
 
 size_t np_activation_bytes(int type, size_t n) {
     if (type == NP_F16) return np_padded(4 * n, 64);
@@ -120,8 +123,8 @@ void np_decode_row(int type, const void *quants, const void *scales, size_t n, f
                 memcpy(q, (const uint8_t *)quants + g * 16, sizeof q);
             }
             for (int j = 0; j < 16; j++) {
-                w[j] = scale * (float)((q[j] & 15) - 8);
-                w[j + 16] = scale * (float)((q[j] >> 4) - 8);
+                w[j] = scale * (float)np_nibble_value(type, q[j] & 15);
+                w[j + 16] = scale * (float)np_nibble_value(type, q[j] >> 4);
             }
         }
     }
