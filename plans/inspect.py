@@ -279,10 +279,12 @@ def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
     lines = []
     for profile in profiles:
         counted = "counts of PowerInfer" if profile["source"] == "powerinfer" else f"mode {profile['mode']}"
-        needed, reuse = profile["wanted_by_layer"], profile["reuse"]
+        wanted_shares, reuse = profile["wanted_by_layer"], profile["reuse"]
         again = "" if reuse is None else f"; {reuse:.0%} of that also for the token before"
         lines.append(f"Wanted neurons, {counted}, {profile['tokens']:,} tokens of {profile['text']}")
-        lines.append(f"  a token wants {sum(needed) / len(needed):.1%} of the neurons that could compute it{again}")
+        lines.append(
+            f"  a token wants {sum(wanted_shares) / len(wanted_shares):.1%} of the neurons that could compute it{again}"
+        )
         hottest = ", ".join(f"{share:.0%}: {interpolated(profile['curve'], share):.0%}" for share in (0.05, 0.2, 0.5))
         lines.append(f"  what the hottest neurons make of it     {hottest}")
         guessed = [profile[f"experts_by_{name}"][1:] for name in ("frequency", "layer_before")]

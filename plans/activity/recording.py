@@ -182,9 +182,9 @@ class RecordingFolder:
         self._file.truncate(whole_windows_tokens * self._token_bytes)
 
     def _require_space(self) -> None:
-        needed = self.bytes - self._file.seek(0, 2)
-        if (free := shutil.disk_usage(self.path).free) < needed:
+        needed_bytes = self.bytes - self._file.seek(0, 2)
+        if (free := shutil.disk_usage(self.path).free) < needed_bytes:
             raise UserError(
-                f"{self.path}: the recording needs {needed:,} bytes, but {free:,} are free on that disk; "
+                f"{self.path}: the recording needs {needed_bytes:,} bytes, but {free:,} are free on that disk; "
                 "fewer --tokens need less"
             )

@@ -149,17 +149,17 @@ def _steps(
 
 def _separators(values: Mapping[str, str], sequences: Iterable[str]) -> tuple[str, str]:
     """Return two punctuation marks that are replaced by others that are not, neither of which is part of a sequence."""
-    taken = {*"".join(sequences), *_decomposable()}
+    unusable = {*"".join(sequences), *_decomposable()}
     free = (
         key
         for key, value in values.items()
         if len(key) == 1 and unicodedata.category(key).startswith("P")
-        if taken.isdisjoint(key + value) and values.keys().isdisjoint(value) and value.isascii()
+        if unusable.isdisjoint(key + value) and values.keys().isdisjoint(value) and value.isascii()
     )
-    found = sorted(free)[:2]
-    if len(found) < 2:
+    separators = sorted(free)[:2]
+    if len(separators) < 2:
         raise ValueError("no characters are free to separate its keys")
-    return found[0], found[1]
+    return separators[0], separators[1]
 
 
 def _pattern(words: frozenset[str]) -> str:
@@ -169,10 +169,10 @@ def _pattern(words: frozenset[str]) -> str:
         if word:
             rests[word[0]].add(word[1:])
     classes = defaultdict(set)
-    for first, rest in rests.items():
-        classes[frozenset(rest)].add(first)
+    for first, tails in rests.items():
+        classes[frozenset(tails)].add(first)
     branches = sorted(
-        f"[{_members(firsts)}]{'' if rest == {''} else _pattern(rest)}" for rest, firsts in classes.items()
+        f"[{_members(firsts)}]{'' if tails == {''} else _pattern(tails)}" for tails, firsts in classes.items()
     )
     return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}"
 

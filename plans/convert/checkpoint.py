@@ -286,11 +286,11 @@ def _take_predictor(
 ) -> tuple[StoredMatrix, StoredMatrix]:
     shapes = [inventory.shape(name) for name in (first, second)]
     rank = shapes[0][0] if len(shapes[0]) == 2 else 0
-    for name, actual, needed in (
+    for name, actual, expected in (
         (first, shapes[0], (rank, model.width)),
         (second, shapes[1], (model.neurons, rank)),
     ):
-        if not 0 < rank <= MAX_RANK or actual != needed:
+        if not 0 < rank <= MAX_RANK or actual != expected:
             raise UserError(
                 f"{inventory.file(name)}: {safe_name(name)}: has shape {quoted(list(actual))}; a predictor's fc1 is "
                 f"[rank, {model.width}] and its fc2 [{model.neurons}, rank], and fc1 has rank {rank}; "

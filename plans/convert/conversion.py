@@ -42,7 +42,17 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.package.writer import PackageWriter, package_bytes
-from neuronpipe.plans.quantization_choice import LOSSLESS, RECIPES, Choice, default_quantization, why, with_room_for
+from neuronpipe.plans.quantization_choice import (
+    BITS_CHOICES,
+    Choice,
+    Recipe,
+    RequestedQuantization,
+    default_quantization,
+    ends_quantization,
+    recipe_for,
+    why,
+    with_room_for,
+)
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
 
@@ -75,7 +85,7 @@ def convert(
     source: Path,
     target: Path,
     *,
-    quantization: Quantization | None = None,
+    quantization: RequestedQuantization | None = None,
     gates: Quantization | None = None,
     activation: Activation | None = None,
     frequencies: Path | None = None,
@@ -92,7 +102,8 @@ def convert(
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
-    quantization: None chooses one by how the source stores its weights. gates: "q3" if they are to take fewer bits than
+    quantization: a number chooses the one whose package is nearest to so many bits a weight, None one by how the
+        source stores its weights. gates: "q3" if they are to take fewer bits than
         the rest, which is then q4. chosen is called with the choice before anything is written, report when everything
         is encoded. activation, tokenizer, context_tokens, chat_template and name override the source. frequencies is a
         .npy of firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the
@@ -129,17 +140,14 @@ class Conversion:
         self,
         checkpoint: Checkpoint,
         *,
-        quantization: Quantization | None = None,
+        quantization: RequestedQuantization | None = None,
         gates: Quantization | None = None,
         frequencies: Path | None = None,
         name: str | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
         self._source_weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
-        quantization = quantization or ("q4" if gates else default_quantization(self._source_weights))
-        _require_groups(checkpoint, quantization)
-        if gates is not None:
-            _require_gates(model, quantization, gates)
+        default = "q4" if gates else default_quantization(self._source_weights)
         shares = None if frequencies is None else read_frequencies(frequencies, model)
         self._neuron_order: NeuronOrder = "source" if shares is None else "frequency"
         self.checkpoint = checkpoint
@@ -148,16 +156,19 @@ class Conversion:
             name=one_line(name or checkpoint.source.name),
             source=replace(checkpoint.source, weights=self._source_weights if quantized else {}),
             model=model,
-            quantization=quantization,
-            quantizations=_fixed_quantizations(checkpoint, quantization),
+            quantization=default,
             end_tokens=tuple(end.token for end in checkpoint.ends),
-            layout=self._layout(quantization, gates),
+            layout=self._layout(default),
             files={},
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
             fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
-            predictor=_predictor(checkpoint, quantization),
         )
+        chosen = self._nearest(quantization) if isinstance(quantization, float) else quantization or default
+        _require_groups(checkpoint, chosen)
+        if gates is not None:
+            _require_gates(model, chosen, gates)
+        self.manifest = self._manifest_in(chosen, gates)
         self.pieces = pieces_of(checkpoint, shares)
         self._shares = "" if shares is None else hashlib.sha256(shares.tobytes()).hexdigest()
 
@@ -169,7 +180,7 @@ class Conversion:
             model.neurons,
             model.ffn_matrices,
             self._neuron_order,
-            own={"gate": gates, "down": RECIPES[quantization].down},
+            differing={"gate": gates, "down": _recipe(self.checkpoint, quantization).down},
             read_whole=model.read_whole,
         )
 
@@ -192,16 +203,25 @@ class Conversion:
             alternative_bytes=self._package_bytes_in(alternative) if fits else 0,
         )
 
-    def _package_bytes_in(self, quantization: Quantization) -> int:
-        """Return the size of the package in another quantization, with its gates in the same."""
-        manifest = replace(
+    def _manifest_in(self, quantization: Quantization, gates: Quantization | None = None) -> Manifest:
+        return replace(
             self.manifest,
             quantization=quantization,
             quantizations=_fixed_quantizations(self.checkpoint, quantization),
-            layout=self._layout(quantization),
+            layout=self._layout(quantization, gates),
             predictor=_predictor(self.checkpoint, quantization),
         )
-        return package_bytes(manifest) + len(self.checkpoint.tokenizer)
+
+    def _package_bytes_in(self, quantization: Quantization) -> int:
+        """Return the size of the package in another quantization, with its gates in the same."""
+        return package_bytes(self._manifest_in(quantization)) + len(self.checkpoint.tokenizer)
+
+    def _nearest(self, bits: float) -> Quantization:
+        """Return the quantization whose package is nearest to so many bits a weight."""
+        if not _fits_groups(self.checkpoint.model):
+            return "f16"
+        weights = sum(self._source_weights.values())
+        return min(BITS_CHOICES, key=lambda choice: abs(8 * self._package_bytes_in(choice) / weights - bits))
 
     def write(
         self,
@@ -286,6 +306,11 @@ def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor 
     )
 
 
+def _recipe(checkpoint: Checkpoint, quantization: Quantization) -> Recipe:
+    weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
+    return recipe_for(quantization, weights, down_by_neuron=checkpoint.down_by_neuron)
+
+
 def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Quantization]:
     """Return the quantizations of the fixed matrices that differ from the package's.
 
@@ -293,11 +318,11 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
     has more bits where the source stores it in an encoding that needs them.
     """
     quantizations = {}
+    recipe = _recipe(checkpoint, quantization)
     for name, _, _ in fixed_matrices(checkpoint.model):
         encodings = _weights_by_encoding(checkpoint.matrices[name])
         if name in EMBEDDINGS:
-            is_lossless = {LOSSLESS.get(encoding) for encoding in encodings} == {quantization}
-            of_matrix = quantization if is_lossless else RECIPES[quantization].ends
+            of_matrix = ends_quantization(quantization, recipe, encodings)
         elif quantization in MINIMUM_QUANTIZATIONS:
             of_matrix = with_room_for(quantization, encodings)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import pack_codes, pack_fields
-from neuronpipe.plans.package.layout import BITS, GROUP_WEIGHTS, MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import BITS, BLOCK_QUANTIZATIONS, BLOCK_WEIGHTS, GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.quantization_choice import LOSSLESS
 from numpy.typing import NDArray
@@ -23,7 +23,11 @@ BLOCK_WEIGHTS_BYTES = {
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "MXFP4": (32, 17),
 }
+GROUPS_OF_BLOCK = BLOCK_WEIGHTS // GROUP_WEIGHTS
+MAX_HALF = 65504
+MIN_HALF_EXPONENT, MAX_HALF_EXPONENT = -24, 15  # of powers of two that are fp16
 ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
 
 
@@ -57,12 +61,70 @@ def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.ui
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
     if encoding in ("Q4_K", "Q5_K"):
-        fits = quantization in MINIMUM_QUANTIZATIONS and BITS[quantization] >= BITS[LOSSLESS[encoding]]
+        fits = quantization in BLOCK_QUANTIZATIONS and BITS[quantization] >= BITS[LOSSLESS[encoding]]
         return _with_minima(encoding, BITS[quantization], stored) if fits else None
     if LOSSLESS.get(encoding) != quantization:
         return None
+    if encoding == "IQ4_XS":
+        return _of_iq4_xs(stored)
+    if encoding == "MXFP4":
+        return _of_mxfp4(stored)
+    if encoding in ("Q4_1", "Q5_0", "Q5_1"):
+        return _with_halves(encoding, BITS[quantization], stored)
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
     return Rows(blocks[..., 2:].reshape(len(stored), -1), blocks[..., :2].reshape(len(stored), -1))
+
+
+def _of_iq4_xs(stored: NDArray[np.uint8]) -> Rows | None:
+    """Return rows of IQ4_XS as iq4, whose scales are rounded to fp16, or None if one is larger than fp16 can be.
+
+    A block of 256 weights is: fp16 of the scales, uint16 with the upper two bits of eight scales from the lowest bits
+    on, four bytes with their low four bits, the first in the low nibble, and 128 bytes of codes as q4's. A scale is six
+    bits, minus 32.
+    """
+    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["IQ4_XS"][1])
+    unit = blocks[..., :2].copy().view("<f2").astype(np.float32)
+    highs = blocks[..., 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    lows = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=3).reshape(highs.shape)
+    scales = unit * ((lows | highs << 4).astype(np.float32) - 32)
+    if not np.abs(scales).max() <= MAX_HALF:  # NaN as well
+        return None
+    halves = scales.astype("<f2").reshape(len(stored), -1)
+    return Rows(blocks[..., 8:].reshape(len(stored), -1), halves.view(np.uint8))
+
+
+def _of_mxfp4(stored: NDArray[np.uint8]) -> Rows | None:
+    """Return rows of MXFP4 as mxfp4, or None if a scale is no fp16. A block of 32 weights is: a byte with the exponent
+    of the scale, 127 for 1, and 16 bytes of codes as q4's."""
+    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["MXFP4"][1])
+    exponents = blocks[..., 0].astype(np.int32) - 128  # of the scales of values twice as large
+    if exponents.min() < MIN_HALF_EXPONENT or exponents.max() > MAX_HALF_EXPONENT:
+        return None
+    halves = np.ldexp(np.float32(1), exponents).astype("<f2")
+    return Rows(blocks[..., 1:].reshape(len(stored), -1), halves.view(np.uint8))
+
+
+def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | None:
+    """Return rows of Q4_1 as q4h, or of Q5_0 or Q5_1 as q5h; None if a minimum is no fp16.
+
+    A block of 32 weights is: fp16 of the scale, of Q4_1 and Q5_1 fp16 of the smallest weight, of Q5_0 and Q5_1 32 fifth
+    bits, and 16 bytes of low four bits as q4's. Q5_0's weights are 16 scales lower than its codes.
+    """
+    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
+    scales, nibbles = blocks[..., :2].copy().view("<f2"), blocks[..., -16:]
+    codes = np.concatenate((nibbles & 15, nibbles >> 4), axis=2)
+    if bits > 4:
+        codes = codes | np.unpackbits(blocks[..., -20:-16], axis=2, bitorder="little") << 4
+    if encoding == "Q5_0":
+        if not np.abs(scales.astype(np.float32)).max() <= MAX_HALF / 16:  # NaN as well
+            return None
+        minima = scales * np.float16(16)
+    else:
+        minima = -blocks[..., 2:4].copy().view("<f2")
+    groups = -codes.shape[1] % GROUPS_OF_BLOCK
+    padded = [np.pad(halves[..., 0], ((0, 0), (0, groups))) for halves in (scales, minima)]
+    fields = np.stack([halves.reshape(len(stored), -1, GROUPS_OF_BLOCK) for halves in padded], axis=2)
+    return Rows(pack_codes(codes, bits), fields.reshape(len(stored), -1).view(np.uint8))
 
 
 def _with_minima(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows:

@@ -9,6 +9,8 @@ q3, for gates only: weights -4 to 3 in 12 bytes a group. Byte i of the first eig
 weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four has the third bits of i, i+4, ... i+28.
 With so few steps the largest magnitude gives a poor scale: of several scales, the one with the least error is used.
 
+iq4, mxfp4: as q4, with w = scale*value[nibble] and the values of llama.cpp's IQ4_NL and of MXFP4 (np_encode_row).
+
 q4k, q5k, q6k: codes of four, five or six bits with a scale and a minimum, w = scale*code - minimum; both are six bits
 each, times an fp16 unit of a block of eight groups (np_encode_row). FORMAT.md has the bytes.
 """
@@ -32,14 +34,14 @@ def encode(quantization: Quantization, weights: Weights) -> Rows:
     """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN."""
     if quantization in _ENCODERS:
         return _ENCODERS[quantization](weights)
-    return _encode_with_minima(quantization, weights)
+    return _encode_natively(quantization, weights)
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
     """Return the weights of encoded rows: float32 [rows, n]."""
     if quantization in _DECODERS:
         return _DECODERS[quantization](rows)
-    return _decode_with_minima(quantization, rows)
+    return _decode_natively(quantization, rows)
 
 
 def _half(values: Weights) -> NDArray[np.float16]:
@@ -143,7 +145,7 @@ def _times_scales(codes: Weights, scales: NDArray[np.uint8]) -> Weights:
     return product.reshape(len(codes), -1)
 
 
-def _encode_with_minima(quantization: Quantization, weights: Weights) -> Rows:
+def _encode_natively(quantization: Quantization, weights: Weights) -> Rows:
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     count, n = weights.shape
     rows = Rows(
@@ -164,7 +166,7 @@ def _encode_with_minima(quantization: Quantization, weights: Weights) -> Rows:
     return rows
 
 
-def _decode_with_minima(quantization: Quantization, rows: Rows) -> Weights:
+def _decode_natively(quantization: Quantization, rows: Rows) -> Weights:
     quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
     n = quants.shape[1] * 8 // BITS[quantization]
     weights = np.empty((len(quants), n), np.float32)

@@ -7,11 +7,13 @@ neurons that are nearly always active, then a slow tail.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 from neuronpipe.plans.cost.access_frequency import AccessFrequencies
 from neuronpipe.plans.cost.cluster_ranking import Ranking
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity_profile import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.document import Mode
@@ -32,25 +34,71 @@ HOTTEST: Points = (
     (1.0, 1.0),
 )
 # Assumed miss rates by resident share, for packages without a profile: CLOCK with uses. Bundles of a dense model and
-# whole experts by simulation (plans/lab/simulate), bundles of experts by a run.
+# whole experts by simulation (plans/lab/simulate). Bundles of experts by a run at 15 and 30 %, else by simulation, at
+# 55 % less a quarter, since simulated misses of a 2B are that much above those of its runs there.
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
 # Assumed miss rates of whole experts, by resident experts over the experts of a token, up to twice; beyond, that rate
 # times a factor by the share of the remaining experts. Below once, nothing is left from the token before; at once, two
-# of five repeat. From the routers of six shapes (plans/lab/synth) and CLOCK itself, plans/lab/simulate.
+# of five repeat. From the routers of four shapes (plans/lab/synth) and CLOCK itself, plans/lab/simulate.
 ASSUMED_EXPERT_MISSES: Points = ((1.0, 0.6), (1.2, 0.57), (1.5, 0.53), (2.0, 0.36))
 ASSUMED_EXPERT_MISSES_LEFT: Points = (
     (0.0, 1.0),
-    (0.07, 0.78),
-    (0.15, 0.62),
-    (0.3, 0.43),
-    (0.5, 0.3),
-    (0.67, 0.16),
+    (0.07, 0.85),
+    (0.2, 0.65),
+    (0.34, 0.5),
+    (0.54, 0.31),
+    (0.89, 0.06),
     (1.0, 0.0),
 )
-ASSUMED_ROUTED_MISSES: Points = ((0.0, 1.0), (0.15, 0.28), (0.3, 0.15), (0.55, 0.035), (1.0, 0.0))
+# The same of the experts of a family with hot ones that are not hot, by the share of them that has room beside the hot
+# ones; SmallThinker-4B and -21B by plans/lab/simulate.
+ASSUMED_COLD_EXPERT_MISSES: Points = (
+    (0.0, 1.0),
+    (0.07, 0.91),
+    (0.13, 0.73),
+    (0.25, 0.49),
+    (0.45, 0.3),
+    (0.62, 0.19),
+    (1.0, 0.0),
+)
+ASSUMED_ROUTED_MISSES: Points = (
+    (0.0, 1.0),
+    (0.032, 1.0),
+    (0.05, 0.71),
+    (0.08, 0.5),
+    (0.15, 0.28),
+    (0.3, 0.15),
+    (0.55, 0.053),
+    (0.75, 0.025),
+    (1.0, 0.0),
+)
 ASSUMED_FIRED = 0.1  # when the package does not state a measurement
 ASSUMED_PREDICTED = 1.3  # neurons predicted per active neuron, of a predictor that was never measured
 UP_POSITIVE = 0.8  # of drelu's neurons with an active gate, the share whose up is positive too
+
+
+@frozen
+class HotExperts:
+    """Experts that a family's routers choose far more often than others, by what was published.
+
+    share: share of a layer's experts that are hot
+    frequency: share of all tokens that choose each of them
+    """
+
+    share: float = 0.0
+    frequency: float = 0.0
+
+    def count(self, experts: int) -> int:
+        """Return how many of a layer's `experts` are hot."""
+        return round(self.share * experts)
+
+
+_HOT_EXPERTS = {"smallthinker": HotExperts(share=0.2, frequency=0.4)}
+
+
+def hot_experts_of(family: str) -> HotExperts:
+    """Return the hot experts of a family's models; none where all are chosen about equally often."""
+    return _HOT_EXPERTS.get(family, HotExperts())
 
 
 @frozen(kw_only=True)
@@ -80,7 +128,7 @@ class ActivationRates:
         """
         if not self.by_frequency:
             return share
-        stretches = [(x0, x1, touched_share(rate, neurons)) for x0, x1, rate in self.rates_along_curve(read)]
+        stretches = _clusters_along_curve(self.curve, read, neurons)
         within = sum((min(x1, share) - x0) * accessed for x0, x1, accessed in stretches if x0 < share)
         all_accessed = sum((x1 - x0) * accessed for x0, x1, accessed in stretches)
         return within / all_accessed if all_accessed else share
@@ -92,14 +140,7 @@ class ActivationRates:
 
         read: share of all neurons that a token reads
         """
-        slopes = [(x0, x1, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)]
-        always, left = 0.0, 1.0  # share of neurons that are always read; remaining share of activations
-        for x0, x1, slope in sorted(slopes, key=lambda stretch: -stretch[2]):
-            if left <= 0 or (read - always) * slope / left < 1.0:
-                break
-            always, left = always + x1 - x0, left - slope * (x1 - x0)
-        scale = (read - always) / left if left > 1e-9 else math.inf
-        return tuple((x0, x1, min(1.0, scale * slope) if slope else 0.0) for x0, x1, slope in slopes)
+        return _rates_along_curve(self.curve, read)
 
     def clusters_accessed(self, read: float, neurons: int) -> float:
         """Return the share of the clusters of a chosen expert that a token accesses.
@@ -112,7 +153,7 @@ class ActivationRates:
         """
         if not self.by_frequency or read >= 1.0:
             return touched_share(read, neurons)
-        return sum((x1 - x0) * touched_share(rate, neurons) for x0, x1, rate in self.rates_along_curve(read))
+        return sum((x1 - x0) * accessed for x0, x1, accessed in _clusters_along_curve(self.curve, read, neurons))
 
     def used_by(self, tokens: int) -> float:
         """Return the share of the neurons that `tokens` independent tokens use together, each neuron at its own
@@ -135,6 +176,25 @@ class ActivationRates:
             if self.chosen * self.down_read * (y1 - y0) / (x1 - x0) >= token_share
         )
         return max(hot, default=0.0)
+
+
+# A search asks for the same few shares thousands of times.
+@functools.lru_cache(maxsize=64)
+def _rates_along_curve(curve: Points, read: float) -> tuple[tuple[float, float, float], ...]:
+    slopes = [(x0, x1, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in itertools.pairwise(curve)]
+    always, left = 0.0, 1.0  # share of neurons that are always read; remaining share of activations
+    for x0, x1, slope in sorted(slopes, key=lambda stretch: -stretch[2]):
+        if left <= 0 or (read - always) * slope / left < 1.0:
+            break
+        always, left = always + x1 - x0, left - slope * (x1 - x0)
+    scale = (read - always) / left if left > 1e-9 else math.inf
+    return tuple((x0, x1, min(1.0, scale * slope) if slope else 0.0) for x0, x1, slope in slopes)
+
+
+@functools.lru_cache(maxsize=64)
+def _clusters_along_curve(curve: Points, read: float, neurons: int) -> tuple[tuple[float, float, float], ...]:
+    """Return (first share, last share, share of the clusters that a token accesses) of each stretch of the neurons."""
+    return tuple((x0, x1, touched_share(rate, neurons)) for x0, x1, rate in _rates_along_curve(curve, read))
 
 
 def has_hints(manifest: Manifest) -> bool:
@@ -179,7 +239,7 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     if measured is not None:
         return measured
     if whole_experts:
-        return assumed_expert_misses(manifest.model.experts_per_token / manifest.model.experts, resident_share)
+        return assumed_expert_misses(manifest.model, resident_share)
     return interpolated(ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES, resident_share)
 
 
@@ -188,17 +248,27 @@ def was_measured(manifest: Manifest, mode: Mode) -> bool:
     return manifest.profile(mode) is not None or manifest.profile("exact") is not None
 
 
-def assumed_expert_misses(chosen: float, resident_share: float) -> float:
+def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
     """Return the assumed miss rate of whole experts.
 
-    chosen: share of all experts that a token uses
+    Hot experts of a family stay in memory once it holds all of them beside a token's others, which then compete for
+    what is left. From one token's experts up to that, misses are assumed to fall evenly.
     """
+    chosen = model.experts_per_token / model.experts
     if resident_share < chosen:
         return 1.0
     if resident_share >= 1.0:
         return 0.0
-    times = resident_share / chosen
     (_, repeated), *_, (twice, left) = ASSUMED_EXPERT_MISSES
+    hot = hot_experts_of(model.family)
+    hot_share = hot.count(model.experts) / model.experts
+    if hot_share:
+        others = chosen - hot_share * hot.frequency  # experts of a token that are not hot, of all experts
+        all_hot = max(chosen, hot_share + others)
+        cold_share = (max(resident_share, all_hot) - hot_share) / (1 - hot_share)
+        rate = others / chosen * interpolated(ASSUMED_COLD_EXPERT_MISSES, cold_share)
+        return rate + (repeated - rate) * max(0.0, all_hot - resident_share) / max(all_hot - chosen, 1e-9)
+    times = resident_share / chosen
     rate = interpolated(ASSUMED_EXPERT_MISSES, min(times, twice))
     if times > twice:
         rate = left * interpolated(ASSUMED_EXPERT_MISSES_LEFT, (resident_share - twice * chosen) / (1 - twice * chosen))

@@ -12,7 +12,7 @@ from typing import Any
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.measured_points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.package.layout import MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
@@ -242,11 +242,13 @@ class WorkCost:
 
     @property
     def _rows(self) -> dict[str, Any]:
-        """The kind of rows in the package's matrices. Rows of q5k and q6k take the time of q4k for each byte, unless
-        they were measured."""
+        """The kind of rows in the package's matrices. Rows with minima take the time of q4k for each byte, and those
+        of iq4 and mxfp4 the time of q4, unless they were measured."""
         quantization = self.manifest.quantization
         if quantization in MINIMUM_QUANTIZATIONS and not self._has_kernels(quantization):
             quantization = MINIMUM_QUANTIZATIONS[0]
+        if quantization in CODEBOOK_QUANTIZATIONS and not self._has_kernels(quantization):
+            quantization = "q4"
         return {"quantization": quantization, "row_weights": self.manifest.model.width}
 
     def _has_kernels(self, quantization: Quantization) -> bool:

@@ -173,7 +173,7 @@ def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
     Normal values with these deviations exceed a common value that often. Each layer has other hot experts.
     """
     routing = routing_of(model)
-    if not routing.hot_experts:
+    if not routing.hot.share:
         return ()
     lengths = -1 / quantile(frequencies(model, routing))
     return tuple(np.random.default_rng(layer).permutation(lengths).tolist())

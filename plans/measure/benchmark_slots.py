@@ -97,7 +97,7 @@ class Neurons:
         neurons = int(NEURONS_PER_WEIGHT * row_weights)
         matrices = ("gate", "up", "down")
         self._layout: Layout = compute_layout(
-            quantization, row_weights, neurons, matrices, "frequency", own={"gate": gates}
+            quantization, row_weights, neurons, matrices, "frequency", differing={"gate": gates}
         )
         self._trigger_quant_bytes = quant_bytes(gates, row_weights)
         self._quant_bytes, self._scale_bytes = (

@@ -251,8 +251,10 @@ def _read_profile(path: Path, device_id: str, say: Callable[[str], None]) -> Dev
         profile = read_profile(path)
         profile.check(device_id, str(path))
     except UserError as error:
-        again = "" if "`neuronpipe profile device`" in str(error) else "; `neuronpipe profile device` measures it again"
-        say(f"the device profile is not used: {error}{again}")
+        advice = (
+            "" if "`neuronpipe profile device`" in str(error) else "; `neuronpipe profile device` measures it again"
+        )
+        say(f"the device profile is not used: {error}{advice}")
         return None
     return profile
 

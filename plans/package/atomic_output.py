@@ -58,8 +58,8 @@ class PartialDirectory:
 
     def _take_over(self) -> bool:
         """Take over the directory of a killed process whose work can be continued. Return True on success."""
-        left = [path for path, kind in _leftovers(self.target) if kind == "partial"]
-        for path in filter(self._can_resume, (self.path, *left)):
+        partial_folders = [path for path, kind in _leftovers(self.target) if kind == "partial"]
+        for path in filter(self._can_resume, (self.path, *partial_folders)):
             with contextlib.suppress(OSError):  # another process may have taken it over
                 path.rename(self.path)
                 return True

@@ -16,7 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 PAGE_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
-BLOCK_WEIGHTS, BLOCK_SCALE_BYTES = 256, 16  # of the encodings with a minimum: a block's scales and minima
+BLOCK_WEIGHTS, BLOCK_SCALE_BYTES, BLOCK_HALVES_BYTES = 256, 16, 32  # with a minimum: a block's scales and minima
 MAX_CLUSTER_NEURONS = 64
 MAX_WASTE = 0.25
 MAX_WHOLE_WASTE = 0.03  # for clusters that are nearly always needed, with all their neighbours
@@ -24,13 +24,32 @@ MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
 
-Quantization = Literal["q3", "q4", "q4k", "q5k", "q6k", "q8", "f16"]  # q3: for gates only
+Quantization = Literal["q3", "q4", "iq4", "mxfp4", "q4k", "q5k", "q6k", "q4h", "q5h", "q8", "f16"]  # q3: for gates only
 NeuronOrder = Literal["source", "frequency"]
 Part = Literal["trigger", "value"]
 
 
-BITS: Mapping[Quantization, int] = {"q3": 3, "q4": 4, "q4k": 4, "q5k": 5, "q6k": 6, "q8": 8, "f16": 16}
-MINIMUM_QUANTIZATIONS: tuple[Quantization, ...] = ("q4k", "q5k", "q6k")  # with a minimum for each group
+BITS: Mapping[Quantization, int] = {
+    "q3": 3,
+    "q4": 4,
+    "iq4": 4,
+    "mxfp4": 4,
+    "q4k": 4,
+    "q5k": 5,
+    "q6k": 6,
+    "q4h": 4,
+    "q5h": 5,
+    "q8": 8,
+    "f16": 16,
+}
+BLOCK_QUANTIZATIONS: tuple[Quantization, ...] = ("q4k", "q5k", "q6k")  # scales and minima of six bits
+HALF_QUANTIZATIONS: tuple[Quantization, ...] = ("q4h", "q5h")  # scales and minima of fp16
+MINIMUM_QUANTIZATIONS = (*BLOCK_QUANTIZATIONS, *HALF_QUANTIZATIONS)  # with a minimum for each group
+CODEBOOK_QUANTIZATIONS: tuple[Quantization, ...] = ("iq4", "mxfp4")  # as q4, with values from a table
+_SAME_INPUTS: tuple[frozenset[Quantization], ...] = (
+    frozenset(("q3", "q4", *CODEBOOK_QUANTIZATIONS)),
+    frozenset(MINIMUM_QUANTIZATIONS),
+)
 
 
 def quant_bytes(quantization: Quantization, weights: int) -> int:
@@ -43,7 +62,8 @@ def scale_bytes(quantization: Quantization, weights: int) -> int:
     if quantization == "f16":
         return 0
     if quantization in MINIMUM_QUANTIZATIONS:
-        return -(-weights // BLOCK_WEIGHTS) * BLOCK_SCALE_BYTES
+        block_bytes = BLOCK_HALVES_BYTES if quantization in HALF_QUANTIZATIONS else BLOCK_SCALE_BYTES
+        return -(-weights // BLOCK_WEIGHTS) * block_bytes
     return 2 * (weights // GROUP_WEIGHTS)
 
 
@@ -55,11 +75,7 @@ def row_bytes(quantization: Quantization, weights: int) -> int:
 def reads_inputs_of(quantization: Quantization, other: Quantization) -> bool:
     """Return True if rows of one quantization read vectors that are prepared for the other, so that they may stand
     beside each other in a layer: np_reads_inputs_of of the native library."""
-    return (
-        quantization == other
-        or (quantization, other) == ("q3", "q4")
-        or {quantization, other} <= set(MINIMUM_QUANTIZATIONS)
-    )
+    return quantization == other or any({quantization, other} <= same for same in _SAME_INPUTS)
 
 
 def is_quantized_with(quantization: Quantization, other: Quantization) -> bool:
@@ -241,7 +257,7 @@ def compute_layout(
     matrices: tuple[str, ...],
     neuron_order: NeuronOrder,
     *,
-    own: Mapping[str, Quantization | None] | None = None,
+    differing: Mapping[str, Quantization | None] | None = None,
     read_whole: bool = False,
 ) -> Layout:
     """Return the layout of a new package. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
@@ -249,8 +265,8 @@ def compute_layout(
     read_whole: a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and padding is
     read with them."""
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
-    own = {name: other for name, other in (own or {}).items() if other != quantization}
-    of_trigger, *of_values = (own.get(name) or quantization for name in matrices)
+    differing = {name: other for name, other in (differing or {}).items() if other != quantization}
+    of_trigger, *of_values = (differing.get(name) or quantization for name in matrices)
     row = _RowBytes(
         trigger=quant_bytes(of_trigger, width),
         trigger_scales=scale_bytes(of_trigger, width),
@@ -264,7 +280,7 @@ def compute_layout(
     block_neurons = -(-block_neurons // count) * count
     trigger_end = count * (row.trigger + row.trigger_scales)
     scales_start = trigger_end if scales_part == "trigger" else count * sum(row.values)
-    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, own.get(matrices[0]))
+    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, differing.get(matrices[0]))
     values = (
         MatrixPlace(
             name,
@@ -272,7 +288,7 @@ def compute_layout(
             count * sum(row.values[:n]),
             scales_part,
             scales_start + count * sum(row.value_scales[:n]),
-            own.get(name),
+            differing.get(name),
         )
         for n, name in enumerate(matrices[1:])
     )

@@ -45,7 +45,7 @@ SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q4k", "q5k", "q6k", "q8", "f16")
+QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "iq4", "mxfp4", "q4k", "q5k", "q6k", "q4h", "q5h", "q8", "f16")
 PREDICTOR_QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # for gates only, in packages of q4
 

@@ -157,7 +157,7 @@ def _parse_ranges(record: Record, model: ModelSpec) -> Ranges:
     record.finish()
     sizes = tuple((matrix.rows, matrix.columns) for matrix in matrices)
     if sizes != matrix_sizes(model):
-        listed, expected = (", ".join(f"{r} x {c}" for r, c in some) for some in (sizes, matrix_sizes(model)))
+        listed, expected = (", ".join(f"{r} x {c}" for r, c in matrices) for matrices in (sizes, matrix_sizes(model)))
         record.fail("matrices", f"{listed} do not fit the model, whose are {expected}")
     if model.parallel and ranges.of_matrix(model.qkv_rows, model.width).inputs != ranges.neurons.inputs:
         record.fail("neurons", "attention and feed-forward read one vector, so `inputs` of both are one number")

@@ -192,9 +192,11 @@ class PackageWriter:
             raise UserError(f"{self._target}: the package could not be written{suffix}: {error.strerror}") from None
 
     def _require_space(self, path: Path) -> None:
-        needed = package_bytes(self._manifest) - disk_usage_bytes(path)
-        if (free := shutil.disk_usage(path).free) < needed:
-            raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
+        needed_bytes = package_bytes(self._manifest) - disk_usage_bytes(path)
+        if (free := shutil.disk_usage(path).free) < needed_bytes:
+            raise UserError(
+                f"{self._target}: the package needs {needed_bytes:,} bytes, but {free:,} are free on that disk"
+            )
 
     def resume_after(self, names: Collection[str], clusters: int) -> None:
         """Continue after these matrices and vectors and this number of clusters, which are written; discard everything
@@ -263,8 +265,8 @@ class PackageWriter:
             name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
             for name in (*texts, *self._files)
         }
-        done = replace(self._manifest, files=files, quantization_error=quantization_error)
-        manifest = replace(done, **measured).sealed()  # type: ignore[arg-type]
+        manifest = replace(self._manifest, files=files, quantization_error=quantization_error)
+        manifest = replace(manifest, **measured).sealed()  # type: ignore[arg-type]
         (path / MANIFEST).write_bytes(manifest.to_bytes())
         return Package.open(path)
 

@@ -46,7 +46,7 @@ MIN_TEMPLATES_BYTES = 24 * MIB
 MAX_HELPER_GROWTH_BYTES = 64 * MIB
 # Reading a tokenizer takes 14 times its file, of which 7 remain (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
-# An OpenCL driver with its compiler: measured with PoCL (services/offload/gpu/README.md).
+# An OpenCL driver with its compiler: 236 to 253 MiB measured with PoCL 3.1.
 DRIVER_BYTES = 272 * MIB
 # One token of the vocabulary in the coordinator's helper process for grammars, while the library reads it (measured:
 # 303 and 315 bytes with the tokens of Llama 3 and Llama 2, of which 187 and 267 remain).
@@ -267,10 +267,12 @@ class Budgets:
     def min_limit_bytes(self, shape: RunShape) -> int:
         """Return the smallest limit whose `trusted_bytes` fit the smallest budget and the fewest slots."""
         if shape not in self._min_limits:
-            needed = self.min_budget(shape).total_bytes() + self.min_slots_bytes(shape.workers)
-            enough = -(-(needed + 2 * MAX_HELPER_GROWTH_BYTES) * (100 + HEADROOM_PERCENT) // 100)
+            needed_bytes = self.min_budget(shape).total_bytes() + self.min_slots_bytes(shape.workers)
+            sufficient_bytes = -(-(needed_bytes + 2 * MAX_HELPER_GROWTH_BYTES) * (100 + HEADROOM_PERCENT) // 100)
             self._min_limits[shape] = bisect.bisect_left(
-                range(enough), needed, key=lambda limit_bytes: trusted_bytes(self._manifest, shape, limit_bytes)
+                range(sufficient_bytes),
+                needed_bytes,
+                key=lambda limit_bytes: trusted_bytes(self._manifest, shape, limit_bytes),
             )
         return self._min_limits[shape]
 

@@ -1,6 +1,6 @@
 """Memory of a runtime that computes the products of prompts, or an accelerator's blocks (services/offload/npu/).
 
-The figures are measured and rounded up; services/offload/npu/README.md compares them with measurements.
+The figures are measured and rounded up. `python -m tests.bench.npu_memory` measures them again.
 """
 
 from __future__ import annotations

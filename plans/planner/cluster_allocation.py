@@ -112,6 +112,7 @@ class _PinAllocator:
         self._manifest, self._rates, self._mode, self._whole, self._slots = manifest, rates, mode, whole, slots
         self._ffns, self._clusters = manifest.model.ffns, manifest.layout.clusters
         self._mixture = manifest.model.experts > 1
+        self._unmeasured: dict[str, _PartPins] = {}
 
     def allocate(self, max_batch: int) -> PinAllocation:
         table: list[tuple[int, tuple[_PartPins, _PartPins]]] = []
@@ -149,7 +150,9 @@ class _PinAllocator:
             return self._equal_pins(slots, self._clusters)
         ranked = self._ranking(slots, batch)
         if ranked is None:
-            return self._equal_pins(slots, self._unmeasured_pins(slots))
+            if slots.part not in self._unmeasured:  # the same for any number of sequences
+                self._unmeasured[slots.part] = self._equal_pins(slots, self._unmeasured_pins(slots))
+            return self._unmeasured[slots.part]
         safe = slots.safe_for(ranked.accesses)
         return _PartPins(slots, ranked.pins(ranked.best_pinned(safe.occupied_slots, safe.max_pinned)), ranked)
 

@@ -221,15 +221,15 @@ class _SlotAllocator:
         """
         (window_blocks, moving, _), *larger = self._windows()
         opened_bytes = 0  # the budget with which the window before opened
-        for blocks, needed, from_bytes in larger:
+        for blocks, needed_slots, from_bytes in larger:
             from_bytes = max(from_bytes, opened_bytes)
             if budget < from_bytes:
                 break
             remaining_bytes = from_bytes - moving * self._both_bytes
-            opened_bytes = max(from_bytes, remaining_bytes + needed * self._both_bytes)
+            opened_bytes = max(from_bytes, remaining_bytes + needed_slots * self._both_bytes)
             if budget < opened_bytes:
                 return window_blocks, max(moving, (budget - remaining_bytes) // self._both_bytes)
-            window_blocks, moving = blocks, needed
+            window_blocks, moving = blocks, needed_slots
         if moving >= self._all:
             moving, window_blocks = min(self._all, max(self._moving(1), self._all // 2)), 1
         return window_blocks, moving

@@ -179,8 +179,8 @@ class _Check:
             self._within(f"memory.{part}_slots", slots, 1, clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
             borrowed = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
-            needed = may_open + reserved
-            fits = slots >= min(clusters, needed) and slots + borrowed >= min(clusters, needed + pinned)
+            needed_slots = may_open + reserved
+            fits = slots >= min(clusters, needed_slots) and slots + borrowed >= min(clusters, needed_slots + pinned)
             if not fits or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",

@@ -38,7 +38,7 @@ from neuronpipe.plans.pull.package_library import (
     working_folder,
 )
 from neuronpipe.plans.pull.repository import Reference, Snapshot
-from neuronpipe.plans.quantization_choice import Choice
+from neuronpipe.plans.quantization_choice import Choice, RequestedQuantization
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -71,7 +71,7 @@ def pull(
     reference: Reference,
     name: str,
     *,
-    quantization: Quantization | None,
+    quantization: RequestedQuantization | None,
     gates: Quantization | None,
     options: Options,
     overwrite: bool,

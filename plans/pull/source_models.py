@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from neuronpipe.plans.convert.checkpoint import Options
     from neuronpipe.plans.convert.conversion import Report
     from neuronpipe.plans.package.layout import Quantization
-    from neuronpipe.plans.quantization_choice import Choice
+    from neuronpipe.plans.quantization_choice import Choice, RequestedQuantization
 
 RECORD = "source.json"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model")
@@ -94,7 +94,7 @@ class PackageRequest:
     makes the same from any folder; empty if the package is as `make` makes it."""
 
     name: str | None = None
-    quantization: Quantization | None = None
+    quantization: RequestedQuantization | None = None
     gates: Quantization | None = None
     frequencies: Path | None = None
     options: Options | None = None
@@ -228,8 +228,8 @@ def _refuse_requested(source: Path, name: str) -> None:
         command = [str(word) for word in read_json(packages_folder() / name / RECORD).items("command")]
     except UserError:
         return
-    again = shlex.join(["neuronpipe", *command, "--overwrite"])
-    raise UserError(f"{source}: has changed since `convert` made {name} of it; make that anew with `{again}`")
+    command_line = shlex.join(["neuronpipe", *command, "--overwrite"])
+    raise UserError(f"{source}: has changed since `convert` made {name} of it; make that anew with `{command_line}`")
 
 
 def _name_for(source: Path) -> str:

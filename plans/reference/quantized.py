@@ -52,8 +52,8 @@ def product(quantization: Quantization, rows: Rows, vectors: Array) -> Array:
     result = np.empty((len(vectors), len(rows.quants)), dtype=np.float32)
 
     def dot(start: int) -> None:
-        some = slice(start, start + BLOCK_ROWS)
-        result[:, some] = prepared.times(Rows(rows.quants[some], rows.scales[some]))
+        columns = slice(start, start + BLOCK_ROWS)
+        result[:, columns] = prepared.times(Rows(rows.quants[columns], rows.scales[columns]))
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(dot, range(0, len(rows.quants), BLOCK_ROWS)))

@@ -168,10 +168,10 @@ class CoordinatorService:
         self._epoch.advance()  # the step under way is abandoned
         for process in self._processes:
             self._send(process.peer, Drain())
-        left = True
-        while left:
+        alive = True
+        while alive:
             # Look first: then all messages of processes that have ended are there.
-            left = any(self._processes.on_board(*process.name).pid for process in self._processes)
+            alive = any(self._processes.on_board(*process.name).pid for process in self._processes)
             self._job.pulse.waits()
             poller.wait(ENDING_MS)
             while (received := self._control.receive()) is not None:
@@ -377,10 +377,10 @@ class CoordinatorService:
     def _send_step(self, action: SendStep) -> Event | None:
         began_ns = trace.now()
         self._meter.sending(action.message)
-        if (done := self._pipeline.sent_already(action)) is not None:
+        if (already_sent := self._pipeline.sent_already(action)) is not None:
             for role, index in action.processes:
                 self._processes.credits.take(f"{role}-{index}")
-            self._meter.sent(done.sampled_ns, len(action.processes), done.passed_ns)
+            self._meter.sent(already_sent.sampled_ns, len(action.processes), already_sent.passed_ns)
             self._arm()
             return None
         self._epoch.reset_barrier()
@@ -404,12 +404,12 @@ class CoordinatorService:
         return True
 
     def _sample(self, action: SampleTokens) -> TokensSampled:
-        done = self._pipeline.done
+        step = self._pipeline.done
         self._tokens += len(action.rows)
-        if done is not None and done.tokens is not None:
-            cost = self._meter.step_done(done.done_ns)
-            self._meter.sampled(done.done_ns, len(action.rows), done.sampled_ns)
-            return TokensSampled(done.tokens, cost)
+        if step is not None and step.tokens is not None:
+            cost = self._meter.step_done(step.done_ns)
+            self._meter.sampled(step.done_ns, len(action.rows), step.sampled_ns)
+            return TokensSampled(step.tokens, cost)
         cost = self._meter.step_done()
         began_ns = trace.now()
         tokens, logprobs = self._sampler.sample_all(action.rows)

@@ -34,7 +34,7 @@ enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPE
 typedef struct {
     uint32_t *words;
     uint8_t *slots;
-    size_t slot_bytes, slot_count, part_bytes, part_offset, moved_from, moved_bytes; /* moved: see SPEC.md, "Moved scales" */
+    size_t slot_bytes, slot_count, part_bytes, part_offset, moved_from, moved_bytes; /* moved: see SPEC.md, "Co-located scales" */
     uint32_t *free_slots;
     size_t free_count, granted;
     queue demands, guesses, warm, pinned;

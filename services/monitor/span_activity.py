@@ -64,7 +64,8 @@ class Activity:
                 best = covered.argmax(axis=0)
                 busy = covered.max(axis=0) > 0.05 * window.ns / CELLS
                 cells = "".join(
-                    CELL_GROUPS[group].letter if some else "." for group, some in zip(best.tolist(), busy, strict=True)
+                    CELL_GROUPS[group].letter if is_busy else "."
+                    for group, is_busy in zip(best.tolist(), busy, strict=True)
                 )
                 if cells.strip("."):
                     rows.append(StripRow(name=f"{role}.{index}", cells=cells))

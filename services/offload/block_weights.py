@@ -45,8 +45,8 @@ def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32]
     trigger, value = manifest.trigger_slot_bytes, manifest.value_slot_bytes
     start = layout.part_offset("value")
     for at in range(0, len(into), at_once):
-        some = into[at : at + at_once]
-        read = np.empty((len(some), layout.cluster_stride_bytes), np.uint8)
+        clusters = into[at : at + at_once]
+        read = np.empty((len(clusters), layout.cluster_stride_bytes), np.uint8)
         offset = layout.offset_bytes(first + at)
         try:
             count = os.preadv(file, [read.reshape(-1).data], offset)
@@ -58,8 +58,8 @@ def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32]
             for name, part, checksum in (("trigger", row[:start], sums[0]), ("value", row[start:], sums[1])):
                 if lib.np_crc32c(0, ffi.from_buffer(part), len(part)) != checksum:
                     raise _damaged(package, cluster, name)
-        some[:, :trigger] = read[:, :trigger]
-        some[:, trigger:] = read[:, start : start + value]
+        clusters[:, :trigger] = read[:, :trigger]
+        clusters[:, trigger:] = read[:, start : start + value]
 
 
 def _damaged(package: Package, cluster: int, part: str) -> UserError:

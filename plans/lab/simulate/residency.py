@@ -91,7 +91,8 @@ def planned_traffic(
     scale = manifest.layout.clusters / clusters
 
     def region(slots: int, reserve: int, pinned: Sequence[int]) -> Region:
-        counts = [round(count / scale) for count in pinned]
+        # Rounded along the feed-forwards, so that all pins together keep their share of the slots.
+        counts = np.diff(np.round(np.cumsum(pinned) / scale), prepend=0).astype(int).tolist()
         return Region(clusters, slots=round(slots / scale), reserve=round(reserve / scale), pinned=counts)
 
     pinned_triggers, pinned_values = memory.pins_for(1).counts(model.ffns)

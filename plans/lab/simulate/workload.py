@@ -8,7 +8,7 @@ more than a 7B. Sampling neurons and not layers keeps how misses are distributed
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ Mask = NDArray[np.bool_]
 
 MAX_SAMPLED = 49152  # neurons of all layers together
 RECALL = 0.95
-FITTED_TOKENS, BISECTIONS = 24, 14
+FITTED_TOKENS, BISECTIONS, MAX_BISECTED = 24, 14, 16.0
 NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error
 
 
@@ -65,7 +65,7 @@ def generated(model: SimulatedModel, preset: Preset, tokens: int, seed: int, bat
     one_expert = [active_shares(layer, spec.layers, sampled, model.active) for layer in range(spec.layers)]
     shares = np.concatenate([np.tile(layer, spec.experts) for layer in one_expert])
     cuts = (-quantile(shares)).astype(np.float32)
-    generator = _Sequence(model, preset, cuts, _predictor(model, preset, cuts, random))
+    generator = _Sequence(model, preset, cuts, _predictor(model, preset, shares, random))
     of_layer = spec.experts * sampled
     steps: list[list[LayerDemand]] = []
     sequences = [generator.tokens(tokens, np.random.default_rng((seed, n))) for n in range(batch)]
@@ -96,22 +96,22 @@ class _Sequence:
         # Routers follow the state, as in synth.
         routes = stretches(self._preset, count, spec.layers * spec.experts, random)
         for states in stretches(self._preset, count, width, random):
-            margins = states - self._cuts
-            scores = margins + np.float32(self._predictor.noise) * next(noise) if self._predictor.noise else margins
-            for margin, score, route in zip(margins, scores, next(routes), strict=True):
-                is_named = score > self._predictor.cut
+            fires = states > self._cuts
+            scores = states + np.float32(self._predictor.noise) * next(noise) if self._predictor.noise else states
+            names = scores > self._predictor.cuts
+            for is_firing, is_named, route in zip(fires, names, next(routes), strict=True):
                 if spec.experts > 1:
                     values = route * np.sqrt(1 - token_share) + np.sqrt(token_share) * random.standard_normal(
                         len(route)
                     )
                     is_named &= _chosen(values.reshape(spec.layers, spec.experts) + bias, spec.experts_per_token, width)
-                yield is_named, (margin > 0) & is_named
+                yield is_named, is_firing & is_named
 
 
 def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
     """Return biases [layers, experts] that make some experts as hot as the family's are; the same for each sequence."""
     routing = routing_of(spec)
-    if not routing.hot_experts:
+    if not routing.hot.share:
         return np.zeros((spec.layers, spec.experts))
     biases, random = quantile(frequencies(spec, routing)), np.random.default_rng(0)
     return np.stack([random.permutation(biases) for _ in range(spec.layers)])
@@ -126,28 +126,53 @@ def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
 
 @frozen
 class Predictor:
-    """A predictor that names a neuron when its margin plus noise exceeds `cut`."""
+    """A predictor that names a neuron when its state plus noise exceeds the neuron's cut, float32 [neurons]."""
 
+    cuts: Floats
     noise: float = 0.0
-    cut: float = 0.0
 
 
-def _predictor(model: SimulatedModel, preset: Preset, cuts: Floats, random: np.random.Generator) -> Predictor:
+def _predictor(
+    model: SimulatedModel, preset: Preset, shares: NDArray[np.float64], random: np.random.Generator
+) -> Predictor:
     """Return a predictor with recall RECALL that names as many neurons as the model's; a perfect one if the model's has
-    no false positives."""
+    no false positives.
+
+    Rare neurons have as many false positives per activation as others, since a predictor learns from data how often
+    each neuron fires.
+
+    shares: how often each neuron fires
+    """
     if model.predicted >= 1:
-        return Predictor(cut=-np.inf)
+        return Predictor(np.full(len(shares), -np.inf, dtype=np.float32))
+    cuts = (-quantile(shares)).astype(np.float32)
     if model.predicted <= model.active:
-        return Predictor()
-    margins = next(stretches(preset, FITTED_TOKENS, len(cuts), random)) - cuts
-    noise = next(stretches(NOISE, FITTED_TOKENS, len(cuts), random))
-    low, high = 0.01, 4.0
+        return Predictor(cuts)
+
+    def naming_shares(times: float) -> NDArray[np.float64]:
+        return 1 - (1 - shares) ** times  # of rare neurons `times` as often as they fire
+
+    naming_cuts = (
+        -quantile(naming_shares(_bisect(lambda times: naming_shares(times).mean() > model.predicted)))
+    ).astype(np.float32)
+    states = next(stretches(preset, FITTED_TOKENS, len(cuts), random))
+    errors = next(stretches(NOISE, FITTED_TOKENS, len(cuts), random))
+    fires = states > cuts
+
+    def scaled(noise: float) -> Floats:
+        return np.float32(np.hypot(1.0, noise)) * naming_cuts
+
+    noise = _bisect(lambda noise: (states + np.float32(noise) * errors > scaled(noise))[fires].mean() < RECALL)
+    return Predictor(scaled(noise), noise)
+
+
+def _bisect(is_too_much: Callable[[float], bool]) -> float:
+    """Return the greatest value of at most MAX_BISECTED that is not too much."""
+    low, high = 0.0, MAX_BISECTED
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        scores = margins + np.float32(middle) * noise
-        cut = float(np.quantile(scores[margins > 0], 1 - RECALL))
-        low, high = (middle, high) if (scores > cut).mean() < model.predicted else (low, middle)
-    return Predictor(middle, cut)
+        low, high = (low, middle) if is_too_much(middle) else (middle, high)
+    return low
 
 
 def recorded(recording: Recording, tokens: int) -> Workload:

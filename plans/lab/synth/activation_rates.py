@@ -118,6 +118,6 @@ def overlap(p: Shares, preset: Preset, distance: int) -> float:
     joint = np.zeros(len(grid))
     for likely, correlation in correlations(preset, distance):
         noise = max(1e-3, np.sqrt(max(0.0, 1 - correlation**2)))
-        again = share_below((correlation * points - cuts[:, None]) / noise)
-        joint += likely * (density * (points > cuts[:, None]) * again).sum(axis=1)
+        active_again = share_below((correlation * points - cuts[:, None]) / noise)
+        joint += likely * (density * (points > cuts[:, None]) * active_again).sum(axis=1)
     return float(np.interp(p, grid, joint).sum() / p.sum())

@@ -68,8 +68,8 @@ class AttentionMaker:
         output.quants[written] = codes.random_codes(written.stop - written.start, model.query_width, random)
         scales = output.scales.view(Half)
         scales[written] = 1.0
-        some = Rows(output.quants[written], output.scales[written])
-        plain = product("q4", some, mixed)
+        rows = Rows(output.quants[written], output.scales[written])
+        plain = product("q4", rows, mixed)
         scales[written] = np.sqrt(ATTENTION_POWER * STATE_POWER * model.width / plain.var(axis=0).sum())
         change = np.zeros_like(normed)
         change[:, written] = plain * scales[written][0, 0].astype(np.float32)

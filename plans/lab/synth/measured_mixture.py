@@ -114,8 +114,8 @@ def _experts(model: ModelSpec) -> str:
     return f"{model.experts_per_token} of {model.experts}"
 
 
-def _share(some: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
-    return float(some.sum() / max(1, of.sum()))
+def _share(part: NDArray[np.bool_], whole: NDArray[np.bool_]) -> float:
+    return float(part.sum() / max(1, whole.sum()))
 
 
 def _by_hottest(shares: NDArray[np.float64]) -> float:

@@ -106,10 +106,10 @@ def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     return float(products.mean())
 
 
-def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], some: slice) -> float:
+def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], tokens: slice) -> float:
     """Return the share of the gates firing on an earlier layer's input that fire on the layer's own input."""
-    guessed = (inputs @ run.weights["gate"].T)[some] > 0
-    return float((guessed & (run.values["gate"][some] > 0)).sum() / max(1, guessed.sum()))
+    guessed = (inputs @ run.weights["gate"].T)[tokens] > 0
+    return float((guessed & (run.values["gate"][tokens] > 0)).sum() / max(1, guessed.sum()))
 
 
 PAIRS = ("activity", "neurons_for_80_percent", "always_on", "overlap_1", "overlap_10")

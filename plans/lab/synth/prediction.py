@@ -70,9 +70,9 @@ class Prediction:
     def of_block(self, gate: Rows, gates: Array, active: Mask) -> BlockPredictor:
         """Fit a block's rows. gates, active: values of Gate, and a mask of active neurons, both [tokens, neurons]."""
         factor = self.directions.factor(gate, self.quantization)
-        scores, some = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
+        scores, calibration = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
         line = ScoreModel.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])
-        probabilities = line.probabilities(scores[some], active[some])
+        probabilities = line.probabilities(scores[calibration], active[calibration])
         return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, probabilities)
 
     def together(self, blocks: Sequence[BlockPredictor], recall: float) -> tuple[LayerFactors, PredictorQuality]:

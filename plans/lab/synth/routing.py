@@ -12,6 +12,7 @@ SmallThinker repeats as often; Qwen3's experts are equally likely over all seque
 from __future__ import annotations
 
 import numpy as np
+from neuronpipe.plans.cost.activation_rates import HotExperts, hot_experts_of
 from neuronpipe.plans.lab.synth.shapes import Coordinates
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.predictor.fit import quantile
@@ -27,15 +28,13 @@ class Routing:
     """Requested properties of a family's routers.
 
     token_share: share of the values' variance that comes from the token's code. moved: variance of the difference to
-    the values that the input of the layer before would give, relative to theirs. hot_experts, hot_frequency: share of
-    the experts that are hot, and share of all tokens that choose each of them; 0: experts are equally likely.
-    deviation: standard deviation of a router's values.
+    the values that the input of the layer before would give, relative to theirs. hot: the experts that are chosen more
+    often than others. deviation: standard deviation of a router's values.
     """
 
     token_share: float = 0.0
     moved: float = 0.0
-    hot_experts: float = 0.0
-    hot_frequency: float = 0.0
+    hot: HotExperts = HotExperts()
     deviation: float = 1.5  # the better of two chosen experts has about 70 % of the sum
 
 
@@ -44,7 +43,7 @@ MAX_WRITTEN = 0.5  # of a router's variance
 RIDGE = 0.01  # excludes directions that hardly move
 
 ROUTINGS = {
-    "smallthinker": Routing(token_share=0.5, hot_experts=0.2, hot_frequency=0.4),
+    "smallthinker": Routing(token_share=0.5, hot=hot_experts_of("smallthinker")),
     "llama": Routing(token_share=0.5, moved=0.06),  # TurboSparse-Mixtral
     "qwen3": Routing(token_share=0.1, moved=0.045),
 }
@@ -57,9 +56,9 @@ def routing_of(model: ModelSpec) -> Routing:
 
 def frequencies(model: ModelSpec, routing: Routing) -> NDArray[np.float64]:
     """Return the requested frequency of each expert of a layer, hot ones first; their sum is experts_per_token."""
-    hot = round(routing.hot_experts * model.experts)
-    other_frequency = (model.experts_per_token - hot * routing.hot_frequency) / (model.experts - hot)
-    return np.where(np.arange(model.experts) < hot, routing.hot_frequency, other_frequency)
+    hot, frequency = routing.hot.count(model.experts), routing.hot.frequency
+    other_frequency = (model.experts_per_token - hot * frequency) / (model.experts - hot)
+    return np.where(np.arange(model.experts) < hot, frequency, other_frequency)
 
 
 def make_router(
@@ -83,7 +82,7 @@ def make_router(
     if written:
         weights = random.standard_normal((model.experts, steps.shape[1])) / np.sqrt(steps.shape[1])
         rows += (weights @ steps.T * (np.sqrt(written) * routing.deviation)).astype(np.float32)
-    if routing.hot_experts:
+    if routing.hot.share:
         biases = routing.deviation * quantile(frequencies(model, routing))
         steady = read[:, places.steady].sum(axis=1).mean()
         rows[:, places.steady] = random.permutation(biases)[:, None] / steady

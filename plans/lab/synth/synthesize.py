@@ -77,7 +77,13 @@ def synthesize(
     places, work = coordinates(model.width), workload(model, seed)
     order: NeuronOrder = "source" if model.activation == "silu" else "frequency"
     layout = compute_layout(
-        "q4", model.width, model.neurons, model.ffn_matrices, order, own={"gate": gates}, read_whole=model.read_whole
+        "q4",
+        model.width,
+        model.neurons,
+        model.ffn_matrices,
+        order,
+        differing={"gate": gates},
+        read_whole=model.read_whole,
     )
     manifest = Manifest(
         name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),

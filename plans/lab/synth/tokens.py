@@ -102,9 +102,9 @@ def preset_tables(model: ModelSpec, places: Coordinates, name: str, count: int, 
     output.scales.view("<f2")[:, groups] = OUTPUT_SIZE / codes.LARGEST
     deviation, start = np.sqrt(spectrum(model.width, places)), 0
     for states in stretches(PRESETS[name], count, places.state_width, random):
-        rows, some = encode("q4", states * deviation), slice(start, start := start + len(states))
-        embedding.quants[some, codes.code_bytes(places.state)] = rows.quants
-        embedding.scales.view("<f2")[some, codes.code_groups(places.state)] = rows.scales.view("<f2")
+        rows, places_of_rows = encode("q4", states * deviation), slice(start, start := start + len(states))
+        embedding.quants[places_of_rows, codes.code_bytes(places.state)] = rows.quants
+        embedding.scales.view("<f2")[places_of_rows, codes.code_groups(places.state)] = rows.scales.view("<f2")
     return Tables(embedding, output)
 
 

@@ -35,7 +35,7 @@ class Reservation:
         self._kv_tokens = [*kv_tokens]
         self._stage_tokens = lendable.chunk_tokens if lendable and any(kv_tokens) else 0
         self._number = 0
-        self._needed = 0  # number of the last request for more memory
+        self._requested = 0  # number of the last request for more memory
         self._answered = 0  # number of the last request that the cache has answered
         self._releasing: tuple[int, ...] | None = None  # `_kv_tokens` before the release
         self._prompt_at = 0.0
@@ -56,7 +56,7 @@ class Reservation:
     @property
     def awaits_cache(self) -> bool:
         """True while the cache has not answered `Reserve`."""
-        return self._answered < self._needed
+        return self._answered < self._requested
 
     @property
     def awaits_prefill(self) -> bool:
@@ -71,7 +71,7 @@ class Reservation:
         """
         if self._lendable is None:
             return True
-        if self._answered < self._needed or (self._releasing is not None and isinstance(message, Prefill)):
+        if self._answered < self._requested or (self._releasing is not None and isinstance(message, Prefill)):
             return False
         return not self._missing(message, later)
 
@@ -79,7 +79,7 @@ class Reservation:
         """Reserve the memory of this step, unless an answer is outstanding."""
         if self.waits or self._lendable is None:
             return []
-        for slot, tokens in _needed(message):
+        for slot, tokens in _slot_tokens(message):
             self._kv_tokens[slot] = max(self._kv_tokens[slot], self._lendable.granted_tokens(tokens))
         if isinstance(message, Prefill):
             self._stage_tokens = max(self._stage_tokens, self._lendable.stage_tokens(len(message.tokens)))
@@ -87,7 +87,7 @@ class Reservation:
 
     def ask_again(self) -> list[ReserveMemory]:
         """Repeat the last requests to a new cache process, which does not have them."""
-        if self._answered < self._needed:
+        if self._answered < self._requested:
             return [self._reserve_more()]
         return [self._reserve()] if self._answered < self._number else []
 
@@ -127,13 +127,13 @@ class Reservation:
 
     def _missing(self, message: Step | Prefill, later: int = 0) -> bool:
         assert self._lendable is not None
-        if any(tokens + later > self._kv_tokens[slot] for slot, tokens in _needed(message)):
+        if any(tokens + later > self._kv_tokens[slot] for slot, tokens in _slot_tokens(message)):
             return True
         return isinstance(message, Prefill) and self._lendable.stage_tokens(len(message.tokens)) > self._stage_tokens
 
     def _reserve_more(self) -> ReserveMemory:
         action = self._reserve()
-        self._needed = action.number
+        self._requested = action.number
         return action
 
     def _reserve(self) -> ReserveMemory:
@@ -143,7 +143,7 @@ class Reservation:
         return ReserveMemory(self._number, reserved_bytes, tuple(self._kv_tokens))
 
 
-def _needed(message: Step | Prefill) -> list[tuple[int, int]]:
+def _slot_tokens(message: Step | Prefill) -> list[tuple[int, int]]:
     """Return pairs of a KV slot and the number of tokens that it holds after this step."""
     if isinstance(message, Prefill):
         return [(message.sequence, message.position + len(message.tokens))]

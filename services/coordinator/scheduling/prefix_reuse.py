@@ -164,7 +164,7 @@ class Shares:
     def __init__(self) -> None:
         self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
 
-    def came(self, owner: Owner, present: Mapping[Owner, int]) -> None:
+    def add_request(self, owner: Owner, present: Mapping[Owner, int]) -> None:
         """Note a request of an owner. present: the tokens of the active sequences of each owner that waits or
         has slots."""
         if not present:

@@ -176,7 +176,7 @@ class Requests:
     def _accept(self, queued: Queued) -> Tell:
         if queued.answer is not None and queued.answer.failure is not None:
             return queued.refused(queued.answer.failure.code, queued.answer.failure.message)
-        self._shares.came(queued.owner, self._present())
+        self._shares.add_request(queued.owner, self._present())
         self.queued.append(queued)
         return Tell(queued.client, Accepted(request=queued.ask.request, prompt_tokens=len(queued.tokens)))
 

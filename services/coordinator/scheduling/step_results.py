@@ -174,15 +174,15 @@ def _reason_to_end(sequence: Generation, complete: bool) -> FinishReason | None:
 def sample_row(row: int, sequence: Generation, end_tokens: Set[int]) -> SampleRow:
     """Return how to sample the next token of a sequence from this row; the result is the same until the token is
     known."""
-    ask, out = sequence.ask, SampleRow(row, sequence.ask, len(sequence.tokens))
+    ask, sample = sequence.ask, SampleRow(row, sequence.ask, len(sequence.tokens))
     if sequence.is_read:
-        out = dataclasses.replace(out, text=tuple(sequence.tokens), prompt_tokens=sequence.prompt_tokens)
+        sample = dataclasses.replace(sample, text=tuple(sequence.tokens), prompt_tokens=sequence.prompt_tokens)
     if ask.logit_bias or ask.ignore_end:
         biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}
         if ask.ignore_end:
             biases |= dict.fromkeys(end_tokens, -math.inf)
-        out = dataclasses.replace(out, biases=tuple(sorted(biases.items())))
-    return out if sequence.answer is None else dataclasses.replace(out, allowed=sequence.answer.allowed)
+        sample = dataclasses.replace(sample, biases=tuple(sorted(biases.items())))
+    return sample if sequence.answer is None else dataclasses.replace(sample, allowed=sequence.answer.allowed)
 
 
 def is_followed(sequence: Generation, token: int, end_tokens: Set[int]) -> bool:

@@ -66,9 +66,9 @@ class OutstandingStep:
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
-        again = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
-        again.death_weight = self.death_weight
-        return again
+        repeated = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
+        repeated.death_weight = self.death_weight
+        return repeated
 
     def put_off(self) -> None:
         """Mark the step as not sent yet."""

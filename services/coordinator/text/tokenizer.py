@@ -211,6 +211,6 @@ class TextStream:
             ends = (n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n]))
             keep = max(ends, default=0)
         cut = len(self._pending) - keep
-        out, self._pending = self._pending[:cut], self._pending[cut:]
-        self.shown += out
-        return out
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        self.shown += text
+        return text

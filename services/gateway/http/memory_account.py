@@ -112,8 +112,10 @@ class MemoryCharge:
     def _refusal(self, more_bytes: int) -> ApiError:
         limit_bytes = self.account.limit_bytes
         if self.held_bytes + more_bytes > limit_bytes:
-            needed = f"the request would take {self.held_bytes + more_bytes} bytes of memory"
-            return ApiError(413, "request_too_large", f"{needed}; the limit for all requests together is {limit_bytes}")
+            message = f"the request would take {self.held_bytes + more_bytes} bytes of memory"
+            return ApiError(
+                413, "request_too_large", f"{message}; the limit for all requests together is {limit_bytes}"
+            )
         return memory_full(limit_bytes)
 
 

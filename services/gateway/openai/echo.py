@@ -187,8 +187,8 @@ class EchoResponse(GenerationResponse):
     ) -> Sequence[Sequence[Rated]]:
         """Return the scored tokens of all prompts; send comments to the stream while none arrive."""
         tokens: list[list[Rated]] = [[] for _ in requests]
-        left = len(requests)
-        while left:
+        unfinished = len(requests)
+        while unfinished:
             messages = await mailbox.take(None if stream is None else COMMENT_S)
             if stream is not None and not messages:
                 await stream.send_events(COMMENT)
@@ -200,7 +200,7 @@ class EchoResponse(GenerationResponse):
                     self._charge.grow(message_bytes(message))
                     tokens[number][message.position + bool(message.position) :] = message.rated
                 elif isinstance(message, ScoreFinished):
-                    left -= 1
+                    unfinished -= 1
         return tokens
 
     def _prompts_alone(self) -> tuple[list[tuple[int, Finished]], dict[str, int]]:

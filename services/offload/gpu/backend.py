@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 from neuronpipe.native import lib
+from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, HALF_QUANTIZATIONS
 from neuronpipe.plans.package.manifest import EMBEDDINGS, Manifest
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError
@@ -45,9 +46,11 @@ class OpenClBackend(OffloadBackend):
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":
             return "opencl has no kernels for gates in q3; convert the model without `--gates q3`"
-        own = [name for name in manifest.all_quantizations if name not in EMBEDDINGS]
-        if own:
-            return f"opencl needs one quantization of all layers; this package has {own[0]} in another"
+        if manifest.quantization in (*CODEBOOK_QUANTIZATIONS, *HALF_QUANTIZATIONS):
+            return f"opencl has no kernels for {manifest.quantization}"
+        computed = [name for name in manifest.all_quantizations if name not in EMBEDDINGS]
+        if computed:
+            return f"opencl needs one quantization of all layers; this package has {computed[0]} in another"
         return None
 
     def load(self, placement: Placement) -> None:

@@ -118,13 +118,13 @@ def describe(name: str) -> Accelerator:
     a fork. Raises UserError as `find_device`."""
     command = [sys.executable, "-m", __name__, name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_WITHIN_S, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
         raise UserError(f"backend opencl: the driver did not answer within {DESCRIBE_WITHIN_S} s") from None
     try:
-        facts = json.loads(done.stdout)
+        facts = json.loads(completed.stdout)
     except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        last = (completed.stderr.strip().splitlines() or [f"status {completed.returncode}"])[-1]
         raise UserError(f"backend opencl: the driver failed: {quoted(last)}") from None
     if "error" in facts:
         raise UserError(facts["error"])

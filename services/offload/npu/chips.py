@@ -88,10 +88,12 @@ def android_property(name: str) -> str:
     if command is None:
         return ""
     try:
-        done = subprocess.run([command, name], capture_output=True, text=True, check=False, timeout=PROPERTY_TIMEOUT_S)
+        completed = subprocess.run(
+            [command, name], capture_output=True, text=True, check=False, timeout=PROPERTY_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def find_chip(root: Path = Path("/"), android: Callable[[str], str] = android_property) -> DetectedChip | None:

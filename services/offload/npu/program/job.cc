@@ -47,7 +47,8 @@ static int quantization_at(const char *manifest, const std::string &path, int ot
 {
     if (!json_has(manifest, path.c_str()))
         return otherwise;
-    return choice(manifest, path.c_str(), {{"q8", NP_Q8}, {"q4", NP_Q4}, {"q3", NP_Q3}, {"q4k", NP_Q4K}, {"q5k", NP_Q5K}, {"q6k", NP_Q6K}});
+    return choice(manifest, path.c_str(), {{"q8", NP_Q8}, {"q4", NP_Q4}, {"q3", NP_Q3}, {"q4k", NP_Q4K}, {"q5k", NP_Q5K},
+                                           {"q6k", NP_Q6K}, {"iq4", NP_IQ4}, {"mxfp4", NP_MXFP4}, {"q4h", NP_Q4H}, {"q5h", NP_Q5H}});
 }
 
 /* Offsets in bundles.bin. read_plan changes those of scales that lie elsewhere in memory. */
