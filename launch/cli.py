@@ -7,7 +7,6 @@ service manager does not take it for a failure.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import io
@@ -18,17 +17,9 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from neuronpipe.launch.arguments.command_line import parse
 from neuronpipe.launch.arguments.parser import cut
-from neuronpipe.launch.arguments.settings import settle
-from neuronpipe.launch.arguments.spellings import FORMER_VERBS, take_former_word, translate
-from neuronpipe.launch.arguments.verbs import (
-    check_first_word,
-    find_verb,
-    join_words,
-    parsers,
-    read_settings,
-    verb_module,
-)
+from neuronpipe.launch.arguments.verbs import find_verb, parsers, verb_module
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
@@ -44,35 +35,6 @@ class Terminated(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = signal.Signals(number)
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    """Parse a command line; stderr names the current spelling of former and foreign words. Raises UserError."""
-    lines = [
-        f"`{word}` is written `{FORMER_VERBS[word]}` now; the former spelling will go"
-        for word in words[:1]
-        if word in FORMER_VERBS
-    ]
-    words = join_words(words)
-    verb = find_verb(words)
-    parser, by_verb = parsers(verb)
-    check_first_word(words, parser)
-    if verb is not None:
-        settings = read_settings()
-        settings.apply(verb, by_verb[verb])
-        by_verb[verb].note = settings.note(verb)
-        if verb == words[0]:
-            words, translations = translate(words, by_verb[verb])
-            lines += translations
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:
-        line = take_former_word(arguments.verb, unknown, arguments, by_verb[arguments.verb])
-        if line is None:
-            by_verb[arguments.verb].refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
-        lines.append(line)
-    for line in lines:
-        print(f"neuronpipe: {line}", file=sys.stderr)
-    return settle(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

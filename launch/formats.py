@@ -7,6 +7,8 @@ import os
 import shlex
 from collections.abc import Iterable
 
+ONLY_UTF8 = "not UTF-8, the only encoding that is read; `iconv -f latin1 -t utf-8` converts Latin-1"
+
 
 def show_cores(cores: Iterable[int]) -> str:
     """Return ascending core numbers as ranges, e.g. `0-3, 6`."""

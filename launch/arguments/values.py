@@ -6,6 +6,9 @@ import argparse
 import math
 import re
 
+from neuronpipe.launch.formats import ONLY_UTF8
+from neuronpipe.launch.planning import AUTO
+
 MAX_BYTES = 1 << 60
 MIN_PLAUSIBLE_BYTES = 1 << 20  # every size option is about memory: a smaller value lacks its unit
 LIKELY_MIB = 64  # a number without unit is more likely meant in MiB from here on, in GiB below
@@ -25,10 +28,6 @@ UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-AUTO = -1
-"""The value of `--memory auto`: follow what is available, as it changes."""
-
-ONLY_UTF8 = "not UTF-8, the only encoding that is read; `iconv -f latin1 -t utf-8` converts Latin-1"
 
 
 def parse_bytes(text: str) -> int:

@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Iterable, Mapping
 
-from neuronpipe.launch.arguments.values import ONLY_UTF8
+from neuronpipe.launch.formats import ONLY_UTF8
 from neuronpipe.launch.generation.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.protocol.errors import UserError
 

@@ -112,12 +112,12 @@ def run_trial(
 
     Raises UserError that says what the candidate did wrong.
     """
-    done = 0
+    computed_tokens = 0
 
     def computed(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        progress(done, 2 * ANSWERED_TOKENS)
+        nonlocal computed_tokens
+        computed_tokens += tokens
+        progress(computed_tokens, 2 * ANSWERED_TOKENS)
 
     computed(0)
     small = small_plan(package, plan)

@@ -90,10 +90,12 @@ def _announce(source: Path, work: Work, reason: str) -> None:
 
 def choice_line(choice: Choice, alternative: str) -> str:
     """Return which quantization a package gets, the reason, and the command or option for the alternative."""
+    from neuronpipe.plans.package.layout import BITS  # which other commands do not need
+
     reason = f"quantization {choice.quantization}: {choice.why}"
     if choice.alternative is None:
         return reason
-    benefit = "loses less and " if choice.alternative == "q8" else ""
+    benefit = "loses less and " if BITS[choice.alternative] > BITS[choice.quantization] else ""
     sizes = f"{show_bytes(choice.alternative_bytes)} instead of {show_bytes(choice.package_bytes)}"
     return f"{reason}; {alternative} {benefit}takes {sizes}"
 

@@ -218,8 +218,8 @@ def record(
     from neuronpipe.plans.activity.recording import token_record
     from neuronpipe.services.worker.recording import RECORDING, activity_file
 
-    total, done = sum(map(len, windows)), sum(map(len, windows[: folder.windows_done]))
-    progress(done, total)
+    total, done_tokens = sum(map(len, windows)), sum(map(len, windows[: folder.windows_done]))
+    progress(done_tokens, total)
     if folder.windows_done == len(windows):
         return
     with (
@@ -238,7 +238,9 @@ def record(
         for window in windows[folder.windows_done :]:
             tokens: list[NDArray[np.void]] = []
 
-            def keep(first: int, scored: Scored, tokens: list[NDArray[np.void]] = tokens, before: int = done) -> None:
+            def keep(
+                first: int, scored: Scored, tokens: list[NDArray[np.void]] = tokens, before: int = done_tokens
+            ) -> None:
                 if (scored.position, scored.rows) != (len(tokens), 1):
                     raise UserError(f"the run scored {scored.rows} tokens from {scored.position} on, not one by one")
                 tokens.append(token_record(flags(), package.manifest.model, mode))
@@ -246,7 +248,7 @@ def record(
 
             score(client, window, window_tokens=len(window), path="decode", keep=keep)
             folder.add(tokens)
-            done += len(window)
+            done_tokens += len(window)
 
 
 @contextlib.contextmanager

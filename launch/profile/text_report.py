@@ -252,28 +252,25 @@ def _accelerator(profile: DeviceProfile) -> list[str]:
         ["neurons that fire", *(f"{quantization} {weights}" for quantization, weights in shapes)],
         rows,
     )
-    visits = {
-        routed: ", ".join(
-            f"{point.us.median:.0f}"
-            for point in sorted(accelerator.visits, key=lambda point: point.texts)
-            if point.routed == routed
-        )
-        for routed in (False, True)
-    }
     in_runs = ", ".join(f"{point.us.median:.0f} us {point.mode}" for point in accelerator.in_runs)
-    copies = {
-        back: ", ".join(
+
+    def visits(routed: bool) -> str:
+        points = [point for point in accelerator.visits if point.routed == routed]
+        return ", ".join(f"{point.us.median:.0f}" for point in sorted(points, key=lambda point: point.texts))
+
+    def copies(back: bool) -> str:
+        points = [point for point in accelerator.copies if point.back == back]
+        return ", ".join(
             f"{point.bytes_per_s.median / 1e9:.2g} GB/s of {show_bytes(point.copy_bytes).replace('.0', '')}"
-            for point in sorted(accelerator.copies, key=lambda point: point.copy_bytes)
-            if point.back == back
+            for point in sorted(points, key=lambda point: point.copy_bytes)
         )
-        for back in (False, True)
-    }
+
     return [
         *lines,
-        f"a layer's call besides: {visits[False]} us with 1, 2, ... sequences, of a mixture {visits[True]} us; "
+        f"a layer's call besides: {visits(routed=False)} us with 1, 2, ... sequences, "
+        f"of a mixture {visits(routed=True)} us; "
         f"the smallest kernel: {accelerator.launch_us:.0f} us",
-        f"copies to it: {copies[False]}; back: {copies[True]}",
+        f"copies to it: {copies(back=False)}; back: {copies(back=True)}",
         *([f"a layer in a run besides: {in_runs}"] if in_runs else []),
     ]
 

@@ -144,8 +144,10 @@ class Host:
             signal.set_wakeup_fd(-1)
             for number in (*STOPPING, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
-            needed = {0, 1, 2, link.fileno(), self._listener.descriptor}
-            close_descriptors(lambda number, target: number not in needed and target.startswith(("pipe:", "socket:")))
+            descriptors = {0, 1, 2, link.fileno(), self._listener.descriptor}
+            close_descriptors(
+                lambda number, target: number not in descriptors and target.startswith(("pipe:", "socket:"))
+            )
             serve_hosted(self._hosted, self._listener, link, Pulse(self._pulses, 0))
             code = 0
         except BaseException:

@@ -138,12 +138,14 @@ def _require_open_files(processes: int) -> None:
     Otherwise a process would fail later with a less clear error, and without a free descriptor not even a folder can be
     removed.
     """
-    needed = MIN_OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
+    needed_files = MIN_OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise UserError(f"a run needs {needed} open files, and the limit is {hard}; raise it with `ulimit -n 1024`")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != resource.RLIM_INFINITY and soft < needed_files:
+        if hard != resource.RLIM_INFINITY and hard < needed_files:
+            raise UserError(
+                f"a run needs {needed_files} open files, and the limit is {hard}; raise it with `ulimit -n 1024`"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
 
 
 def _fork(

@@ -70,8 +70,8 @@ HASTEN = signal.SIGQUIT
 
 def preload(roles: Container[str] = OURS) -> None:
     """Import what these roles need, once, in the parent of all processes; without a gateway no HTTP server."""
-    needed = [implementation for role, implementation in OURS.items() if role in roles]
-    for implementation in (*needed, BACKENDS[DEFAULT_BACKEND]):
+    implementations = [implementation for role, implementation in OURS.items() if role in roles]
+    for implementation in (*implementations, BACKENDS[DEFAULT_BACKEND]):
         importlib.import_module(implementation.partition(":")[0])
 
 

@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
+from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.bench.cases import Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.bench.planned import beaten
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.implementations import add_use_argument, checked_uses, implementations
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_package_argument
@@ -103,15 +103,15 @@ def main(arguments: argparse.Namespace) -> int:
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):
         requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
-        done = 0
-        progress(done, requests)
+        finished_requests = 0
+        progress(finished_requests, requests)
         wait_until_warm(client)
         bench = Bench(package, plan, device, prompts, client, arguments.batch)
 
         def step() -> None:
-            nonlocal done
-            done += 1
-            progress(done, requests)
+            nonlocal finished_requests
+            finished_requests += 1
+            progress(finished_requests, requests)
 
         if sides is None:
             rows = [bench.measure(case, arguments.repetitions, step) for case in cases]

@@ -7,24 +7,14 @@ are written as float32 [tokens, vocabulary]; they are read from shared memory wh
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 from pathlib import Path
 
-from neuronpipe.launch.client import Client
-from neuronpipe.launch.generation.stream import describe_wait
-from neuronpipe.launch.planning import options as planning
+from neuronpipe.launch.arguments import plan_arguments as planning
+from neuronpipe.launch.perplexity import read_tokens, score_with_run
 from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import package_and_plan
-from neuronpipe.launch.progress import Elapsed, Progress
-from neuronpipe.launch.scoring import score, stored_logits
-from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.calibration_texts import read_text
-from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.links import CONTROL
-from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 COMMON_OPTIONS = ("package", "text", "path", "output", "tokens", *planning.COMMON, "mode", "json")
 
@@ -45,29 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     package, plan = package_and_plan(arguments.package, planning.plan_options(arguments), plain=arguments.json)
-    tokens = _read_tokens(arguments, package)
-    with (
-        started_run(package, plan, None, stays=False) as live,
-        Client(live.directory.endpoint(CONTROL), live.failed) as client,
-        Elapsed(plain=arguments.json) as elapsed,
-    ):
-        file, window_tokens = arguments.output, plan.compute.context_tokens
-        output = stored_logits(file, live.directory, package, len(tokens)) if file else contextlib.nullcontext()
-        with output as keep, Progress("scoring", "tokens", plain=arguments.json) as progress:
-
-            def report(done: int, total: int) -> None:
-                elapsed.end()
-                progress(done, total)
-
-            nll = score(
-                client,
-                tokens,
-                window_tokens=window_tokens,
-                path=arguments.path,
-                keep=keep,
-                progress=report,
-                on_wait=lambda status: elapsed.say(describe_wait(status, "scoring")),
-            )
+    tokens = read_tokens(arguments.text, package, arguments.tokens)
+    nll = score_with_run(package, plan, tokens, path=arguments.path, plain=arguments.json, output=arguments.output)
     mean = math.fsum(nll) / len(nll)
     result = {
         "nll": mean,
@@ -85,10 +54,3 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(f"perplexity {math.exp(mean):.4f}  ({mean:.4f} nats per token, {len(nll)} tokens, {arguments.path} path)")
     return 0
-
-
-def _read_tokens(arguments: argparse.Namespace, package: Package) -> list[int]:
-    tokens = FileTokenizer(package.tokenizer()).encode(read_text(arguments.text))[: arguments.tokens]
-    if len(tokens) < 2:
-        raise UserError(f"{arguments.text}: {len(tokens)} token(s): a text needs at least two tokens")
-    return tokens

@@ -9,9 +9,9 @@ import json
 import shlex
 from pathlib import Path
 
+from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
 from neuronpipe.launch.planning.plan import PlanResult, plan_for, plan_here

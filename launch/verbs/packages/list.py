@@ -87,9 +87,9 @@ def render(listing: dict[str, Any]) -> str:
         if pull["under_way"]:
             lines.append(f"\n{name} is being made; {size} are on disk")
         else:
-            again = shell_line(pull["command"] or ["pull", "ORG/NAME", "--name", name])
+            command_line = shell_line(pull["command"] or ["pull", "ORG/NAME", "--name", name])
             lines.append(
-                f"\n{name} was interrupted; {size} are on disk: `neuronpipe {again}` continues, "
+                f"\n{name} was interrupted; {size} are on disk: `neuronpipe {command_line}` continues, "
                 f"`neuronpipe rm {name}` removes them"
             )
     return "\n".join(lines)

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from neuronpipe.launch.arguments.plan_arguments import parse_backend
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning.options import parse_backend
 from neuronpipe.launch.planning.package_argument import add_package_argument, open_package
 from neuronpipe.launch.profile.accelerator import accelerator_count, accelerator_options, with_accelerator
 from neuronpipe.launch.profile.picture import write_picture
@@ -120,17 +120,17 @@ def _with_steps(
 ) -> DeviceProfile:
     """Measure the profile, then an accelerator and the steps of a run; report the progress of all together."""
     steps = steps_count(device, accelerator=options is not None) + accelerator_count(options)
-    done, total = 0, 1
+    done_steps, total = 0, 1
 
     def report_profile(profile_done: int, profile_total: int) -> None:
-        nonlocal done, total
-        done, total = profile_done, profile_total + steps
-        progress(done, total)
+        nonlocal done_steps, total
+        done_steps, total = profile_done, profile_total + steps
+        progress(done_steps, total)
 
     def report_step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
+        nonlocal done_steps
+        done_steps += 1
+        progress(done_steps, total)
 
     profile = measure(report_profile)
     profile = with_accelerator(profile, options, report_step)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from neuronpipe.launch.arguments import generation_arguments as generation
+from neuronpipe.launch.arguments.prompt_arguments import add_text_argument, join_text
 from neuronpipe.launch.client import attach
-from neuronpipe.launch.generation import options as generation
 from neuronpipe.launch.generation.answer import generate
 from neuronpipe.launch.generation.conversation import with_chat_template
-from neuronpipe.launch.generation.prompt import add_text_argument, checked_prompt, join_text
+from neuronpipe.launch.generation.prompt import checked_prompt
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.package_library import package_path
 from neuronpipe.protocol.errors import NotRunning, UserError

@@ -11,13 +11,17 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from neuronpipe.launch.arguments import plan_arguments as planning
+from neuronpipe.launch.arguments.generation_arguments import (
+    DEFAULT_MAX_TOKENS,
+    add_sampling_arguments,
+    sampling_options,
+)
 from neuronpipe.launch.chat.session import Chat
 from neuronpipe.launch.client import Client, run_ended
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.generation.conversation import Conversation
-from neuronpipe.launch.generation.options import DEFAULT_MAX_TOKENS, add_sampling_arguments, sampling_options
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_package_argument, demo_notice, open_package

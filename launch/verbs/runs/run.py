@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from neuronpipe.launch.arguments import generation_arguments as generation
+from neuronpipe.launch.arguments import plan_arguments as planning
+from neuronpipe.launch.arguments.prompt_arguments import add_package_and_text_arguments, join_text
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.generation import options as generation
 from neuronpipe.launch.generation.answer import generate
 from neuronpipe.launch.generation.conversation import with_chat_template
 from neuronpipe.launch.generation.notices import first_time
-from neuronpipe.launch.generation.prompt import add_package_and_text_arguments, checked_prompt, join_text
+from neuronpipe.launch.generation.prompt import checked_prompt
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.package_argument import demo_notice, refuse_missing
 from neuronpipe.launch.planning.plan import package_and_plan

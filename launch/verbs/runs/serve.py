@@ -18,11 +18,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.arguments.values import parse_time
 from neuronpipe.launch.client import STARTING, Client, follow_warm_up, run_ended, run_facts
 from neuronpipe.launch.formats import as_typed, line_to_paste, show_bytes, show_time
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.package_argument import add_packages_argument, demo_notice, open_package

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
+from neuronpipe.launch.arguments import plan_arguments as planning
 from neuronpipe.launch.client import Client, await_ready, follow_warm_up, run_facts, show_warm_up
 from neuronpipe.launch.formats import as_typed, line_to_paste
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning import options as planning
 from neuronpipe.launch.planning.implementations import add_use_argument, implementations
 from neuronpipe.launch.planning.package_argument import add_package_argument, demo_notice
 from neuronpipe.launch.planning.plan import package_and_plan
