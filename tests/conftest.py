@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import cast
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as `synth` does, so that the same seed makes the same package
 
 import pytest
 from hypothesis import HealthCheck, settings

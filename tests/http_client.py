@@ -93,9 +93,14 @@ def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
 
 
 def read_reply(line: socket.socket, data: bytes = b"") -> Reply:
-    """Everything up to the connection's end, chunks joined. data: what was read of it before."""
+    """Everything up to the connection's end, chunks joined. data: what was read of it before.
+
+    Raises ConnectionResetError if nothing was sent.
+    """
     while piece := line.recv(1 << 16):
         data += piece
+    if not data:
+        raise ConnectionResetError("the connection was closed without an answer")
     head, _, rest = data.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in lines)}

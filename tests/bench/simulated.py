@@ -23,11 +23,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
+from neuronpipe.launch.arguments.plan_arguments import add_plan_arguments, plan_options  # noqa: E402
 from neuronpipe.launch.bench.cases import Case, Prompts, parse_cases  # noqa: E402
 from neuronpipe.launch.bench.planned import relative_error  # noqa: E402
 from neuronpipe.launch.bench.report import show_error  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
-from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
 from neuronpipe.launch.planning.plan import plan_here  # noqa: E402
 from neuronpipe.plans.activity.replacement_policies import Ids  # noqa: E402
 from neuronpipe.plans.lab.devices.device_file import this_machine  # noqa: E402

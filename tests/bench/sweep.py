@@ -30,10 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
+from neuronpipe.launch.arguments.plan_arguments import add_plan_arguments, plan_options  # noqa: E402
 from neuronpipe.launch.arguments.values import parse_bytes, parse_share, parse_speed  # noqa: E402
 from neuronpipe.launch.formats import show_bytes  # noqa: E402
 from neuronpipe.launch.planning import DEMO  # noqa: E402
-from neuronpipe.launch.planning.options import add_plan_arguments, plan_options  # noqa: E402
 from neuronpipe.launch.planning.package_argument import open_package  # noqa: E402
 from neuronpipe.launch.planning.plan import PlanResult, plan_here  # noqa: E402
 from neuronpipe.plans.number_format import show_number  # noqa: E402

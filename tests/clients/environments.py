@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 HERE = Path(__file__).resolve().parent
 PLACE = HERE.parents[1] / "build" / "clients"
@@ -113,9 +114,29 @@ def main(groups: Sequence[str]) -> int:
     return code
 
 
+def _kill_descendants(pid: int) -> None:
+    """Kill what a process has started. Nothing but the standard library is installed yet."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        children += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGSTOP)  # it starts nothing meanwhile
+            _kill_descendants(child)
+            os.kill(child, signal.SIGKILL)
+
+
 def _end_with_parent() -> None:
-    """Have SIGTERM sent when the parent ends, and end by it as by Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Have SIGTERM sent when the parent ends, and end by it as by Ctrl-C.
+
+    The handler ends what was started, since the signal may arrive before Popen has returned who that is.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _kill_descendants(os.getpid())
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGTERM, end)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

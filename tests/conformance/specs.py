@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import MINIMUM_QUANTIZATIONS, Quantization, compute_layout
+from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import (
     EMBEDDINGS,
     MANIFEST,
@@ -113,7 +113,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         model.neurons,
         model.ffn_matrices,
         "source",
-        own={"gate": gates, "down": RECIPES[quantization].down},
+        differing={"gate": gates, "down": RECIPES[quantization].down},
         read_whole=model.read_whole,
     )
     manifest = Manifest(
@@ -140,9 +140,10 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
 
 
 def _ends(model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
-    """Embedding and output as the recipes of encodings with minima have them; else as the rest."""
+    """Embedding and output as the recipes of encodings with minima or codebooks have them; else as the rest."""
     names = [name for name, _, _ in fixed_matrices(model) if name in EMBEDDINGS]
-    return dict.fromkeys(names, RECIPES[quantization].ends) if quantization in MINIMUM_QUANTIZATIONS else {}
+    differs = quantization in (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
+    return dict.fromkeys(names, RECIPES[quantization].ends) if differs else {}
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:

@@ -14,13 +14,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import Encoded, convert
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, decode_stored, same_values
+from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.plans.quantization_choice import LOSSLESS, Choice, default_quantization, why, with_room_for
+from neuronpipe.plans.quantization_choice import (
+    BITS_CHOICES,
+    LOSSLESS,
+    Choice,
+    default_quantization,
+    why,
+    with_room_for,
+)
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -258,6 +266,46 @@ def test_values_with_minima_pass_unchanged_along_the_sources_axis(
         np.testing.assert_array_equal(values, expected)
 
 
+def test_values_with_fp16_scales_pass_unchanged_along_the_sources_axis(tmp_path: Path) -> None:
+    """The scales of IQ4_XS are products of fp16 and six bits, which are rounded."""
+    for encoding in ("IQ4_NL", "IQ4_XS", "MXFP4", "Q4_1", "Q5_0", "Q5_1"):
+        source = write_gguf(tmp_path / f"{encoding}.gguf", WIDE, encoding)
+        package = convert(source, tmp_path / encoding)
+        gate, up, _ = PackageWeights(package).neurons(0)
+        assert package.manifest.quantization == LOSSLESS[encoding]
+        for values, name in ((gate, "gate"), (up, "up")):
+            if encoding not in SCALE_PLACES:
+                expected = stored_values(WIDE, f"model.layers.0.mlp.{name}_proj.weight", encoding)
+            else:
+                expected = dequantize(random_blocks(encoding, 512, 256), GGMLQuantizationType[encoding])
+            np.testing.assert_allclose(values, expected, rtol=2**-11 if encoding == "IQ4_XS" else 0)
+
+
+def test_mxfp4_whose_scales_are_no_fp16_is_encoded_again() -> None:
+    stored = np.full((1, 17), 128, dtype=np.uint8)
+    for exponent, fits in (
+        (128 - 24, True),
+        (128 - 25, False),
+        (128 + 15, True),
+        (128 + 16, False),
+        (255, False),
+        (0, False),
+    ):
+        stored[0, 0] = exponent
+        rows = same_values("MXFP4", "mxfp4", stored)
+        assert (rows is not None) == fits
+        if rows is not None:
+            np.testing.assert_array_equal(decode("mxfp4", rows), decode_stored("MXFP4", stored))
+
+
+@pytest.mark.parametrize(("encoding", "largest"), [("IQ4_XS", 65504 / 32), ("Q5_0", 65504 / 16)])
+def test_scales_beyond_fp16_are_encoded_again(encoding: str, largest: float) -> None:
+    stored = np.zeros((1, BLOCK_WEIGHTS_BYTES[encoding][1]), dtype=np.uint8)  # the scale's six bits are -32
+    for scale, fits in ((largest, True), (2 * largest, False), (np.nan, False)):
+        stored[0, :2] = np.array([scale], dtype="<f2").view(np.uint8)
+        assert (same_values(encoding, LOSSLESS[encoding], stored) is not None) == fits
+
+
 def test_attention_has_more_bits_where_the_source_has(tmp_path: Path) -> None:
     """As in a file of Q4_K_M, whose values of attention are Q6_K in some layers."""
     assert with_room_for("q4k", {"Q4_K": 8, "Q6_K": 2}) == "q6k"
@@ -266,7 +314,7 @@ def test_attention_has_more_bits_where_the_source_has(tmp_path: Path) -> None:
     assert with_room_for("q4k", {"F32": 1, "BF16": 1}) == "q4k"
 
 
-@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_encodings_decode_to_what_was_stored(encoding: str, tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
     weights = PackageWeights(convert(source, tmp_path / "p", quantization="f16"))
@@ -289,7 +337,7 @@ def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path)
     ("encoding", "expected"),
     [
         ("F16", "q4k"),
-        *((encoding, LOSSLESS.get(encoding, "q8")) for encoding in BLOCK_WEIGHTS_BYTES),
+        *((encoding, {**LOSSLESS, "Q6_K": "q6k"}.get(encoding, "q8")) for encoding in BLOCK_WEIGHTS_BYTES),
     ],
 )
 def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expected: str, tmp_path: Path) -> None:
@@ -307,6 +355,16 @@ def test_a_quantized_source_becomes_what_keeps_its_values(encoding: str, expecte
     assert convert(source, tmp_path / "q", quantization="f16").manifest.quantization == "f16"
 
 
+def test_a_number_of_bits_chooses_the_package_that_is_nearest(tmp_path: Path) -> None:
+    source, bits = write_gguf(tmp_path / "m.gguf", WIDE, "F16"), {}
+    for quantization in BITS_CHOICES:
+        package = convert(source, tmp_path / quantization, quantization=quantization)
+        bits[quantization] = 8 * written_bytes(package.path) / weights_of_matrices(package.manifest)
+    for wanted in (1.0, 5.5, 6.5, 7.0, 9.0, 99.0):
+        chosen = convert(source, tmp_path / str(wanted), quantization=wanted).manifest.quantization
+        assert abs(bits[chosen] - wanted) == min(abs(each - wanted) for each in bits.values())
+
+
 def written_bytes(package: Path) -> int:
     """The length of a package's files but its manifest."""
     return sum(file.stat().st_size for file in package.iterdir() if file.name != MANIFEST)
@@ -320,13 +378,13 @@ def weights_of_matrices(manifest: Manifest) -> int:
 
 
 @pytest.mark.parametrize("encoding", ["F16", "Q4_K", "Q8_0", "Q4_0"])
-def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(encoding: str, tmp_path: Path) -> None:
+def test_embedding_and_output_of_a_package_in_q4_have_what_keeps_the_source(encoding: str, tmp_path: Path) -> None:
     package = convert(write_gguf(tmp_path / "m.gguf", WIDE, encoding), tmp_path / "p", quantization="q4")
-    manifest, own = package.manifest, "q4" if encoding == "Q4_0" else "q8"
-    assert manifest.quantizations == ({} if own == "q4" else {"embedding": "q8", "output": "q8"})
+    manifest, own = package.manifest, {"Q4_0": "q4", "Q4_K": "q4k"}.get(encoding, "q8")
+    assert manifest.quantizations == ({} if own == "q4" else {"embedding": own, "output": own})
     assert [manifest.quantization_of(name) for name in ("embedding", "output", "layers.0.qkv")] == [own, own, "q4"]
     dtypes = [package.fixed[f"{name}.quants"].dtype for name in ("embedding", "output", "layers.0.qkv")]
-    assert dtypes == [{"q4": "U8", "q8": "I8"}[own]] * 2 + ["U8"]
+    assert dtypes == ["I8" if own == "q8" else "U8"] * 2 + ["U8"]
     assert Package.open(package.path).manifest == manifest
     lost = manifest.quantization_error
     assert max(lost["embedding"], lost["output"]) < 0.01
@@ -335,7 +393,7 @@ def test_embedding_and_output_of_a_package_in_q4_are_q8_unless_q4_keeps_them(enc
 def test_most_weights_decide_where_encodings_are_mixed() -> None:
     assert default_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q4k"  # Q4_K_M
     assert default_quantization({"Q4_0": 70, "Q6_K": 30}) == "q4"  # as llama.cpp has the output of a Q4_0
-    assert default_quantization({"Q4_0": 40, "IQ4_XS": 60}) == "q8"
+    assert default_quantization({"Q4_0": 40, "Q3_K": 60}) == "q8"
     assert default_quantization({"F16": 60, "Q8_0": 40}) == "q4k"
 
 

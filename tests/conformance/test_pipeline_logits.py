@@ -17,7 +17,14 @@ from tests.conformance.test_golden_logits import GOLDEN
 from tests.pipeline import Shell
 
 # int8 activations (1/127 of the largest of 32) add to the weights' own error, which test_golden_logits.py explains.
-BOUNDS = {"f16": 0.0005, "q8": 0.04, "q4": 0.36, "q4k": 0.36, "q5k": 0.2, "q6k": 0.1}
+BOUNDS = {
+    "f16": 0.0005,
+    **dict.fromkeys(("q4", "iq4", "q4k", "q4h"), 0.36),
+    **dict.fromkeys(("q5k", "q5h"), 0.2),
+    "mxfp4": 0.5,
+    "q6k": 0.1,
+    "q8": 0.04,
+}
 # One of each kind of layer: gated or not, in parallel or not, biases, norms of heads, dense or a mixture of each order.
 # The others differ in what conversion makes of them, which the golden logits test without a pipeline.
 EVERY_TIME = ("awkward", "qwen2", "qwen3", "opt", "nemotron", "minicpm", "falcon 7b", "mixtral", "smallthinker")
@@ -25,7 +32,7 @@ CASES = [
     *(pytest.param(name, "f16", marks=() if name in EVERY_TIME else pytest.mark.nightly) for name in RECIPES),
     ("awkward", "q8"),
     ("awkward", "q4"),
-    *(("awkward", quantization) for quantization in ("q4k", "q5k", "q6k")),
+    *(("awkward", quantization) for quantization in ("q4k", "q5k", "q6k", "iq4", "mxfp4", "q4h", "q5h")),
 ]
 
 

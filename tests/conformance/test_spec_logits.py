@@ -37,6 +37,7 @@ CASES = [(name, "f16") for name in SPECS] + [
 ]
 CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 CASES += [("parallel", "q4k"), ("turbosparse", "q4k"), ("opt", "q5k"), ("many neurons", "q6k")]
+CASES += [("opt", "iq4"), ("turbosparse", "mxfp4"), ("parallel", "q4h")]
 
 
 @pytest.fixture(scope="module")

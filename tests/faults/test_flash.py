@@ -138,7 +138,5 @@ def test_a_process_started_later_believes_nothing_that_was_replaced(
     os.kill(victim, signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    assert (
-        errors
-        == f"neuronpipe: {package / file}: does not match the manifest's sha256: damaged; convert the model again\n"
-    )
+    error = f"neuronpipe: {package / file}: does not match the manifest's sha256: damaged; convert the model again\n"
+    assert errors.removeprefix("neuronpipe: starting, 3 s\n") == error  # a slow start says so

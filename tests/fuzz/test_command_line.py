@@ -17,11 +17,11 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from neuronpipe.launch import client, progress
+from neuronpipe.launch import client, perplexity, progress
 from neuronpipe.launch.arguments.verbs import VERBS, verb_module
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.supervisor import start
-from neuronpipe.launch.verbs.measurements import bench, conformance, doctor, perplexity
+from neuronpipe.launch.verbs.measurements import bench, conformance, doctor
 from neuronpipe.launch.verbs.packages import convert
 from neuronpipe.launch.verbs.runs import ask, chat, run, serve, throttle, up
 from neuronpipe.plans.device.thermal import ThermalState

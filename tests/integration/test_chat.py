@@ -19,6 +19,7 @@ import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.plans.convert import convert
 from neuronpipe.protocol.messages.request import Throttle
+from psutil import STATUS_SLEEPING, Process
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.pipeline import PATIENCE_S, Run, Shell
@@ -57,6 +58,14 @@ class Terminal:
 
     def send(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C once the chat waits for a key: readline loses a signal that arrives while it handles one."""
+        deadline = time.monotonic() + PATIENCE_S
+        while Process(self.process.pid).status() != STATUS_SLEEPING:
+            assert time.monotonic() < deadline, self.shown
+            time.sleep(0.001)
+        self.send("\x03")
 
     def expect(self, text: str) -> str:
         """What is shown from now on until `text`, which is waited for."""
@@ -133,8 +142,8 @@ def test_a_chat_in_a_terminal(long_shell: Shell, run: Run, tmp_path: Path) -> No
     chat.send("th\\\nree\n")
     chat.expect("\n> ")
     chat.send("half a li")
-    chat.expect("half a li")  # a Ctrl-C right behind typed keys takes them from readline, which waits for them
-    chat.send("\x03")
+    chat.expect("half a li")
+    chat.interrupt()
     chat.expect("[Ctrl-D or /exit ends the chat]\n> ")
     chat.send("/se\ttemp\t0.5\n")
     chat.expect("[temperature 0.5]\n> ")

@@ -138,15 +138,20 @@ def test_where_all_connections_are_busy_one_more_is_told_so(server: Server) -> N
     assert int(reply.headers["retry-after"]) >= 1
 
 
+def send_unfinished_bodies(server: Server, lines: contextlib.ExitStack) -> None:
+    """Send 3 MiB of a body of 4 MiB on each of 60 connections, which `lines` closes."""
+    for _ in range(60):
+        line = lines.enter_context(server.connect())
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            line.settimeout(2)
+            line.sendall(UNFINISHED.format(4 << 20).encode() + b" " * (3 << 20))
+
+
 def test_bodies_that_never_end_take_no_more_memory_than_is_planned_and_keep_nobody_out(server: Server) -> None:
     gateway = psutil.Process(server.run.pid("gateway"))
     before = gateway.memory_info().rss
     with contextlib.ExitStack() as lines:
-        for _ in range(60):
-            line = lines.enter_context(server.connect())
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                line.settimeout(2)
-                line.sendall(UNFINISHED.format(4 << 20).encode() + b" " * (3 << 20))
+        send_unfinished_bodies(server, lines)
         assert server.post("/v1/completions", **ASK).status == 200
         assert gateway.memory_info().rss - before < 2 * REQUESTS_BYTES
 
@@ -154,11 +159,7 @@ def test_bodies_that_never_end_take_no_more_memory_than_is_planned_and_keep_nobo
 def test_bodies_of_clients_that_have_left_keep_no_request_out(server: Server) -> None:
     """What they sent is read for a second or more before their end is."""
     with contextlib.ExitStack() as lines:
-        for _ in range(60):
-            line = lines.enter_context(server.connect())
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                line.settimeout(2)
-                line.sendall(UNFINISHED.format(4 << 20).encode() + b" " * (3 << 20))
+        send_unfinished_bodies(server, lines)
     for _ in range(20):
         reply = server.call("POST", "/v1/completions", b"[" * 20_000)  # as objects a third of all memory for requests
         assert (reply.status, reply.json()["error"]["code"]) == (400, "invalid_json")

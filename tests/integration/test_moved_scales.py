@@ -28,6 +28,7 @@ def planned(shell: Shell, package: Package) -> tuple[Path, Path]:
     done = shell.call("plan", package.path, *words)
     assert done.code == 0, done.errors
     shutil.copy(file, moved)
+    move_scales(file, package.manifest, moved=False)
     move_scales(moved, package.manifest)
     assert [read_plan(one).memory.are_scales_moved for one in (file, moved)] == [False, True]
     return file, moved

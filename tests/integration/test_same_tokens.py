@@ -90,6 +90,9 @@ KINDS = [
     ("qwen2", "q4", None),
     ("qwen2", "q4k", None),  # down in q5k, embedding in q6k
     ("awkward", "q5k", None),
+    ("awkward", "iq4", None),
+    ("qwen2", "mxfp4", None),
+    ("awkward", "q5h", None),
     ("relu2", "f16", None),  # no multiple of 32 in a row of queries: f16 only
     ("relu2", "f16", "drelu"),
     ("bamboo", "q8", "drelu"),  # a sliding window

@@ -82,9 +82,9 @@ static void test_shapes(int type) {
     static const size_t lengths[] = {32, 96, 352, 512, 1056, 2656};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         product p = make_product(type, lengths[i]);
-        for (size_t rows = 1; rows <= MAX_ROWS; rows += lengths[i] > 1000 ? 22 : 5)
+        for (size_t rows = 1; rows <= MAX_ROWS; rows += lengths[i] > 1000 ? 22 : 7)
             check_panel(&p, rows, 1 + random_bits() % MAX_TOKENS, rows % 2 ? p.bias : NULL);
-        for (size_t tokens = 1; tokens <= MAX_TOKENS; tokens += lengths[i] > 1000 ? 22 : 5)
+        for (size_t tokens = 1; tokens <= MAX_TOKENS; tokens += lengths[i] > 1000 ? 22 : 7)
             check_panel(&p, 1 + random_bits() % MAX_ROWS, tokens, tokens % 2 ? NULL : p.bias);
         static const size_t edges[] = {15, 16, 17, 31, 32, 33};
         for (size_t e = 0; e < 36; e++) check_panel(&p, edges[e / 6], edges[e % 6], p.bias);

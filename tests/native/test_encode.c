@@ -1,4 +1,4 @@
-/* Encoding with minima: errors stay within what the codes' steps allow, whatever the row; damaged weights are refused. */
+/* Encoding with minima and with codebooks: errors stay within what the codes' steps allow, whatever the row; damaged weights are refused. */
 #include "check.h"
 #include "neuronpipe.h"
 
@@ -9,7 +9,7 @@
 enum { MAX_WEIGHTS = 640 };
 
 static float row[MAX_WEIGHTS], decoded[MAX_WEIGHTS];
-static uint8_t quants[MAX_WEIGHTS], scales[64];
+static uint8_t quants[MAX_WEIGHTS], scales[128];
 
 static double error, power; /* summed squares of the rows since `relative_error` was last read */
 
@@ -38,10 +38,11 @@ static void test_errors(void) {
     static const struct {
         int type;
         double most; /* relative, of normal weights; a step of 16, 32 or 64 over their range gives about these */
-    } cases[] = {{NP_Q4K, 0.077}, {NP_Q5K, 0.038}, {NP_Q6K, 0.021}};
+    } cases[] = {{NP_Q4K, 0.077}, {NP_Q5K, 0.038}, {NP_Q6K, 0.021}, {NP_IQ4, 0.077}, {NP_MXFP4, 0.1},
+                 {NP_Q4H, 0.077}, {NP_Q5H, 0.038}};
     for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
         for (size_t n = 32; n <= MAX_WEIGHTS; n += 32)
-            for (int offset = 0; offset < 2; offset++) {
+            for (int offset = 0; offset < (cases[c].type == NP_IQ4 || cases[c].type == NP_MXFP4 ? 1 : 2); offset++) {
                 for (int round = 0; round < 40; round++) {
                     for (size_t j = 0; j < n; j++) row[j] = 0.02f * (normal() + 4.0f * (float)offset * (j / 32 % 3 == 1 ? 1.0f : -1.0f));
                     encode(cases[c].type, n);
@@ -52,13 +53,13 @@ static void test_errors(void) {
 }
 
 static void test_special_rows(void) {
-    for (int type = NP_Q4K; type <= NP_Q6K; type++) {
+    for (int type = NP_Q4K; type <= NP_Q5H; type++) {
         memset(row, 0, sizeof row);
         encode(type, 256);
         CHECK(relative_error() == 0.0, "type %d: zeros", type);
-        for (size_t j = 0; j < 256; j++) row[j] = j % 32 ? 0.0f : -3.0f;
+        for (size_t j = 0; j < 256; j++) row[j] = j % 32 ? 0.0f : -3.0f; /* iq4 has no zero */
         encode(type, 256);
-        CHECK(relative_error() < 0.01, "type %d: one negative weight a group", type);
+        CHECK(relative_error() < (type == NP_IQ4 ? 0.05 : 0.01), "type %d: one negative weight a group", type);
         for (size_t j = 0; j < 256; j++) row[j] = 1e-35f;
         encode(type, 256);
         CHECK(relative_error() <= 1.0 && isfinite(decoded[0]), "type %d: tiny weights", type);

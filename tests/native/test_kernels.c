@@ -203,6 +203,10 @@ static void test_isa(const char *isa) {
     test_not_finite_shows(isa);
 }
 
+/* Types of rows with the same number read the same inputs. */
+static const int kind_of_inputs[TYPES] = {[NP_F16] = 0, [NP_Q8] = 1, [NP_Q4] = 2, [NP_Q3] = 2, [NP_IQ4] = 2, [NP_MXFP4] = 2,
+                                          [NP_Q4K] = 3, [NP_Q5K] = 3, [NP_Q6K] = 3, [NP_Q4H] = 3, [NP_Q5H] = 3};
+
 int main(void) {
     setenv("NEURONPIPE_ISA", "abacus", 1);
     CHECK(np_isa_name() == NULL, "a wish that cannot be met is no silent fallback");
@@ -212,9 +216,14 @@ int main(void) {
     CHECK(np_isa_select(NULL) != NULL && strncmp(np_isa_names(), np_isa_name(), strlen(np_isa_name())) == 0, "best first");
     CHECK(np_quant_bytes(NP_Q4, 64) == 32 && np_scale_bytes(NP_Q4, 64) == 4 && np_quant_bytes(NP_F16, 3) == 6, "sizes");
     CHECK(np_quant_bytes(NP_Q4K, 288) == 144 && np_quant_bytes(NP_Q5K, 288) == 180 && np_quant_bytes(NP_Q6K, 288) == 216, "sizes");
+    CHECK(np_quant_bytes(NP_IQ4, 64) == 32 && np_scale_bytes(NP_MXFP4, 64) == 4 && np_scale_bytes(NP_Q4H, 64) == 32 && np_quant_bytes(NP_MXFP4, 40) == 0, "sizes");
+    for (int type = NP_F16; type < TYPES; type++)
+        for (int other = NP_F16; other < TYPES; other++)
+            CHECK(np_reads_inputs_of(type, other) == (kind_of_inputs[type] == kind_of_inputs[other]), "%s, %s", type_names[type],
+                  type_names[other]);
     CHECK(np_scale_bytes(NP_Q4K, 256) == 16 && np_scale_bytes(NP_Q5K, 288) == 32 && np_scale_bytes(NP_Q6K, 32) == 16, "sizes");
     CHECK(np_quant_bytes(NP_Q5K, 40) == 0 && np_scale_bytes(NP_Q6K, 40) == 0 && np_activation_bytes(NP_Q4K, 40) == 0, "refused sizes");
-    CHECK(np_quant_bytes(NP_Q8, 40) == 0 && np_quant_bytes(9, 64) == 0 && np_scale_bytes(NP_F16, 64) == 0, "refused sizes");
+    CHECK(np_quant_bytes(NP_Q8, 40) == 0 && np_quant_bytes(TYPES, 64) == 0 && np_scale_bytes(NP_F16, 64) == 0, "refused sizes");
     for_each_isa(test_isa);
     return checks_report();
 }

@@ -77,7 +77,9 @@ static void check_not_finite(rows_of_groups *rows, const char *isa) {
     float scales[ROWS];
     for (int k = 0; k < 3; k++) {
         const size_t groups = rows->n / 32;
-        uint16_t *last = (uint16_t *)rows->scales[4] + (has_minimum(rows->type) ? (groups - 1) / 8 * 8 + (k == 1) : groups - 1), before = *last;
+        const size_t block = (groups - 1) / 8 * (np_scale_bytes(rows->type, 256) / 2);
+        const size_t place = has_minimum(rows->type) ? block + (k == 1 ? minimum_place(rows->type) : 0) : groups - 1;
+        uint16_t *last = (uint16_t *)rows->scales[4] + place, before = *last;
         *last = bad[k];
         memset(out, 99, ROWS * rows->n);
         to_s8(rows, out, rows->n, scales);
@@ -93,7 +95,7 @@ static void check_refusals(const rows_of_groups *rows) {
     float scales[ROWS] = {99.0f};
     const void *const *quants = (const void *const *)rows->quants, *const *given = (const void *const *)rows->scales;
     CHECK(np_rows_to_s8(NP_F16, quants, given, 1, 32, out, 32, scales) == NP_E_ARGUMENT, "f16");
-    CHECK(np_rows_to_s8(7, quants, given, 1, 32, out, 32, scales) == NP_E_ARGUMENT, "an unknown type");
+    CHECK(np_rows_to_s8(TYPES, quants, given, 1, 32, out, 32, scales) == NP_E_ARGUMENT, "an unknown type");
     CHECK(np_rows_to_s8(rows->type, quants, given, 1, 33, out, 64, scales) == NP_E_ARGUMENT, "half a group");
     CHECK(np_rows_to_s8(rows->type, quants, given, 1, 32, out, 31, scales) == NP_E_ARGUMENT, "rows that overlap");
     CHECK(out[0] == 99 && scales[0] == 99.0f, "a refusal wrote something");

@@ -135,8 +135,8 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
     float *y = malloc(4 * s->n), a[ROWS];
     for (size_t r = 0; r < ROWS; r++)
         for (int k = 0; k < 3; k++)
-            for (int of_scale = 0; of_scale <= (s->type == NP_F16 ? 0 : has_minimum(s->type) ? 2 : 1); of_scale++) { /* 2: of dmin */
-                uint16_t *scale = (uint16_t *)s->scales[r] + (of_scale == 2);
+            for (int of_scale = 0; of_scale <= (s->type == NP_F16 ? 0 : has_minimum(s->type) ? 2 : 1); of_scale++) { /* 2: of the minimum */
+                uint16_t *scale = (uint16_t *)s->scales[r] + (of_scale == 2 ? minimum_place(s->type) : 0);
                 const uint16_t before = of_scale ? *scale : 0;
                 for (size_t i = 0; i < ROWS; i++) a[i] = i == r && !of_scale ? bad[k] : 0.5f;
                 if (of_scale) *scale = np_float_to_half(bad[k]);

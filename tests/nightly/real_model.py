@@ -72,7 +72,7 @@ def check_continuations(shell: Shell, package: Path) -> None:
 
 def check_perplexity(shell: Shell, package: Path, folder: Path) -> None:
     """Compare the perplexities of both paths, which differ slightly because they sum in different orders."""
-    (text := folder / "text").write_bytes(Path(__file__).with_name("README.md").read_bytes()[:4000])
+    (text := folder / "text").write_bytes((Path(__file__).parents[2] / "LICENSE").read_bytes()[:4000])
     perplexity = {
         path: shell.json("perplexity", package, "--text", text, "--path", path, "--json")["perplexity"]
         for path in ("decode", "prefill")

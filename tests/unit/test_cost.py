@@ -40,7 +40,7 @@ def test_a_step_is_longer_than_its_kernels_also_where_no_run_was_measured() -> N
 
 def test_gates_of_their_own_quantization_are_planned_by_their_own_kernels() -> None:
     model = manifest(width=4096)
-    layout = compute_layout("q4", 4096, 1024, model.model.ffn_matrices, "source", own={"gate": "q3"})
+    layout = compute_layout("q4", 4096, 1024, model.model.ffn_matrices, "source", differing={"gate": "q3"})
     q3 = dataclasses.replace(model, quantization="q4", layout=layout)
     without = profile()
     with_q3: Any = dataclasses.replace(decode_point("triggers", 1.0, 2, 2e9), quantization="q3")

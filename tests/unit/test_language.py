@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
-MAX_VAGUE_PER_1000 = 3.0
+MAX_VAGUE_PER_1000 = 1.0
 
 VAGUE = frozenset(
     {
@@ -39,6 +39,11 @@ VAGUE = frozenset(
         "theirs",
         "both",
         "wanted",
+        "needed",
+        "enough",
+        "got",
+        "came",
+        "some",
         "seen",
         "known",
         "gone",

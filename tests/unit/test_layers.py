@@ -97,9 +97,9 @@ def imports_lab(names: Iterable[str]) -> bool:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    """Rooms are the folders directly below plans and services; an import inside a function counts as well."""
+    """Rooms are the folders directly below those of the top level; an import inside a function counts as well."""
     edges: dict[tuple[str, str], set[str]] = {}
-    for path in files("plans", "services"):
+    for path in files(*LAYERS):
         source = room((*path.relative_to(ROOT).parts,))
         for name in imports(path):
             target = room(tuple(name.split(".")[1:])) if name.startswith("neuronpipe.") else None
@@ -111,8 +111,18 @@ def test_no_two_rooms_import_each_other() -> None:
 
 def room(parts: tuple[str, ...]) -> str | None:
     """Return `plans/cost` for a path or module below it, and None for what lies in no room."""
-    is_room = len(parts) > 1 and parts[0] in ("plans", "services") and (ROOT / parts[0] / parts[1]).is_dir()
+    is_room = len(parts) > 1 and parts[0] in LAYERS and (ROOT / parts[0] / parts[1]).is_dir()
     return "/".join(parts[:2]) if is_room else None
+
+
+READ_PARSED_WORDS = ("launch/arguments/", "launch/verbs/")
+
+
+def test_only_arguments_and_verbs_see_a_namespace() -> None:
+    """A verb turns its parsed arguments into typed options once."""
+    users = {str(path.relative_to(ROOT)) for path in files(*LAYERS) if "Namespace" in path.read_text()}
+    assert len(users) > 20
+    assert sorted(name for name in users if not name.startswith(READ_PARSED_WORDS)) == []
 
 
 @pytest.mark.parametrize("library", DOORS)

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import parse
+from neuronpipe.launch.arguments.command_line import parse
+from neuronpipe.launch.arguments.plan_arguments import plan_options
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.planning.memory_check import memory_warning
-from neuronpipe.launch.planning.options import plan_options
 from neuronpipe.launch.planning.plan import PlanResult, plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.process_limits import Memory, read_memory

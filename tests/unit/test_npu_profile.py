@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from neuronpipe.launch.arguments.plan_arguments import add_plan_arguments, plan_options
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
 from neuronpipe.launch.planning.package_argument import add_package_argument
 from neuronpipe.launch.planning.plan import plan_for
 from neuronpipe.launch.planning.prompt_backend import ON_CPU, PromptBackend, choose_prompt_backend

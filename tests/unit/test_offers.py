@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cli import parse
+from neuronpipe.launch.arguments.command_line import parse
+from neuronpipe.launch.arguments.plan_arguments import plan_options
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning.options import PlanOptions, plan_options
+from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.serving import offers as serving_offers
 from neuronpipe.launch.serving.offers import make_offers
 from neuronpipe.plans.package.reader import Package

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from neuronpipe.launch.generation.options import add_generation_arguments, generation_options
+from neuronpipe.launch.arguments.generation_arguments import add_generation_arguments, generation_options
 from neuronpipe.native import ffi
 from neuronpipe.protocol.codec import Message, Vocabulary, encode, message
 from neuronpipe.protocol.errors import UserError

@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.arguments.command_line import parse
+from neuronpipe.launch.arguments.plan_arguments import plan_options
 from neuronpipe.launch.arguments.settings import settings_file
-from neuronpipe.launch.cli import main, parse
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor.checks import checks
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.launch.planning.options import plan_options
 from neuronpipe.protocol.errors import UserError
 
 

@@ -170,24 +170,8 @@ def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[st
     assert "--mode exact" in capsys.readouterr().err
 
 
-# What keeps plan and simulation apart is the misses, which bound all of these by flash. Bytes read per token, planned
-# and
-# simulated:
-# - SmallThinker-21B: 245 and 98 MB with 30 % resident, 117 and 50 MB with 60 %. A fifth of its experts are hot and fill
-#   five of six places. The simulator's routers have them; the planner knows of hot experts only from an activity
-#   profile, which a shape has not.
-# - TurboSparse-Mixtral-47B: 1684 and 2273 MB (exact, 30 %), 91 and 129 MB (exact, 60 %), 33 and 71 MB (predicted, 60
-# %).
-#   The planner has the misses of a run (15 and 55 % resident); generated sequences miss up to twice as many single
-#   neurons of experts, and a third more whole experts.
-APART = {
-    ("smallthinker-21b", "exact", 0.3), ("smallthinker-21b", "exact", 0.6),
-    ("turbosparse-mixtral-47b", "exact", 0.6), ("turbosparse-mixtral-47b", "predicted", 0.6),
-}  # fmt: skip
-APART_ON = {"oneplus-12": {("turbosparse-mixtral-47b", "exact", 0.3)}, "oneplus-ace-2": set()}
 IN_EVERY_RUN = {
-    ("qwen3-30b-a3b", "exact", 0.3), ("smallthinker-4b", "exact", 0.3), ("turbosparse-mixtral-2b", "exact", 0.3),
-    ("qwen3-moe-100m", "exact", 0.6), ("turbosparse-mistral-7b", "predicted", 0.6),
+    ("qwen3-30b-a3b", "exact", 0.3), ("qwen3-moe-100m", "exact", 0.6), ("turbosparse-mistral-7b", "predicted", 0.6),
 }  # fmt: skip
 
 
@@ -198,8 +182,6 @@ def compared() -> Iterator[Any]:
                 for share in (0.3, 0.6, 1.0):
                     case = (name, mode, share)
                     marks = [] if case in IN_EVERY_RUN and device == "oneplus-12" else [pytest.mark.nightly]
-                    if case in APART | APART_ON[device]:
-                        marks.append(pytest.mark.xfail(strict=True, reason="misses are not expected alike"))
                     yield pytest.param(device, *case, marks=marks, id=f"{device}-{name}-{mode}-{share}")
 
 
@@ -211,7 +193,8 @@ def test_plan_and_simulation_expect_the_same_speed(device: str, name: str, mode:
     wanted = PlanOptions(memory_bytes=64 << 30, ffn_resident_share=share, context_tokens=1024, mode=mode)
     made = make_plan(made_for, facts, wanted)
     run = PlannedRun(device=phone, manifest=made_for, plan=made, facts=facts)
-    texts, sampled = sequences_of(made_for, mode, SimulationOptions(tokens=12), None)
+    # A change of topic in fifty tokens is the rule; in twelve tokens it would decide about the misses.
+    texts, sampled = sequences_of(made_for, mode, SimulationOptions(tokens=192), None)
     result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=512, prompt_tokens=64)
     assert result.tokens_per_s == pytest.approx(made.expected.tokens_per_s, rel=0.25)
 

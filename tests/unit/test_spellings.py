@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from neuronpipe.launch.arguments.command_line import parse
 from neuronpipe.launch.arguments.spellings import FOREIGN, FOREIGN_VERBS, FORMER, FORMER_VERBS, PACKAGE_WORD
 from neuronpipe.launch.arguments.verbs import ALIASES, TWO_WORD_VERBS, VERBS, verb_parser
-from neuronpipe.launch.cli import main, parse
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.errors import UserError
 
@@ -136,7 +137,7 @@ def test_no_option_of_ours_is_taken_for_another_programs() -> None:
     ],
 )
 def test_the_prompt_may_be_the_word_behind_the_model(words: list[str], package: str | None, prompt: str | None) -> None:
-    from neuronpipe.launch.generation.prompt import join_text
+    from neuronpipe.launch.arguments.prompt_arguments import join_text
 
     arguments = parse(["run", *words])
     join_text(arguments)

@@ -8,8 +8,8 @@ import itertools
 from typing import Any
 
 import pytest
+from neuronpipe.launch.arguments.plan_arguments import add_plan_arguments, plan_options
 from neuronpipe.launch.planning import accelerator as accelerators
-from neuronpipe.launch.planning.options import add_plan_arguments, plan_options
 from neuronpipe.launch.planning.plan import plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.cost.activation_rates import rates

@@ -88,7 +88,7 @@ def test_products_have_the_bits_of_four_bits() -> None:
 
 def test_a_7b_gate_takes_512_bytes_less_in_memory() -> None:
     """On flash both fill a page."""
-    layouts = [compute_layout("q4", 4096, 14336, GATED, "source", own={"gate": gates}) for gates in (None, "q3")]
+    layouts = [compute_layout("q4", 4096, 14336, GATED, "source", differing={"gate": gates}) for gates in (None, "q3")]
     slots = [layout.slots("q4", 4096, moved=True) for layout in layouts]
     assert [layout.cluster_stride_bytes for layout in layouts] == [8192, 8192]
     assert [place.trigger_bytes for place in slots] == [2304, 1792]
@@ -97,7 +97,7 @@ def test_a_7b_gate_takes_512_bytes_less_in_memory() -> None:
 
 @pytest.mark.parametrize("width", [320, 768, 2048, 2560, 4096])
 def test_pieces_neither_overlap_nor_leave_their_part(width: int) -> None:
-    layout = compute_layout("q4", width, 1000, GATED, "source", own={"gate": "q3"})
+    layout = compute_layout("q4", width, 1000, GATED, "source", differing={"gate": "q3"})
     assert layout.matrices[0].quantization == "q3"
     ends: dict[str, int] = {"trigger": 0, "value": 0}
     for part, _, offset, size in sorted(layout.pieces("q4", width), key=lambda piece: piece[2]):
