@@ -47,7 +47,7 @@ MEMORY = {1024: 9e9, 4096: 18e9, 16384: 20e9}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, bytes]]:
     """The figures of this device, made up and beyond doubt: measured beside other tests, a disk came out as fast as
     memory, and on a busy machine commands would measure again in the middle of a test, plan differently, and say so."""
     cache, package = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("device")
@@ -75,7 +75,20 @@ def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
                 speed = min(whole, in_pieces)
                 entry["bytes_per_s"] = {"median": speed, "spread": 0.0}
             kept.write_text(json.dumps(record))
-        yield
+        yield {kept: kept.read_bytes() for kept in cache.glob("neuronpipe/*.json")}
+
+
+@pytest.fixture(autouse=True)
+def unchanged_device(settled_device: dict[Path, bytes]) -> Iterator[None]:
+    """Put the made-up figures back after a test: `bench` and `doctor` measure, and on a busy machine the doubtful
+    figures that they leave would make commands of later tests measure again, and say so."""
+    yield
+    for folder in {kept.parent for kept in settled_device}:
+        for kept in set(folder.glob("*.json")) - settled_device.keys():
+            kept.unlink(missing_ok=True)
+    for kept, content in settled_device.items():
+        if not kept.exists() or kept.read_bytes() != content:
+            kept.write_bytes(content)
 
 
 @pytest.fixture(scope="session")
