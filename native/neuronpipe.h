@@ -107,8 +107,10 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales);
 
-/* Encode a row of q4k, q5k or q6k. Returns NP_OK; NP_E_ARGUMENT for another type, if n is no multiple of 32, or if a weight is not finite or does not fit. */
-int np_encode_row(int type, const float *w, size_t n, void *quants, void *scales);
+/* Encode a row of q4k, q5k, q6k, q4h, q5h, iq4 or mxfp4. importance: [n], not negative, how much the error of each weight
+ * counts; NULL: all count alike. Returns NP_OK; NP_E_ARGUMENT for another type, if n is no multiple of 32, or if a weight is
+ * not finite or does not fit. */
+int np_encode_row(int type, const float *w, const float *importance, size_t n, void *quants, void *scales);
 
 /* Decode a row to float32. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);

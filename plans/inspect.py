@@ -22,7 +22,7 @@ from neuronpipe.plans.quantization_choice import why
 
 BAR_WIDTH = 64
 MIB = 1 << 20
-MAX_RECALL_SHORTFALL = 0.005  # difference to the target recall that is due to different texts
+MAX_RECALL_SHORTFALL = 0.005  # below the target recall; calibration text and held-out text differ by this much
 ALWAYS_FIRES = (
     "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
@@ -39,7 +39,9 @@ NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat
 
 def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
     """Return the package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster.
-    curve: speeds of the flash that it lies on, which decide how it is read."""
+
+    curve: speeds of the flash that the package lies on. They decide what is read together ("reading"; None without).
+    """
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
     parts: dict[str, list[dict[str, Any]]] = {"trigger": [], "value": []}
@@ -55,6 +57,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "name": manifest.source.name,
             "architecture": manifest.source.architecture,
             "weights": dict(manifest.source.weights),
+            "importance": manifest.source.importance or None,
         },
         "quantization_reason": why(weights, manifest.quantization) if (weights := manifest.source.weights) else None,
         "quantization": manifest.quantization,
@@ -96,7 +99,8 @@ def warnings(manifest: Manifest) -> list[str]:
 
 
 def dense_reading(model: ModelSpec) -> str | None:
-    """Return what it means that every neuron fires; None if some do not."""
+    """Return a warning that a token reads all weights of its experts, as with silu every neuron fires; None without
+    silu."""
     if model.activation != "silu":
         return None
     share = model.experts_per_token / model.experts
@@ -104,8 +108,11 @@ def dense_reading(model: ModelSpec) -> str | None:
 
 
 def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
-    """Return what a run with this plan reads for every token because every neuron fires, in few words; None if
-    everything is resident, if neurons are left out, or if some neurons do not fire."""
+    """Return a note on the share of the weights that do not fit memory and are read again and again, since every
+    neuron fires.
+
+    None if everything is resident, in thresholded mode, or without silu.
+    """
     memory = plan.memory
     absent = 1 - (memory.slots_bytes + memory.accelerator_bytes) / memory.ffn_bytes
     if model.activation != "silu" or plan.compute.mode == "thresholded" or absent <= 0:
@@ -118,8 +125,8 @@ def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
 
 
 def low_recall(predictor: Predictor, target_recall: float) -> str | None:
-    """Return a warning if a predictor finds clearly fewer of the active neurons than the target recall, on held-out
-    text."""
+    """Return a warning if, on held-out text, a predictor finds clearly fewer of the active neurons than the target
+    recall; else None."""
     recalls = [layer.recall for layer in predictor.by_layer]
     low = [recall for recall in recalls if recall < target_recall - MAX_RECALL_SHORTFALL]
     if not low:
@@ -142,7 +149,7 @@ def parameters(manifest: Manifest) -> int:
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Return bytes on flash by kind. `padding` fills the neurons' pages, and `total` is the sum of all kinds."""
+    """Return the bytes on flash by kind. `padding` fills the pages of neurons, `total` is the sum of all kinds."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
     for name, (dtype, dimensions) in fixed_tensors(manifest).items():
@@ -207,14 +214,14 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _stored(description: dict[str, Any]) -> str:
-    """Return facts about the quantization besides its name; empty if there are none."""
+    """Return the quantizations that differ from the package's, and why the package has its own; may be empty."""
     return "; ".join(
         filter(None, [_described_quantizations(description["quantizations"]), description["quantization_reason"]])
     )
 
 
 def _described_quantizations(quantizations: Mapping[str, str]) -> str:
-    """Return which fixed matrices have a quantization of their own, for a person: layers are counted."""
+    """Return which fixed matrices have a quantization of their own, with the number of layers, for a person."""
     layers: dict[tuple[str, str], int] = {}
     for name, quantization in quantizations.items():
         matrix = name.rpartition(".")[2]
@@ -229,8 +236,8 @@ UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "pa
 
 
 def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
-    """Describe what is read together, and whether planes (all gates of a feed-forward, then all values) would be
-    faster."""
+    """Return lines on what is read together, and whether planes (all gates of a feed-forward, then all values) would be
+    faster. Empty without a flash curve."""
     if rows is None:
         return []
     lines = ["", "What is read together, by this flash's speeds: microseconds for a cluster of a chosen feed-forward"]
@@ -275,7 +282,7 @@ RESIDENCY_UNITS = {"value": "clusters' value parts", "bundle": "clusters", "expe
 
 
 def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
-    """Describe the activity profiles of a package, given their JSON values."""
+    """Return lines on the activity profiles of a package, given their JSON values."""
     lines = []
     for profile in profiles:
         counted = "counts of PowerInfer" if profile["source"] == "powerinfer" else f"mode {profile['mode']}"
@@ -301,7 +308,7 @@ def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
 
 
 def silent_lines(silent: dict[str, Any]) -> list[str]:
-    """Describe the thresholds of mode thresholded and their cost, given a package's JSON values."""
+    """Return lines on the thresholds of thresholded mode and the loss of quality, given their JSON values."""
     lines = [
         f"Silent neurons in mode thresholded: {silent['share']:.1%} asked, by {silent['calibration_tokens']:,} "
         f"calibration tokens; {silent['loss']}",
@@ -313,7 +320,7 @@ def silent_lines(silent: dict[str, Any]) -> list[str]:
 
 
 def npu_line(npu: dict[str, Any]) -> str:
-    """Describe what prompts on a neural processor lose, given a package's JSON values."""
+    """Return a line on the quality that prompts lose on a neural processor, given the JSON values of `npu`."""
     chosen = next(loss for loss in npu["losses"] if loss["scaling"] == npu["scaling"])
     ranges = "a scale of each token's own" if npu["scaling"] == "token" else "ranges of calibration text"
     return (
@@ -323,7 +330,8 @@ def npu_line(npu: dict[str, Any]) -> str:
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:
-    """Draw one part as a bar: each piece as wide as its bytes, with its letter; dots are padding."""
+    """Return one part drawn as a bar, with a legend. A piece has its letter and a width by its bytes; dots are
+    padding."""
     bar, legend = ["."] * BAR_WIDTH, []
     for letter, piece in zip("abcdef", part["pieces"], strict=False):
         start = piece["offset"] * BAR_WIDTH // part["bytes"]

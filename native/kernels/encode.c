@@ -48,9 +48,9 @@ static float refine(const float *w, const float *weight, float max_code, group_f
     return error;
 }
 
-static group_fit fit_group(const float *w, float max_code) {
+static group_fit fit_group(const float *w, const float *importance, float max_code) {
     float weight[NP_GROUP], lowest = 0.0f, highest = 0.0f;
-    np_error_weights(w, weight);
+    np_error_weights(w, importance, weight);
     for (int j = 0; j < NP_GROUP; j++) {
         lowest = w[j] < lowest ? w[j] : lowest;
         highest = w[j] > highest ? w[j] : highest;
@@ -117,19 +117,22 @@ static void store_fields(group_fit *fits, size_t count, uint8_t *block) {
     }
 }
 
-int np_encode_row(int type, const float *w, size_t n, void *quants, void *scales) {
+int np_encode_row(int type, const float *w, const float *importance, size_t n, void *quants, void *scales) {
     const int bits = 4 + (int)np_high_bits(type);
     if (!(np_has_minimum(type) || np_has_codebook(type)) || n % NP_GROUP) return NP_E_ARGUMENT;
     const size_t groups = n / NP_GROUP;
     for (size_t j = 0; j < n; j++)
         if (!isfinite(w[j])) return NP_E_ARGUMENT;
-    if (np_has_codebook(type)) return np_encode_codebook_row(type, w, n, quants, scales);
+    if (np_has_codebook(type)) return np_encode_codebook_row(type, w, importance, n, quants, scales);
     memset(scales, 0, np_scale_bytes(type, n));
     for (size_t first = 0; first < groups; first += NP_MINIMUM_GROUPS) {
         const size_t count = np_minimum_count(groups, first);
         uint8_t *block = (uint8_t *)scales + first * np_minimum_bytes(type);
         group_fit fits[NP_MINIMUM_GROUPS];
-        for (size_t g = 0; g < count; g++) fits[g] = fit_group(w + (first + g) * NP_GROUP, (float)((1 << bits) - 1));
+        for (size_t g = 0; g < count; g++) {
+            const size_t place = (first + g) * NP_GROUP;
+            fits[g] = fit_group(w + place, importance ? importance + place : NULL, (float)((1 << bits) - 1));
+        }
         if (np_has_half_scales(type)) store_halves(fits, count, block);
         else store_fields(fits, count, block);
         for (size_t g = 0; g < count; g++) {

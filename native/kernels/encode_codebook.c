@@ -36,9 +36,9 @@ static void round_group(const sorted_values *s, const float *w, float inverse, u
 #define LARGEST_HALF 65504.0f
 
 /* Infinity if no fp16 scale is large enough. */
-static float fit_scale(const sorted_values *s, const float *w) {
+static float fit_scale(const sorted_values *s, const float *w, const float *importance) {
     float weight[NP_GROUP], largest = 0.0f, best = 0.0f, most = 0.0f;
-    np_error_weights(w, weight);
+    np_error_weights(w, importance, weight);
     for (int j = 0; j < NP_GROUP; j++) largest = fabsf(w[j]) > fabsf(largest) ? w[j] : largest;
     if (!(fabsf(largest) > 1e-30f)) return 0.0f;
     if (fabsf(largest) > LARGEST_HALF * s->values[NP_CODES - 1]) return INFINITY;
@@ -59,10 +59,10 @@ static float fit_scale(const sorted_values *s, const float *w) {
     return best;
 }
 
-int np_encode_codebook_row(int type, const float *w, size_t n, uint8_t *quants, uint8_t *scales) {
+int np_encode_codebook_row(int type, const float *w, const float *importance, size_t n, uint8_t *quants, uint8_t *scales) {
     const sorted_values s = sorted_values_of(type);
     for (size_t g = 0; g < n / NP_GROUP; g++, w += NP_GROUP, quants += NP_GROUP / 2, scales += 2) {
-        const uint16_t half = np_float_to_half(fit_scale(&s, w));
+        const uint16_t half = np_float_to_half(fit_scale(&s, w, importance ? importance + g * NP_GROUP : NULL));
         const float scale = np_half_to_float(half);
         uint8_t places[NP_GROUP];
         if (!isfinite(scale)) return NP_E_ARGUMENT;

@@ -9,6 +9,7 @@ import numpy as np
 from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.encodings import decode_stored, same_values
+from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.journal import Squares
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.package.layout import Quantization
@@ -38,13 +39,20 @@ def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNum
 
 @dataclass
 class Work:
-    """A conversion under way. unsaved: weights since its journal was last written."""
+    """A conversion under way.
+
+    importance: weighs the errors of weights
+    unsaved: weights since its journal was last written
+    weighed: weights that were encoded by their importance in this process
+    """
 
     checkpoint: Checkpoint
     manifest: Manifest
     writer: PackageWriter
     progress: Progress
+    importance: Importance | None = None
     unsaved: int = 0
+    weighed: int = 0
     _done: int = 0
     squares: Squares = field(default_factory=dict)
 
@@ -99,7 +107,7 @@ class Work:
             quantization = self.manifest.quantization_of(name)
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
-                    self.writer.matrix(name, self._rows(kind, quantization, part, rows))
+                    self.writer.matrix(name, self._rows(kind, quantization, part, rows, self._importance_of(name)))
         for expert, order in enumerate(piece.orders):
             self._neurons(piece.layer, expert, order)
         for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
@@ -150,10 +158,14 @@ class Work:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
         quantizations = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
+        importance = {matrix: self._importance_of(name) for matrix, name in self._ffn(layer, expert).items()}
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
                 self.writer.neurons(
-                    *(self._rows(name, quantizations[name], matrix, rows) for name, matrix in rows_of.items())
+                    *(
+                        self._rows(name, quantizations[name], matrix, rows, importance[name])
+                        for name, matrix in rows_of.items()
+                    )
                 )
             return
         down = rows_of.pop("down")
@@ -165,24 +177,47 @@ class Work:
             written = 0
             for rows in _blocks(neurons, self.manifest.model.width, granule):
                 self.writer.neurons(
-                    *(self._rows(name, quantizations[name], matrix, rows) for name, matrix in rows_of.items()),
+                    *(
+                        self._rows(name, quantizations[name], matrix, rows, importance[name])
+                        for name, matrix in rows_of.items()
+                    ),
                     self._encode("down", quantizations["down"], down, columns[written : written + len(rows)]),
                 )
                 written += len(rows)
 
-    def _rows(self, kind: str, quantization: Quantization, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
+    def _importance_of(self, name: str) -> ByColumn | None:
+        """Return the importance of the columns of a matrix, by its name in the checkpoint."""
+        return None if self.importance is None else self.importance.by_matrix.get(name)
+
+    def _rows(
+        self,
+        kind: str,
+        quantization: Quantization,
+        matrix: StoredMatrix,
+        rows: RowNumbers,
+        importance: ByColumn | None,
+    ) -> Rows:
         """Encode some rows, or copy them if the quantization can express their stored values."""
         stored = matrix.stored(rows)
         same = same_values(matrix.encoding, quantization, stored)
         if same is None:
-            return self._encode(kind, quantization, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
+            decoded = matrix.checked(decode_stored(matrix.encoding, stored))
+            return self._encode(kind, quantization, matrix, decoded, importance)
         values = matrix.checked(decode_stored(matrix.encoding, stored))
         self._count(kind, matrix, values, values)
         return same
 
-    def _encode(self, kind: str, quantization: Quantization, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
+    def _encode(
+        self,
+        kind: str,
+        quantization: Quantization,
+        matrix: StoredMatrix,
+        values: NDArray[np.float32],
+        importance: ByColumn | None = None,
+    ) -> Rows:
+        self.weighed += 0 if importance is None else values.size
         try:
-            rows = encode(quantization, values)
+            rows = encode(quantization, values, importance)
         except OverflowError:
             raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
         self._count(kind, matrix, values, decode(quantization, rows))

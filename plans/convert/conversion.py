@@ -18,12 +18,14 @@ from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.plans.convert.importance import Importance
 from neuronpipe.plans.convert.journal import Done, Journal
 from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.gguf_part_names import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.layout import (
+    CODEBOOK_QUANTIZATIONS,
     GROUP_WEIGHTS,
     MINIMUM_QUANTIZATIONS,
     Layout,
@@ -56,6 +58,8 @@ from neuronpipe.plans.quantization_choice import (
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
 
+WEIGHED: tuple[Quantization, ...] = (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
+"""Quantizations whose encoding uses the importance of columns."""
 PACKAGE_PLACE = "package"  # folder of interrupted work in a given place
 RETAINED_BYTES = 8 << 20  # half of what the C library may retain for the next block
 MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill at most these, and those of one piece, are converted again
@@ -77,6 +81,8 @@ class Encoded(NamedTuple):
         return not set(self.source_weights) <= set(PLAIN_BYTES)
 
 
+MeasureImportance = Callable[[Checkpoint], Importance]
+
 Report = Callable[[Encoded], None]
 """Called once, when the package is complete."""
 
@@ -96,6 +102,7 @@ def convert(
     predictor: bool = True,
     examine_template: ExamineTemplate | None = None,
     overwrite: bool = False,
+    importance: MeasureImportance | None = None,
     chosen: Callable[[Choice], None] | None = None,
     progress: Progress | None = None,
     report: Report | None = None,
@@ -117,7 +124,7 @@ def convert(
         conversion = Conversion(checkpoint, quantization=quantization, gates=gates, frequencies=frequencies, name=name)
         if chosen is not None:
             chosen(conversion.choice)
-        return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
+        return conversion.write(target, overwrite=overwrite, importance=importance, progress=progress, report=report)
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
@@ -228,6 +235,7 @@ class Conversion:
         target: Path,
         *,
         overwrite: bool,
+        importance: MeasureImportance | None = None,
         progress: Progress | None = None,
         report: Report | None = None,
         place: Path | None = None,
@@ -237,16 +245,20 @@ class Conversion:
         place: a folder on the same disk where interrupted work stays, and continues after what was done there for the
             same package. Without it only a kill leaves something, beside the target.
         """
+        columns = None if importance is None else self._importance(importance)
+        if columns is not None:
+            source = replace(self.manifest.source, importance=one_line(columns.origin))
+            self.manifest = replace(self.manifest, source=source)
         _retain_freed_memory()
         with PackageWriter(
             target,
             self.manifest,
             overwrite=overwrite,
             place=None if place is None else place / PACKAGE_PLACE,
-            can_resume=lambda folder: self._journal(folder).read().pieces > 0,
+            can_resume=lambda folder: self._journal(folder, columns).read().pieces > 0,
         ) as writer:
-            work = Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None))
-            journal = self._journal(writer.path)
+            work = Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None), columns)
+            journal = self._journal(writer.path, columns)
             done = journal.read()
             work.begin_after(self.pieces[: done.pieces], done.squares)
             for number, piece in enumerate(self.pieces[done.pieces :], done.pieces):
@@ -265,17 +277,26 @@ class Conversion:
             journal.remove()
             package = writer.publish()
         if report is not None:
-            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.ends, self.checkpoint.notes))
+            notes = [*self.checkpoint.notes]
+            if columns is not None and not work.weighed:
+                notes.append(f"{columns.origin} changed nothing: all values that it could weigh are the source's own")
+            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.ends, tuple(notes)))
         return package
+
+    def _importance(self, measure: MeasureImportance) -> Importance:
+        if (quantization := self.manifest.quantization) not in WEIGHED:
+            raise UserError(f"quantization {quantization} does not weigh errors by importance; {', '.join(WEIGHED)} do")
+        return measure(self.checkpoint)
 
     def pieces_done(self, place: Path) -> int:
         """Return how many pieces the work in this place has done already."""
         return self._journal(place / PACKAGE_PLACE).read().pieces
 
-    def _journal(self, folder: Path) -> Journal:
+    def _journal(self, folder: Path, importance: Importance | None = None) -> Journal:
         """Return the journal of the work in a folder, valid only for this package and the present source files."""
         versions = sorted(file.version for file in self.files_from(0))
-        return Journal(folder, self.manifest, [*versions, self._shares])
+        digests = [self._shares] if importance is None else [self._shares, importance.digest]
+        return Journal(folder, self.manifest, [*versions, *digests])
 
     def files_from(self, piece: int) -> set[SourceFile]:
         """Return the files that this piece and those after it need."""

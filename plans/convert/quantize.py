@@ -30,11 +30,14 @@ Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitud
 TINY = 1e-30  # a group without larger magnitudes is zeros
 
 
-def encode(quantization: Quantization, weights: Weights) -> Rows:
-    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN."""
+def encode(quantization: Quantization, weights: Weights, importance: Weights | None = None) -> Rows:
+    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN.
+
+    importance: float32 [n], how much the errors of each column count; q3, q4, q8 and f16 do not use it
+    """
     if quantization in _ENCODERS:
         return _ENCODERS[quantization](weights)
-    return _encode_natively(quantization, weights)
+    return _encode_natively(quantization, weights, importance)
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
@@ -145,7 +148,7 @@ def _times_scales(codes: Weights, scales: NDArray[np.uint8]) -> Weights:
     return product.reshape(len(codes), -1)
 
 
-def _encode_natively(quantization: Quantization, weights: Weights) -> Rows:
+def _encode_natively(quantization: Quantization, weights: Weights, importance: Weights | None) -> Rows:
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     count, n = weights.shape
     rows = Rows(
@@ -153,10 +156,13 @@ def _encode_natively(quantization: Quantization, weights: Weights) -> Rows:
         np.empty((count, scale_bytes(quantization, n)), np.uint8),
     )
     source, quants, scales = (ffi.from_buffer("uint8_t[]", array) for array in (weights, *rows))
+    columns = None if importance is None else np.ascontiguousarray(importance, dtype=np.float32)
+    by_column = ffi.NULL if columns is None else ffi.from_buffer("float[]", columns)
     for row in range(count):
         status = lib.np_encode_row(
             ROW_TYPES[quantization],
             ffi.cast("float *", source + row * 4 * n),
+            by_column,
             n,
             quants + row * rows.quants.shape[1],
             scales + row * rows.scales.shape[1],

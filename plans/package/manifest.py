@@ -59,6 +59,7 @@ class Source:
     name: str
     architecture: str
     weights: Mapping[str, int] = field(default_factory=dict)
+    importance: str = ""
 
 
 @frozen(slots=True)
@@ -297,7 +298,11 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": manifest.name,
-        "source": {name: value for name, value in asdict(manifest.source).items() if name != "weights" or value},
+        "source": {
+            name: value
+            for name, value in asdict(manifest.source).items()
+            if value or name not in ("weights", "importance")
+        },
         "model": {
             name: value
             for name, value in asdict(manifest.model).items()

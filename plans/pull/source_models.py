@@ -47,7 +47,7 @@ from neuronpipe.protocol.frozen import frozen
 if TYPE_CHECKING:
     from neuronpipe.plans.convert.block_conversion import Progress
     from neuronpipe.plans.convert.checkpoint import Options
-    from neuronpipe.plans.convert.conversion import Report
+    from neuronpipe.plans.convert.conversion import MeasureImportance, Report
     from neuronpipe.plans.package.layout import Quantization
     from neuronpipe.plans.quantization_choice import Choice, RequestedQuantization
 
@@ -98,6 +98,7 @@ class PackageRequest:
     gates: Quantization | None = None
     frequencies: Path | None = None
     options: Options | None = None
+    importance: MeasureImportance | None = None
     overwrite: bool = False
     command: tuple[str, ...] = ()
 
@@ -296,7 +297,9 @@ def _make(
         if request.command and target.exists():
             command = (*command, "--overwrite")
         begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, command))
-        package = conversion.write(target, overwrite=True, progress=progress, report=report, place=folder)
+        package = conversion.write(
+            target, overwrite=True, importance=request.importance, progress=progress, report=report, place=folder
+        )
     record = asdict(origin) | ({"command": request.command} if request.command else {})
     with whole_file(target / RECORD) as place:  # until it exists, the working folder marks the package as unfinished
         place.write_text(json.dumps(record), encoding="utf-8")

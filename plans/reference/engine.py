@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from neuronpipe.plans.convert.checkpoint import ffn_name
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.reference.weights import Array, PackageWeights
+from neuronpipe.plans.reference.weights import Array, PackageWeights, Weights
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -118,22 +119,27 @@ Mask = Callable[[LayerRun], np.ndarray]
 
 
 class ReferenceEngine:
-    """Engine that computes with a package's decoded weights, a layer at a time.
+    """Computes with decoded weights, a layer at a time.
 
-    observe: receives every layer. mask: returns bool [tokens, neurons], the neurons of a layer that take part in
-    predicted mode. attended: receives a layer and the number of tokens that have passed its attention, text by text.
+    observe: receives every feed-forward
+    observe_inputs: receives the name of a matrix, as in a Checkpoint, and the vectors [tokens, columns] that it is
+        multiplied with; of all matrices of the layers but Down
+    mask: returns bool [tokens, neurons], the neurons of a feed-forward that take part in predicted mode
+    attended: receives a layer and the number of tokens that have passed its attention, text by text
     """
 
     def __init__(
         self,
-        package: Package,
+        model: Package | Weights,
         *,
         observe: Callable[[LayerRun], None] | None = None,
+        observe_inputs: Callable[[str, Array], None] = lambda matrix, inputs: None,
         mask: Mask | None = None,
         attended: Callable[[int, int], None] = lambda layer, tokens: None,
     ) -> None:
-        self._manifest, self._weights = package.manifest, PackageWeights(package)
-        self._observe, self._mask, self._attended = observe, mask, attended
+        self._weights: Weights = PackageWeights(model) if isinstance(model, Package) else model
+        self._model = self._weights.model
+        self._observe, self._observe_inputs, self._mask, self._attended = observe, observe_inputs, mask, attended
 
     def run(self, tokens: Sequence[int]) -> Result:
         """Return the logits after each token of one text, from its start, and the firing counts."""
@@ -145,10 +151,10 @@ class ReferenceEngine:
 
         Every text starts at position 0. The counts are int64 [layers * experts, neurons].
         """
-        model = self._manifest.model
+        model = self._model
         for tokens in texts:
             self._check(tokens, model)
-        x = self._weights.matrix("embedding")[np.concatenate([np.asarray(tokens) for tokens in texts])]
+        x = self._weights.rows("embedding", np.concatenate([np.asarray(tokens) for tokens in texts]))
         x = x * np.float32(model.embedding_scale)
         if model.positions == "learned":
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
@@ -174,12 +180,16 @@ class ReferenceEngine:
 
     def logits(self, hidden: Array) -> Array:
         """Return logits [tokens, vocabulary] of the residual stream after the last layer."""
-        output = self._weights.matrix("embedding" if self._manifest.model.tied_embeddings else "output")
-        normed: Array = self._normed("output_norm", hidden) * np.float32(self._manifest.model.logit_scale)
-        return normed @ output.T
+        output = self._weights.matrix("embedding" if self._model.tied_embeddings else "output")
+        return self.output_inputs(hidden) @ output.T
+
+    def output_inputs(self, hidden: Array) -> Array:
+        """Return the vectors [tokens, width] that the output matrix is multiplied with."""
+        normed: Array = self._normed("output_norm", hidden) * np.float32(self._model.logit_scale)
+        return normed
 
     def _normed(self, name: str, x: Array) -> Array:
-        model, weight = self._manifest.model, self._weights.vector(name)
+        model, weight = self._model, self._weights.vector(name)
         if model.norm == "layer":
             return layer_norm(x, weight, self._weights.vector(f"{name}.bias"), model.norm_epsilon)
         return rms_norm(x, weight, model.norm_epsilon)
@@ -192,7 +202,7 @@ class ReferenceEngine:
                 raise UserError(f"token {token}: this package has ids 0 to {model.vocabulary - 1}")
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
-        model, weights, name = self._manifest.model, self._weights, f"layers.{layer}"
+        model, weights, name = self._model, self._weights, f"layers.{layer}"
         qkv = self._product(layer, "qkv", normed)
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
@@ -210,12 +220,13 @@ class ReferenceEngine:
 
     def _product(self, layer: int, name: str, x: Array) -> Array:
         """Return vectors [tokens, columns] times one of a layer's attention matrices: [tokens, rows]."""
+        self._observe_inputs(f"layers.{layer}.{name}", x)
         product: Array = x @ self._weights.matrix(f"layers.{layer}.{name}").T
         return product
 
     def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
         """Return queries or keys [tokens, heads, head_width] normed and rotated as the model requires."""
-        model = self._manifest.model
+        model = self._model
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
         if not rotary:
@@ -225,7 +236,7 @@ class ReferenceEngine:
 
     def _route(self, layer: int, x: Array) -> Array:
         """Return each expert's share [tokens, experts]; 0 if it is not chosen."""
-        model = self._manifest.model
+        model = self._model
         if model.experts == 1:
             return np.ones((len(x), 1), dtype=np.float32)
         router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
@@ -238,10 +249,12 @@ class ReferenceEngine:
 
         inputs: attention's, the residual stream before the norm, and the feed-forward's.
         """
-        model, name = self._manifest.model, f"layers.{layer}"
+        model, name = self._model, f"layers.{layer}"
         normed = inputs[-1]
         *before, down = self._weights.neurons(layer, expert)
         weights = dict(zip(model.ffn_matrices, before, strict=False))
+        for matrix in weights:
+            self._observe_inputs(ffn_name(model, name, expert, matrix), normed)
         values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
         if model.ffn_bias:
             values["up"] = values["up"] + self._weights.vector(f"{name}.up.bias")

@@ -1,9 +1,13 @@
-"""A package's tensors as float32 arrays, located by the manifest's layout as in the services."""
+"""The weights of a model as float32 arrays: of a package, located as in the services, or of a checkpoint."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
+from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows, cluster_checksums
@@ -13,6 +17,27 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 
 
+class Weights(Protocol):
+    """The weights of one model.
+
+    model: its configuration
+    """
+
+    model: ModelSpec
+
+    def vector(self, name: str) -> Array:
+        """Return a float32 vector by its name in fixed.safetensors."""
+
+    def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
+        """Return some rows of a matrix of fixed.safetensors, [len(numbers), columns]."""
+
+    def matrix(self, name: str) -> Array:
+        """Return a matrix of fixed.safetensors, [rows, columns]."""
+
+    def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
+        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width]."""
+
+
 class PackageWeights:
     """Decoder of one package's tensors on demand, without a cache.
 
@@ -20,7 +45,7 @@ class PackageWeights:
     """
 
     def __init__(self, package: Package) -> None:
-        self._package, self._manifest = package, package.manifest
+        self._package, self._manifest, self.model = package, package.manifest, package.manifest.model
         self._fixed: NDArray[np.uint8] = np.memmap(package.fixed_path, mode="r", dtype=np.uint8)
         self._bundles: NDArray[np.uint8] = np.memmap(package.bundles_path, mode="r", dtype=np.uint8)
         self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
@@ -30,13 +55,16 @@ class PackageWeights:
         entry = self._package.fixed[name]
         return self._fixed[entry.start : entry.stop].view("<f4").astype(np.float32)
 
+    def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
+        """Return some rows of a matrix of fixed.safetensors, [len(numbers), columns]."""
+        quants = self._rows(f"{name}.quants")[numbers]
+        quantization = self._manifest.quantization_of(name)
+        scales = quants[:, :0] if quantization == "f16" else self._rows(f"{name}.scales")[numbers]
+        return decode(quantization, Rows(quants, scales))
+
     def matrix(self, name: str) -> Array:
         """Return a matrix of fixed.safetensors, [rows, columns]."""
-        quants = self._rows(f"{name}.quants")
-        quantization = self._manifest.quantization_of(name)
-        if quantization == "f16":
-            return decode("f16", Rows(quants, quants[:, :0]))
-        return decode(quantization, Rows(quants, self._rows(f"{name}.scales")))
+        return self.rows(name, np.arange(len(self._rows(f"{name}.quants"))))
 
     def _rows(self, name: str) -> NDArray[np.uint8]:
         entry = self._package.fixed[name]
@@ -85,3 +113,36 @@ class PackageWeights:
             piece(scales_offset, scale_bytes(quantization, width)),
         )
         return decode(quantization, rows)[: self._manifest.model.neurons]
+
+
+class CheckpointWeights:
+    """Reader of one checkpoint's tensors on demand, without a cache. Neurons are in the source's order."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self.model = checkpoint, checkpoint.model
+
+    def vector(self, name: str) -> Array:
+        """Return a float32 vector by its name in fixed.safetensors."""
+        if name == "rope.inverse_frequency":
+            assert self._checkpoint.inverse_frequency is not None, "a model that rotates has frequencies"
+            return self._checkpoint.inverse_frequency
+        return np.concatenate([part.vector() for part in self._checkpoint.vectors[name]])
+
+    def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
+        """Return some rows of a matrix that lies in one piece, [len(numbers), columns]."""
+        (stored,) = self._checkpoint.matrices[name]
+        return stored.values(numbers)
+
+    def matrix(self, name: str) -> Array:
+        """Return a matrix by its name in fixed.safetensors, [rows, columns]."""
+        return np.concatenate([_values(part) for part in self._checkpoint.matrices[name]])
+
+    def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
+        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width]."""
+        names = [ffn_name(self.model, f"layers.{layer}", expert, matrix) for matrix in self.model.ffn_matrices]
+        *before, down = map(self.matrix, names)
+        return *before, down if self._checkpoint.down_by_neuron else np.ascontiguousarray(down.T)
+
+
+def _values(stored: StoredMatrix) -> Array:
+    return stored.values(np.arange(stored.rows))

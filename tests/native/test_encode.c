@@ -14,7 +14,7 @@ static uint8_t quants[MAX_WEIGHTS], scales[128];
 static double error, power; /* summed squares of the rows since `relative_error` was last read */
 
 static void encode(int type, size_t n) {
-    CHECK(np_encode_row(type, row, n, quants, scales) == NP_OK, "type %d n=%zu is refused", type, n);
+    CHECK(np_encode_row(type, row, NULL, n, quants, scales) == NP_OK, "type %d n=%zu is refused", type, n);
     np_decode_row(type, quants, scales, n, decoded);
     for (size_t j = 0; j < n; j++) {
         error += (decoded[j] - row[j]) * (double)(decoded[j] - row[j]);
@@ -67,14 +67,48 @@ static void test_special_rows(void) {
         for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
             memset(row, 0, sizeof row);
             row[77] = refused[i];
-            CHECK(np_encode_row(type, row, 256, quants, scales) == NP_E_ARGUMENT, "type %d takes %g", type, (double)refused[i]);
+            CHECK(np_encode_row(type, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "type %d takes %g", type, (double)refused[i]);
         }
     }
-    CHECK(np_encode_row(NP_Q4, row, 256, quants, scales) == NP_E_ARGUMENT, "q4 is encoded elsewhere");
-    CHECK(np_encode_row(NP_Q4K, row, 33, quants, scales) == NP_E_ARGUMENT, "half a group");
+    CHECK(np_encode_row(NP_Q4, row, NULL, 256, quants, scales) == NP_E_ARGUMENT, "q4 is encoded elsewhere");
+    CHECK(np_encode_row(NP_Q4K, row, NULL, 33, quants, scales) == NP_E_ARGUMENT, "half a group");
+}
+
+/* The squared error of a row, each weight's as important as it is. */
+static double important_error(int type, const float *importance, int uses_it) {
+    double sum = 0;
+    CHECK(np_encode_row(type, row, uses_it ? importance : NULL, 256, quants, scales) == NP_OK, "type %d is refused", type);
+    np_decode_row(type, quants, scales, 256, decoded);
+    for (size_t j = 0; j < 256; j++) sum += importance[j] * (double)(decoded[j] - row[j]) * (decoded[j] - row[j]);
+    return sum;
+}
+
+static void test_importance(void) {
+    float importance[256], ones[256];
+    for (size_t j = 0; j < 256; j++) importance[j] = j % 8 ? 0.05f : 10.0f, ones[j] = 1.0f;
+    for (int type = NP_Q4K; type <= NP_Q5H; type++) {
+        double with = 0, without = 0;
+        uint8_t same[sizeof quants];
+        for (int round = 0; round < 200; round++) {
+            for (size_t j = 0; j < 256; j++) row[j] = 0.02f * normal();
+            without += important_error(type, importance, 0);
+            memcpy(same, quants, sizeof same);
+            important_error(type, ones, 1);
+            CHECK(memcmp(same, quants, sizeof same) == 0, "type %d: equal importance changes codes", type);
+            with += important_error(type, importance, 1);
+        }
+        CHECK(with < 0.85 * without, "type %d: error %.3f of that without importance", type, with / without);
+        memset(importance, 0, sizeof importance);
+        important_error(type, importance, 1);
+        for (size_t j = 0; j < 256; j++) {
+            CHECK(isfinite(decoded[j]), "type %d: no importance at all gives %g", type, (double)decoded[j]);
+            importance[j] = j % 8 ? 0.05f : 10.0f;
+        }
+    }
 }
 
 int main(void) {
+    test_importance();
     test_errors();
     test_special_rows();
     return checks_report();

@@ -19,8 +19,10 @@ from neuronpipe.launch.perplexity import TextLoss, measure_loss
 from neuronpipe.launch.planning.source_package import choice_line, convert_with_options
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.convert import Encoded, convert
-from neuronpipe.plans.convert.checkpoint import Options
-from neuronpipe.plans.convert.conversion import Report
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.conversion import MeasureImportance, Report
+from neuronpipe.plans.convert.imatrix_file import read_imatrix
+from neuronpipe.plans.convert.importance import Importance
 from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
@@ -31,6 +33,7 @@ from neuronpipe.plans.predictor.calibration_texts import read_text
 from neuronpipe.plans.pull.package_library import checked_name
 from neuronpipe.plans.pull.source_models import PackageRequest
 from neuronpipe.plans.quantization_choice import RequestedQuantization, why
+from neuronpipe.plans.reference.input_importance import CALIBRATION_TOKENS, measure_importance
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import escaped, quoted
 from neuronpipe.services.gateway.templates.single_job import examine_template
@@ -60,6 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name",
         help="name of the model; without -o also of the package (default: SOURCE's)",
+    )
+    importance = parser.add_mutually_exclusive_group()
+    importance.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="TEXT",
+        help="encode most exactly what a text uses: a file of a thousand words or more, as the model will meet them "
+        f"(computes {CALIBRATION_TOKENS} tokens first)",
+    )
+    importance.add_argument(
+        "--imatrix", type=Path, metavar="FILE", help="the same, by a file of llama.cpp's llama-imatrix for this model"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing package")
     parser.add_argument(
@@ -145,6 +159,8 @@ def conversion_words(arguments: argparse.Namespace) -> list[str]:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.measure is not None:
         read_text(arguments.measure)  # a text that cannot be read is refused before the source is converted
+    if arguments.calibrate is not None:
+        read_text(arguments.calibrate)
     reports: list[Encoded] = []
     if arguments.output is None:
         package = _convert_by_name(arguments, reports.append)
@@ -183,6 +199,9 @@ def _convert_by_name(arguments: argparse.Namespace, report: Report) -> Package:
     words = conversion_words(arguments)
     if arguments.frequencies is not None:
         words += ["--frequencies", str(arguments.frequencies.absolute())]
+    for name in ("calibrate", "imatrix"):
+        if (file := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(file.absolute())]
     if arguments.name is not None:
         words += ["--name", checked_name(arguments.name)]
     options = PackageRequest(
@@ -191,6 +210,7 @@ def _convert_by_name(arguments: argparse.Namespace, report: Report) -> Package:
         gates=arguments.gates,
         frequencies=arguments.frequencies,
         options=conversion_options(arguments),
+        importance=_importance(arguments),
         overwrite=arguments.overwrite,
         command=("convert", str(arguments.source.absolute()), *words) if words else (),
     )
@@ -215,10 +235,25 @@ def _convert_to_folder(
             predictor=arguments.predictor,
             examine_template=examine_template,
             overwrite=arguments.overwrite,
+            importance=None if quantization == "f16" else _importance(arguments),
             chosen=lambda choice: progress.note(choice_line(choice, f"--quantization {choice.alternative}")),
             progress=progress,
             report=report,
         )
+
+
+def _importance(arguments: argparse.Namespace) -> MeasureImportance | None:
+    """Return what measures or reads the importance of columns; None without --calibrate and --imatrix."""
+    if (imatrix := arguments.imatrix) is not None:
+        return lambda checkpoint: read_imatrix(imatrix, checkpoint.model)
+    if (text := arguments.calibrate) is None:
+        return None
+
+    def measure(checkpoint: Checkpoint) -> Importance:
+        with Progress("calibrating", "tokens", plain=arguments.json) as progress:
+            return measure_importance(checkpoint, read_text(text), text.name, progress)
+
+    return measure
 
 
 def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
@@ -236,6 +271,7 @@ def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
         "quantization_error": dict(manifest.quantization_error),
         "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
         "source_weights": dict(encoded.source_weights),
+        "importance": manifest.source.importance or None,
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "end_tokens": [end._asdict() for end in encoded.ends],
         "warnings": [*encoded.notes, *warnings(manifest)],

@@ -151,6 +151,7 @@ def _parse_source(record: Record) -> Source:
         record.line("name"),
         record.line("architecture"),
         {} if weights is None else {name: weights.integer(name, 1, 1 << 53) for name in names},
+        record.line("importance") if record.has("importance") else "",
     )
     record.finish()
     return source

@@ -1,0 +1,142 @@
+"""Reads the importance of columns from an imatrix file, which `llama-imatrix` of llama.cpp writes.
+
+In GGUF, a tensor NAME.in_sum2 has the sums of squared inputs [matrices, columns] and NAME.counts how many vectors were
+added [matrices, 1], where NAME is a tensor of the model's GGUF file. The older format is little-endian: int32 number of
+entries; for each int32 length of the name, the name, int32 number of calls, int32 number of values, float32 values.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.convert.checkpoint import ffn_name
+from neuronpipe.plans.convert.importance import ByColumn, Importance
+from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.strict_json import open_file
+from neuronpipe.protocol.errors import UserError, safe_name
+
+MAX_FILE_BYTES = 1 << 30
+MAX_NAME_BYTES = 256
+SUMS, COUNTS = ".in_sum2", ".counts"
+LAYER_MATRICES = {
+    "attn_q": "qkv",
+    "attn_k": "qkv",
+    "attn_v": "qkv",
+    "attn_qkv": "qkv",
+    "attn_output": "attention_output",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_gate_exps": "gate",
+    "ffn_up_exps": "up",
+}
+"""The matrices of a layer by their names in GGUF."""
+
+
+def read_imatrix(path: Path, model: ModelSpec) -> Importance:
+    """Read an imatrix file. Entries of matrices that the model does not have, or whose importance is not used, are
+    ignored. Raises UserError naming file and entry if the file is damaged or belongs to another model."""
+    try:
+        with open_file(path) as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(0)
+            if size_bytes > MAX_FILE_BYTES:
+                raise UserError(f"{path}: is larger than {MAX_FILE_BYTES >> 30} GiB, so it is no imatrix file")
+            is_gguf = file.read(4) == b"GGUF"
+            file.seek(0)
+            entries = _gguf_entries(path) if is_gguf else _older_entries(file.read(), path)
+        mean_squares = {
+            matrix: _checked(path, name, values, model, matrix, part)
+            for name, values in entries
+            for matrix, part in _matrices_of(name, model)
+        }
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if not mean_squares:
+        raise UserError(f"{path}: has no entry for a matrix of this model")
+    return Importance.of(mean_squares, path.name)
+
+
+def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """Yield (name in a Checkpoint, number among the entry's matrices) of the matrices that an entry is about."""
+    if name == "output.weight" and not model.tied_embeddings:
+        yield "output", 0
+    found = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.weight", name, re.ASCII)
+    if found is None or (matrix := LAYER_MATRICES.get(found[2])) is None or int(found[1]) >= model.layers:
+        return
+    layer = f"layers.{found[1]}"
+    if matrix in ("qkv", "attention_output"):
+        yield f"{layer}.{matrix}", 0
+    elif matrix in model.ffn_matrices and (model.experts > 1) == found[2].endswith("_exps"):
+        yield from ((ffn_name(model, layer, expert, matrix), expert) for expert in range(model.experts))
+
+
+def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: str, part: int) -> ByColumn:
+    """Return the values of one of an entry's matrices."""
+    columns = model.query_width if matrix.endswith(".attention_output") else model.width
+    parts = model.experts if name.endswith("_exps.weight") else 1
+    if values.size != parts * columns:
+        raise UserError(
+            f"{path}: {safe_name(name)}: has {values.size} values where this model needs {parts * columns}: "
+            "the file belongs to another model"
+        )
+    own: ByColumn = values.reshape(parts, columns)[part]
+    if not (np.isfinite(own).all() and (own >= 0).all()):
+        raise UserError(f"{path}: {safe_name(name)}: has values that are negative or not finite: damaged")
+    return own
+
+
+def _gguf_entries(path: Path) -> Iterator[tuple[str, ByColumn]]:
+    from neuronpipe.plans.convert.gguf.gguf_header import parse_gguf_header  # its library is slow to import
+
+    with open_file(path) as file:
+        tensors = parse_gguf_header(file, path).tensors
+    source = SourceFile(path)
+
+    def read(name: str) -> ByColumn:
+        tensor = tensors[name]
+        if tensor.encoding != "F32":
+            raise UserError(f"{path}: {safe_name(name)}: is {tensor.encoding}, not F32")
+        data = np.empty(tensor.stop - tensor.start, np.uint8)
+        source.read_into(tensor.start, data)
+        return data.view("<f4").astype(np.float32)
+
+    try:
+        for sums_name in tensors:
+            name = sums_name.removesuffix(SUMS)
+            if name == sums_name:
+                continue
+            if f"{name}{COUNTS}" not in tensors:
+                raise UserError(f"{path}: {safe_name(name)}{COUNTS}: the tensor is missing")
+            sums, counts = read(sums_name), read(f"{name}{COUNTS}")
+            if sums.size % counts.size:
+                raise UserError(f"{path}: {safe_name(name)}: {sums.size} sums of {counts.size} matrices: damaged")
+            by_matrix = sums.reshape(counts.size, -1)
+            yield name, np.divide(by_matrix, counts[:, None], out=np.zeros_like(by_matrix), where=counts[:, None] > 0)
+    finally:
+        source.close()
+
+
+def _older_entries(data: bytes, path: Path) -> Iterator[tuple[str, ByColumn]]:
+    at, name = 0, "number of entries"
+
+    def take(count_bytes: int) -> bytes:
+        nonlocal at
+        if not 0 <= count_bytes <= len(data) - at:
+            raise UserError(f"{path}: {safe_name(name)}: truncated, damaged, or no imatrix file")
+        at += count_bytes
+        return data[at - count_bytes : at]
+
+    def number() -> int:
+        return int(struct.unpack("<i", take(4))[0])
+
+    for entry in range(number()):
+        name = f"name of entry {entry}"
+        length = number()
+        name = take(length if length <= MAX_NAME_BYTES else -1).decode("utf-8", "replace")
+        number()  # of calls
+        yield name, np.frombuffer(take(4 * number()), "<f4").astype(np.float32)

@@ -1,0 +1,54 @@
+"""Measures how much the inputs of a checkpoint's matrices count, on a calibration text, before it is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from neuronpipe.plans.convert.checkpoint import Checkpoint
+from neuronpipe.plans.convert.importance import ByColumn, Importance
+from neuronpipe.plans.package.tokenizer import open_tokenizer
+from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.plans.reference.weights import Array, CheckpointWeights
+from neuronpipe.protocol.errors import UserError
+
+CALIBRATION_TOKENS = 4096
+MIN_CALIBRATION_TOKENS = 64
+WINDOW_TOKENS = 512
+
+Progress = Callable[[int, int], None]
+"""Called with the number of tokens that are computed, in which a token of one layer counts as its part, and of all."""
+
+
+def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress: Progress) -> Importance:
+    """Compute the first CALIBRATION_TOKENS tokens of a text with the checkpoint's weights, a layer at a time, and
+    return the importance of all columns.
+
+    origin: the name of the text
+    Raises UserError if the text is too short, or for errors of the checkpoint.
+    """
+    windows = _windows(checkpoint, text, origin)
+    tokens, layers = sum(map(len, windows)), checkpoint.model.layers
+    squares: dict[str, ByColumn] = {}
+
+    def add(matrix: str, inputs: Array) -> None:
+        squares[matrix] = np.square(inputs, dtype=np.float64).mean(axis=0).astype(np.float32)
+
+    def attended(layer: int, count: int) -> None:
+        progress((layer * tokens + count) // layers, tokens)
+
+    engine = ReferenceEngine(CheckpointWeights(checkpoint), observe_inputs=add, attended=attended)
+    hidden, _ = engine.hidden(windows)
+    if not checkpoint.model.tied_embeddings:
+        add("output", engine.output_inputs(hidden))
+    return Importance.of(squares, origin)
+
+
+def _windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
+    """Return context windows of the text's first tokens."""
+    tokenizer = open_tokenizer(checkpoint.tokenizer.decode(), f"{checkpoint.source.name}: tokenizer")
+    ids = tokenizer.encode(text).ids[:CALIBRATION_TOKENS]
+    if len(ids) < MIN_CALIBRATION_TOKENS:
+        raise UserError(f"{origin}: {len(ids)} tokens; calibration needs {MIN_CALIBRATION_TOKENS} or more")
+    length = min(WINDOW_TOKENS, checkpoint.model.context_tokens)
+    return [ids[first : first + length] for first in range(0, len(ids), length)]
