@@ -1,7 +1,8 @@
-"""The accelerator cost: time that a device with offloaded blocks takes of a decode step, in parallel with the workers.
+"""The accelerator cost: how long a device with offloaded weights computes in a decode step, and how long workers wait.
 
-A layer's blocks are complete when device and workers are both done. While the device computes an offloaded matrix, the
-workers have nothing to compute. A device that computes on the workers' own cores takes its time from them.
+Device and workers compute the blocks of a layer in parallel, and the layer is complete when both are done. While the
+device computes an offloaded matrix, the workers have nothing to compute. A device that computes on the workers' own
+cores takes all of its time from them.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from collections.abc import Sequence
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.measured_points import StepMode
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.layout import BITS, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Compute, Mode
 from neuronpipe.plans.plan.offloaded_blocks import matrix_bytes, matrix_shape
 from neuronpipe.protocol.frozen import frozen
 
-VECTOR_BYTES_PER_WEIGHT = 1.25  # of a prepared vector: quants, scales and sums of groups
-CALLS_OF_STEP = 2  # in addition to the calls of layers: counters are cleared and read
+VECTOR_BYTES_PER_WEIGHT = 1.25  # size of a vector prepared for kernels: quants, scales and sums of groups
+CALLS_OF_STEP = 2  # calls besides those of layers: the device's counters are cleared, and read
 
 
 @frozen(kw_only=True)
 class OffloadedWork:
-    """The device's part of a step.
+    """The device's part of a step, in all layers.
 
+    blocks: offloaded blocks of every feed-forward
     batch: sequences of the step
     trigger_bytes, value_bytes: bytes of the rows that it computes
-    share: share of its neurons whose rows a sequence reads
+    share: share of the offloaded neurons whose rows a sequence reads
     """
 
     blocks: int
@@ -38,7 +41,7 @@ class OffloadedWork:
 
 @frozen
 class AcceleratorCost:
-    """The times of one measured device with one package."""
+    """The times of one measured accelerator with one package."""
 
     accelerator: AcceleratorProfile
     manifest: Manifest
@@ -46,16 +49,19 @@ class AcceleratorCost:
 
     @classmethod
     def of(cls, manifest: Manifest, compute: Compute, profile: DeviceProfile | None) -> AcceleratorCost | None:
-        """Return the cost of the plan's device, or None if that was not measured."""
+        """Return the cost of the plan's accelerator.
+
+        None if the plan has none, or if it was not measured with the package's quantization.
+        """
         accelerator = profile.accelerator if profile is not None else None
         if accelerator is None or not compute.held_blocks or accelerator.name != compute.device_name:
             return None
-        if all(point.quantization != manifest.quantization for point in accelerator.held):
+        if _measured_like(accelerator, manifest.quantization) is None:
             return None
         return cls(accelerator, manifest, compute.mode)
 
     def step_ms(self, work: OffloadedWork) -> float:
-        """Return the time of the device in all layers of a step."""
+        """Return the time of the device for the blocks of all layers of a step."""
         if not work.blocks:
             return 0.0
         model, layout, accelerator = self.manifest.model, self.manifest.layout, self.accelerator
@@ -64,14 +70,15 @@ class AcceleratorCost:
             step_mode,
             work.batch,
             max(1e-3, min(1.0, work.share)),
-            quantization=self.manifest.quantization,
+            quantization=_measured_like(accelerator, self.manifest.quantization) or self.manifest.quantization,
             row_weights=model.width,
         )
         pairs = work.batch * model.experts_per_token
         sent_bytes = work.batch * VECTOR_BYTES_PER_WEIGHT * model.width
         if self.mode == "predicted":
             sent_bytes += min(model.experts, pairs) * work.blocks * layout.block_neurons * -(-work.batch // 8)
-        returned_bytes = 4 * pairs * work.blocks.bit_count() * model.width  # nodes of the tree that the blocks make up
+        # Sums of blocks form binary trees: the device returns one vector for each power of two in the number of blocks.
+        returned_bytes = 4 * pairs * work.blocks.bit_count() * model.width
         layer_us = (
             accelerator.layer_call_us(work.batch, routed=model.experts > 1)
             + accelerator.copy_us(sent_bytes, back=False)
@@ -82,17 +89,16 @@ class AcceleratorCost:
         return kernels_ms + (model.layers * layer_us + CALLS_OF_STEP * accelerator.launch_us) / 1e3
 
     def matrices_ms(self, matrices: Sequence[str], batch: int) -> float:
-        """Return the time of all calls for these offloaded matrices in a step.
+        """Return the time of all calls for these offloaded matrices in a step of `batch` sequences.
 
-        A call has two copies and a kernel. It is assumed to cost as much as a call for blocks, which has more of both.
+        A call is two copies and a kernel. It is assumed to cost as much as a call for blocks, which has more of both.
         """
         model, accelerator = self.manifest.model, self.accelerator
         total_ms = 0.0
         for name in matrices:
             rows, columns = matrix_shape(model, name)
-            quantization = self.manifest.quantization_of(name)
-            if all(point.quantization != quantization for point in accelerator.held):
-                quantization = self.manifest.quantization  # an old profile
+            of_matrix = self.manifest.quantization_of(name)
+            quantization = _measured_like(accelerator, of_matrix) or self.manifest.quantization
             speed = accelerator.offloaded_bytes_per_s(
                 "exact", batch, 1.0, quantization=quantization, row_weights=columns
             )
@@ -106,10 +112,19 @@ class AcceleratorCost:
         return total_ms
 
     def waited_ms(self, step_ms: float, workers_ms: float | None) -> float | None:
-        """Return how much longer a step takes because of the device.
+        """Return how long the workers wait for the device in a step; None if `workers_ms` is not known.
 
+        step_ms: time of the device
         workers_ms: time that the workers compute in parallel
         """
         if self.accelerator.is_processor:
             return step_ms
         return None if workers_ms is None else max(0.0, step_ms - workers_ms)
+
+
+def _measured_like(accelerator: AcceleratorProfile, quantization: Quantization) -> Quantization | None:
+    """Return the measured quantization whose time per byte stands for this one: itself, or of those that profiles
+    measure the one with about as many bits. None if neither was measured."""
+    similar: Quantization = "q8" if BITS[quantization] == 8 else "q4"
+    measured = {point.quantization for point in accelerator.held}
+    return next((choice for choice in (quantization, similar) if choice in measured), None)

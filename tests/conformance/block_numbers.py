@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import (
+    CODEBOOK_QUANTIZATIONS,
+    HALF_QUANTIZATIONS,
+    Quantization,
+    quant_bytes,
+    scale_bytes,
+)
 from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
@@ -18,13 +24,21 @@ from numpy.typing import NDArray
 
 TEXTS = 4
 CODE_BITS: dict[Quantization, int] = {"q4k": 4, "q5k": 5, "q6k": 6}
-"""The bits of the codes of types with minimums."""
+"""The bits of the codes of types with minimums in six bits."""
+ALL_CODES: tuple[Quantization, ...] = (*CODE_BITS, *HALF_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
 
 
 def random_scales(
     draw: np.random.Generator, quantization: Quantization, rows: tuple[int, ...], width: int
 ) -> NDArray[np.uint8]:
     """Return the bytes of rows' scales, of the sizes that weights of a model have."""
+    if quantization in HALF_QUANTIZATIONS:
+        groups, blocks = width // 32, scale_bytes(quantization, width) // 32
+        halves = np.zeros((*rows, 2, 8 * blocks), "<f2")
+        halves[..., 0, :groups] = draw.uniform(1e-4, 2e-2, (*rows, groups))
+        halves[..., 1, :groups] = halves[..., 0, :groups] * draw.uniform(6, 10, (*rows, groups))
+        by_block = np.moveaxis(halves.reshape(*rows, 2, blocks, 8), -3, -2)
+        return np.ascontiguousarray(by_block).reshape(*rows, -1).view(np.uint8)
     if quantization not in CODE_BITS:
         return draw.uniform(1e-4, 2e-2, (*rows, scale_bytes(quantization, width) // 2)).astype("<f2").view(np.uint8)
     groups, blocks = width // 32, scale_bytes(quantization, width) // 16

@@ -28,7 +28,7 @@ from neuronpipe.services.offload.gpu.device import find_device
 from neuronpipe.services.offload.gpu.matrices import OffloadedMatrices
 from neuronpipe.services.offload.gpu.trial import manifest_of
 
-from tests.conformance.block_numbers import CODE_BITS, Numbers
+from tests.conformance.block_numbers import ALL_CODES, Numbers
 
 require_opencl()
 
@@ -89,6 +89,7 @@ def _rows(package: Package, name: str) -> int:
 
 CASES = [(name, ("q8", "q4")[number % 2], INSTRUCTIONS[0]) for number, name in enumerate(MODELS)]
 CASES += [("many neurons", "q4", INSTRUCTIONS[0]), ("wide", "q8", INSTRUCTIONS[0])]
+CASES += [("wide", "q4k", INSTRUCTIONS[0]), ("many neurons", "iq4", INSTRUCTIONS[0])]  # with Down in q5k
 CASES += [("wide", ("q8", "q4")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
 MORE_CASES = [("wide", ("q4", "q8")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
 HELD = ("one block", "all blocks")  # of a batch with all matrices; of single tokens with two of them
@@ -116,9 +117,9 @@ def test_a_device_gives_the_processors_bits(
 
 
 @pytest.mark.parametrize("width", [256, 352])
-@pytest.mark.parametrize("quantization", CODE_BITS)
+@pytest.mark.parametrize("quantization", ALL_CODES)
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_a_device_gives_the_processors_bits_of_rows_with_a_minimum(
+def test_a_device_gives_the_processors_bits_of_rows_with_a_minimum_or_a_codebook(
     instructions: str, quantization: Quantization, width: int
 ) -> None:
     numbers = Numbers(quantization, width)
@@ -200,7 +201,7 @@ def test_an_engine_takes_the_sums_that_it_wants_and_no_others(tmp_path: Path, si
         one.run(TEXT[:1], 1)
 
 
-@pytest.mark.parametrize("quantization", ["q8", "q4", "q6k"])
+@pytest.mark.parametrize("quantization", ["q8", "q4", "q6k", "q5h", "iq4"])
 @pytest.mark.parametrize("instructions", sorted(ORDERS.keys() - set(INSTRUCTIONS)))
 def test_the_orders_of_other_processors_compile(quantization: Quantization, instructions: str) -> None:
     """Their bits are test_arm_orders.py's, by night."""

@@ -17,6 +17,7 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.supervisor.watchdog import STOPPED_S
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.plan.document import read_plan
 from neuronpipe.plans.plan.offloaded_blocks import MATRICES
 
@@ -307,12 +308,20 @@ def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[
     assert len(answers) == 60
 
 
-def test_an_output_in_another_quantization_than_the_rest_gives_the_same_tokens(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "output", "down"), [("q4", "q8", "q4"), ("q4k", "q6k", "q5k")])
+def test_matrices_in_other_quantizations_than_the_rest_give_the_same_tokens(
+    shell: Shell, tmp_path: Path, quantization: Quantization, output: Quantization, down: Quantization
+) -> None:
     recipe = dataclasses.replace(TINY, name="mixed", width=128, neurons=512, head_width=32)
     package = convert(
-        write_checkpoint(tmp_path / "source", recipe), tmp_path / "package", quantization="q4", activation="relu"
+        write_checkpoint(tmp_path / "source", recipe),
+        tmp_path / "package",
+        quantization=quantization,
+        activation="relu",
     )
-    assert [package.manifest.quantization_of(name) for name in ("output", "layers.0.qkv")] == ["q8", "q4"]
+    manifest = package.manifest
+    assert [manifest.quantization_of(name) for name in ("output", "layers.0.qkv")] == [output, quantization]
+    assert manifest.row_quantization("down") == down
     answers = []
     for words in ((), (*OPENCL, "--gpu-memory", "64MiB")):
         with shell.up(package.path, "--workers", "1", *words) as run:

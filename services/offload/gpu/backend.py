@@ -2,7 +2,7 @@
 steps.
 
 The option is a part of the device's or its platform's name; the default is the first GPU. The numerics are those of the
-decode workers: dots.cl and kernels.cl sum in the order of their instruction set.
+decode workers: dots.cl and sums.cl sum in the order of their instruction set.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import dataclasses
 
 import numpy as np
 from neuronpipe.native import lib
-from neuronpipe.plans.package.layout import CODEBOOK_QUANTIZATIONS, HALF_QUANTIZATIONS
-from neuronpipe.plans.package.manifest import EMBEDDINGS, Manifest
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import Accelerator
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.offload.offload_backend import OffloadBackend
@@ -46,11 +45,6 @@ class OpenClBackend(OffloadBackend):
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":
             return "opencl has no kernels for gates in q3; convert the model without `--gates q3`"
-        if manifest.quantization in (*CODEBOOK_QUANTIZATIONS, *HALF_QUANTIZATIONS):
-            return f"opencl has no kernels for {manifest.quantization}"
-        computed = [name for name in manifest.all_quantizations if name not in EMBEDDINGS]
-        if computed:
-            return f"opencl needs one quantization of all layers; this package has {computed[0]} in another"
         return None
 
     def load(self, placement: Placement) -> None:

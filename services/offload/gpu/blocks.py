@@ -1,6 +1,6 @@
 """The offloaded blocks of every feed-forward in a device's memory, and the OpenCL calls that compute them.
 
-The kernels are in dots.cl and kernels.cl. A layer takes the same few calls for any number of sequences and experts:
+The kernels are in values.cl and sums.cl. A layer takes the same few calls for any number of sequences and experts:
 copies to the device, four kernels, and one blocking copy of the sums back. Block sums that meet in a node of the fixed
 tree come back as one. Arguments that do not change from step to step are set once: each layer has its own kernel
 objects.
@@ -15,14 +15,20 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.package.layout import BITS, MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import (
+    BITS,
+    CODEBOOK_QUANTIZATIONS,
+    HALF_QUANTIZATIONS,
+    MINIMUM_QUANTIZATIONS,
+    Quantization,
+)
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.offloaded_blocks import offloaded_clusters
 from neuronpipe.services.offload.gpu.device import Device, opencl
 from numpy.typing import NDArray
 
 ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4}
-"""The order of summation in dots.cl and kernels.cl, by instruction set."""
+"""The order of summation in dots.cl and sums.cl, by instruction set."""
 
 WORK_ITEMS = 64
 TOKENS = 4
@@ -46,23 +52,35 @@ class _Layer:
     sizes: tuple[int, int, int] = (-1, -1, -1)
 
 
-def built_program(context: Any, name: str, options: list[str]) -> Any:
-    """Compile the kernels of dots.cl and of the file `name` after it."""
+def built_program(context: Any, *files: str, options: list[str]) -> Any:
+    """Compile the kernels of dots.cl and of these files after it."""
     cl = opencl()
     folder = resources.files(__package__)
-    program = cl.Program(context, "".join(folder.joinpath(file).read_text("utf-8") for file in ("dots.cl", name)))
+    program = cl.Program(context, "".join(folder.joinpath(file).read_text("utf-8") for file in ("dots.cl", *files)))
     with warnings.catch_warnings():  # pyopencl warns about any output of a compiler, that of success too
         warnings.simplefilter("ignore", cl.CompilerWarning)
         return program.build(options=options)
 
 
-def type_options(quantization: Quantization) -> dict[str, int]:
+def type_options(quantization: Quantization) -> dict[str, int | str]:
     """Return the definitions of dots.cl for a type of weights."""
-    return {
+    options: dict[str, int | str] = {
         "NIBBLES": int(quantization != "q8"),
         "HAS_MINIMUM": int(quantization in MINIMUM_QUANTIZATIONS),
+        "HALF_SCALES": int(quantization in HALF_QUANTIZATIONS),
         "HIGH_BITS": BITS[quantization] - 4 if quantization in MINIMUM_QUANTIZATIONS else 0,
     }
+    if quantization in CODEBOOK_QUANTIZATIONS:
+        options["CODEBOOK"] = ",".join(map(str, _code_values(quantization)))
+    return options
+
+
+def _code_values(quantization: Quantization) -> list[int]:
+    """Return the values of the 16 codes, as the native library decodes a group with scale 1."""
+    values = ffi.new("float[32]")
+    scale = np.ones(1, dtype="<f2").tobytes()
+    lib.np_decode_row(ROW_TYPES[quantization], bytes(code | code << 4 for code in range(16)), scale, 32, values)
+    return [int(value) for value in values[0:16]]
 
 
 class OffloadedBlocks:
@@ -86,8 +104,13 @@ class OffloadedBlocks:
         self._stored = min(blocks * layout.block_neurons, layout.clusters * layout.cluster_neurons)
         self._width, self._block_neurons = model.width, layout.block_neurons
         pairs, neurons = tokens * model.experts_per_token, blocks * layout.block_neurons
-        program = built_program(self._context, "kernels.cl", self._options(device))
-        self._program, self._lists, self._trees = program, cl.Kernel(program, "lists"), cl.Kernel(program, "trees")
+        self._down_quantization = manifest.row_quantization("down")
+        files = (("values.cl", manifest.quantization), ("sums.cl", self._down_quantization))
+        self._values_program, self._sums_program = (
+            built_program(self._context, "clusters.cl", file, options=self._options(device, quantization))
+            for file, quantization in files
+        )
+        self._lists, self._trees = (cl.Kernel(self._sums_program, name) for name in ("lists", "trees"))
         self._layers: list[_Layer] = []
         mask_bytes = min(model.experts, pairs) * neurons * -(-tokens // 8)
         self._vectors = self._buffer(tokens * vector_bytes(manifest))
@@ -116,7 +139,7 @@ class OffloadedBlocks:
         """
         cl = opencl()
         weight_buffer, bias_buffer = self._filled(weights), self._no_bias if bias is None else self._filled(bias)
-        values, downs = cl.Kernel(self._program, "values"), cl.Kernel(self._program, "downs")
+        values, downs = cl.Kernel(self._values_program, "values"), cl.Kernel(self._sums_program, "downs")
         values.set_args(
             weight_buffer, self._vectors, np.uint32(0), self._pairs, self._chunks, self._predicted, np.uint32(0),
             bias_buffer, np.uint32(0), self._hidden, self._counters,
@@ -198,7 +221,7 @@ class OffloadedBlocks:
     @property
     def _group_items(self) -> int:
         """The number of work items that compute 32 columns of the down projection."""
-        return 8 if self._manifest.quantization == "q8" else 4
+        return 8 if self._down_quantization == "q8" else 4
 
     def _send_pairs(self, request: Any) -> list[Any]:
         """Send the table of (token, expert) pairs, and that of the pairs that a work item computes at once.
@@ -254,14 +277,15 @@ class OffloadedBlocks:
             self._trees.set_arg(1, np.uint32(request.blocks))
             self._tree_blocks = request.blocks
 
-    def _options(self, device: Device) -> list[str]:
+    def _options(self, device: Device, quantization: Quantization) -> list[str]:
+        """Return the options of the compiler for a program of rows of one quantization."""
         manifest, model, layout = self._manifest, self._manifest.model, self._manifest.layout
         starts = {"trigger": 0, "value": manifest.trigger_slot_bytes}
         places = {matrix.name: matrix for matrix in layout.matrices}
         trigger = layout.matrices[0].name
         sizes: dict[str, int | str] = {
             "ORDER": self._order,
-            **type_options(manifest.quantization),
+            **type_options(quantization),
             "WIDTH": model.width,
             "NEURONS": model.neurons,
             "GATED": int(model.gated),

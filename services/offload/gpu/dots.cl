@@ -4,8 +4,8 @@
  * vector instructions (ORDER; native/kernels has the originals). A row of WIDTH weights is computed by LANES work items, one for each partial
  * sum of that order. native/kernels/activation.h has the layout of a prepared activation.
  *
- * The type of the weights: NIBBLES (q4, q4k, q5k, q6k; else q8), with HAS_MINIMUM (q4k, q5k, q6k) and HIGH_BITS above the nibbles (q5k 1,
- * q6k 2). */
+ * The type of the weights: NIBBLES (all but q8), with HAS_MINIMUM (q4k, q5k, q6k, q4h, q5h), HALF_SCALES (q4h, q5h), HIGH_BITS above the
+ * nibbles (q5k and q5h 1, q6k 2), and CODEBOOK, the values of the nibbles (iq4, mxfp4). */
 #pragma OPENCL FP_CONTRACT OFF
 
 #define SCALAR 0
@@ -77,7 +77,8 @@ static int dot16(uint4 w, __global const char *x, int c)
 
 #define ROW_BYTES (GROUPS * (GROUP_BYTES + 4 * HIGH_BITS))
 #if HAS_MINIMUM
-#define ROW_SCALE_BYTES ((GROUPS + 7) / 8 * 16)
+#define BLOCK_SCALE_BYTES (HALF_SCALES ? 32 : 16) /* of eight groups */
+#define ROW_SCALE_BYTES ((GROUPS + 7) / 8 * BLOCK_SCALE_BYTES)
 #else
 #define ROW_SCALE_BYTES (GROUPS * 2)
 #endif
@@ -101,10 +102,18 @@ static uint plane_bits(__global const uchar *quants, uint half_plane, uint g)
 }
 #endif
 
+#ifdef CODEBOOK
+#define HAS_CODEBOOK 1
+#define CODE_VALUES ((char16)(CODEBOOK))
+#else
+#define HAS_CODEBOOK 0
+#endif
+
 /* The 32 weights of a group, a byte each, or with HAS_MINIMUM its codes; with BIASED 8 more than they are, which the group's sum takes off
  * again. */
-#define BIASED (NIBBLES && !HAS_MINIMUM && ORDER != NEON && ORDER != DOTPROD)
-#define SIGNED (NIBBLES && !HAS_MINIMUM && !BIASED)
+#define HAS_OFFSET (NIBBLES && !HAS_MINIMUM && !HAS_CODEBOOK) /* a nibble is 8 more than the weight */
+#define BIASED (HAS_OFFSET && ORDER != NEON && ORDER != DOTPROD)
+#define SIGNED (HAS_OFFSET && !BIASED)
 typedef struct {
     uint4 low, high;
 } group;
@@ -132,6 +141,10 @@ static group group_at(__global const uchar *quants, uint g)
 #if SIGNED
     w.low = ((w.low | 0x80808080) - 0x08080808) ^ 0x80808080;
     w.high = ((w.high | 0x80808080) - 0x08080808) ^ 0x80808080;
+#endif
+#if HAS_CODEBOOK
+    w.low = as_uint4(shuffle(CODE_VALUES, as_uchar16(w.low)));
+    w.high = as_uint4(shuffle(CODE_VALUES, as_uchar16(w.high)));
 #endif
 #else
     w.low = words[2 * g];
@@ -170,8 +183,11 @@ static int lane_dot(const group *w, const activation *x, uint g, uint lane)
 /* A group's scale and, with HAS_MINIMUM, its minimum. */
 static float2 factors_at(__global const uchar *scales, uint g)
 {
-#if HAS_MINIMUM
-    __global const uchar *block = scales + g / 8 * 16;
+#if HALF_SCALES
+    __global const half *block = (__global const half *)(scales + g / 8 * BLOCK_SCALE_BYTES);
+    return (float2)(vload_half(g % 8, block), vload_half(8 + g % 8, block));
+#elif HAS_MINIMUM
+    __global const uchar *block = scales + g / 8 * BLOCK_SCALE_BYTES;
     const uint i = g % 8, low = block[4 + i], high = block[12 + i % 4] >> i / 4 * 4;
     return (float2)((float)((low & 15) | (high & 3) << 4), (float)(low >> 4 | (high & 12) << 2)) * vload_half2(0, (__global const half *)block);
 #else

@@ -63,9 +63,14 @@ class OffloadedMatrices:
         self._queue, self._order = queue, ORDERS[instructions]
         model = manifest.model
         shapes = {name: matrix_shape(model, name) for name in names}
-        kinds = {name: (columns, manifest.quantization_of(name)) for name, (_, columns) in shapes.items()}
+        kinds = {
+            tensor: (columns, manifest.quantization_of(tensor))
+            for name, (_, columns) in shapes.items()
+            for tensor in tensors_of(model, name)
+        }
         programs = {
-            kind: built_program(queue.context, "rows.cl", self._options(device, *kind)) for kind in set(kinds.values())
+            kind: built_program(queue.context, "rows.cl", options=self._options(device, *kind))
+            for kind in set(kinds.values())
         }
         self._vectors = self._buffer(tokens * vector_bytes(manifest))
         self._out = self._buffer(4 * tokens * max((rows for rows, _ in shapes.values()), default=0))
@@ -73,7 +78,7 @@ class OffloadedMatrices:
         self._matrices: dict[tuple[int, int], _Matrix] = {}
         for name, (rows, _) in shapes.items():
             for layer, tensor in enumerate(tensors_of(model, name)):
-                matrix = self._matrix(programs[kinds[name]], tensors, tensor, rows)
+                matrix = self._matrix(programs[kinds[tensor]], tensors, tensor, rows)
                 self._matrices[OFFLOADED_MATRICES[name], layer] = matrix
 
     def __call__(self, request: Any) -> None:
@@ -111,7 +116,7 @@ class OffloadedMatrices:
 
     def _options(self, device: Device, columns: int, quantization: Quantization) -> list[str]:
         exact = ["-cl-fp32-correctly-rounded-divide-sqrt"] if device.divides_exactly else []
-        sizes = {"ORDER": self._order, **type_options(quantization), "WIDTH": columns}
+        sizes: dict[str, int | str] = {"ORDER": self._order, **type_options(quantization), "WIDTH": columns}
         return [*(f"-D{name}={value}" for name, value in sizes.items()), *exact]
 
     def _buffer(self, size_bytes: int) -> Any:

@@ -1,99 +1,8 @@
-/* Blocks of neurons, behind dots.cl in one program.
+/* Sums of blocks of neurons, behind clusters.cl in one program, of the type of Down.
  *
- *   values   a neuron's trigger; where it fires its value, for up to TOKENS pairs of a token and its expert at once
  *   lists    of each block and pair, the neurons whose value is not zero, in index order
  *   downs    of each block and pair, the sum of these neurons' rows of Down: in batches of 32 rows (avx512), or row after row
- *   trees    the sums of 2^k blocks that are a node of the tree in which block sums meet
- *
- * blocks.py defines the sizes. */
-/* ---- values ----------------------------------------------------------------------------------------------------- */
-static __global const uchar *cluster_of(__global const uchar *weights, uint expert, uint neuron)
-{
-    return weights + ((ulong)expert * HELD_CLUSTERS + neuron / CLUSTER_NEURONS) * CLUSTER_BYTES;
-}
-
-static __global const uchar *quants_of(__global const uchar *cluster, uint matrix, uint neuron)
-{
-    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_BYTES;
-}
-
-static __global const uchar *scales_of(__global const uchar *cluster, uint matrix, uint neuron)
-{
-    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_SCALE_BYTES;
-}
-
-static float activate(float gate, float up)
-{
-#if GATED && ACTIVATION_RELU
-    return gate * up;
-#elif GATED && ACTIVATION_DRELU
-    return up > 0.0f ? gate * up : 0.0f;
-#elif GATED
-    return gate * gate * up;
-#elif ACTIVATION_RELU
-    return gate;
-#else
-    return gate * gate;
-#endif
-}
-
-/* pairs: token, expert, weight (a float's bits), 0. chunks: first pair, pairs (at most TOKENS), group of the predictions, first pair's number
- * in its group. predicted: [group][HELD_NEURONS][mask_bytes], where mask_bytes is not 0. counters: triggers computed, fired, values not
- * zero. */
-__kernel __attribute__((reqd_work_group_size(64, 1, 1))) void values(
-    __global const uchar *weights, __global const uchar *vectors, uint vector_stride, __global const uint4 *pairs,
-    __global const uint4 *chunks, __global const uchar *predicted, uint mask_bytes, __global const float *bias, uint neurons,
-    __global float *hidden, __global uint *counters)
-{
-    const uint lane = get_local_id(0) % LANES, r = get_local_id(0) / LANES, neuron = get_group_id(0) * ROWS + r;
-    const uint4 chunk = chunks[get_group_id(1)];
-    const uint expert = pairs[chunk.x].y;
-    __global const uchar *cluster = cluster_of(weights, expert, neuron < neurons ? neuron : 0);
-    __local float sums[ROWS][TOKENS][LANES], triggers[ROWS][TOKENS];
-    float own[TOKENS];
-    activation x[TOKENS];
-    uint wanted = 0, fired = 0;
-    for (uint t = 0; t < TOKENS; t++) {
-        x[t] = activation_at(vectors + (ulong)pairs[chunk.x + min(t, chunk.y - 1)].x * vector_stride);
-        const uint bit = chunk.w + t;
-        const int is_predicted =
-            !mask_bytes || predicted[((ulong)chunk.z * HELD_NEURONS + neuron) * mask_bytes + bit / 8] >> bit % 8 & 1;
-        wanted |= neuron < neurons && t < chunk.y && is_predicted ? 1u << t : 0;
-    }
-
-    if (wanted) {
-        lane_sums(quants_of(cluster, TRIGGER_QUANTS, neuron), scales_of(cluster, TRIGGER_SCALES, neuron), x, chunk.y, lane, own);
-        for (uint t = 0; t < chunk.y; t++)
-            sums[r][t][lane] = own[t];
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    for (uint t = lane; t < chunk.y && wanted; t += LANES) {
-        triggers[r][t] = tree(sums[r][t]) + (HAS_BIAS && neuron < NEURONS ? bias[neuron] : 0.0f);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    for (uint t = 0; t < chunk.y; t++)
-        fired |= wanted >> t & 1 && triggers[r][t] > THRESHOLD ? 1u << t : 0;
-
-#if GATED
-    if (fired) {
-        lane_sums(quants_of(cluster, UP_QUANTS, neuron), scales_of(cluster, UP_SCALES, neuron), x, chunk.y, lane, own);
-        for (uint t = 0; t < chunk.y; t++)
-            sums[r][t][lane] = own[t];
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-#endif
-    for (uint t = lane; t < chunk.y && neuron < HELD_NEURONS; t += LANES) {
-        float value = 0.0f;
-        if (fired >> t & 1)
-            value = activate(triggers[r][t], GATED ? tree(sums[r][t]) + 0.0f : 0.0f);
-        hidden[(ulong)(chunk.x + t) * HELD_NEURONS + neuron] = value;
-    }
-    if (lane == 0 && wanted)
-        atomic_add(counters, popcount(wanted));
-    if (lane == 0 && fired)
-        atomic_add(counters + 1, popcount(fired));
-}
-
+ *   trees    the sums of 2^k blocks that are a node of the tree in which block sums meet */
 /* ---- lists ------------------------------------------------------------------------------------------------------ */
 /* Work groups are (block, pair). list_neurons, list_factors: [pair][block][BLOCK_NEURONS]; list_counts: [pair][block]. */
 __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void lists(__global const uint4 *pairs, __global const float *hidden,
@@ -154,8 +63,13 @@ static void weights_of(__global const uchar *quants, uint g, uint part, int *w)
     low |= as_uchar4(spread4(plane_bits(quants, 2, g) >> 4 * part) << 5);
     high |= as_uchar4(spread4(plane_bits(quants, 3, g) >> 4 * part) << 5);
 #endif
-    vstore4(convert_int4(low) - (HAS_MINIMUM ? 0 : 8), 0, w);
-    vstore4(convert_int4(high) - (HAS_MINIMUM ? 0 : 8), 1, w);
+#if HAS_CODEBOOK
+    vstore4(convert_int4(shuffle(CODE_VALUES, low)), 0, w);
+    vstore4(convert_int4(shuffle(CODE_VALUES, high)), 1, w);
+#else
+    vstore4(convert_int4(low) - (HAS_OFFSET ? 8 : 0), 0, w);
+    vstore4(convert_int4(high) - (HAS_OFFSET ? 8 : 0), 1, w);
+#endif
 #else
     vstore4(convert_int4(as_char4(bytes)), 0, w);
 #endif

@@ -1,0 +1,15 @@
+/* Rows of neurons in the device's copy of the slots, behind dots.cl: what values.cl and sums.cl share. blocks.py defines the sizes. */
+static __global const uchar *cluster_of(__global const uchar *weights, uint expert, uint neuron)
+{
+    return weights + ((ulong)expert * HELD_CLUSTERS + neuron / CLUSTER_NEURONS) * CLUSTER_BYTES;
+}
+
+static __global const uchar *quants_of(__global const uchar *cluster, uint matrix, uint neuron)
+{
+    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_BYTES;
+}
+
+static __global const uchar *scales_of(__global const uchar *cluster, uint matrix, uint neuron)
+{
+    return cluster + matrix + (neuron % CLUSTER_NEURONS) * ROW_SCALE_BYTES;
+}
