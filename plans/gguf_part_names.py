@@ -40,7 +40,10 @@ def part_of(name: str) -> Part | None:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, Part | None]:
-    """Return the GGUF models among these files, by the name that each would have as one file; None: it is one file."""
+    """Return the GGUF models among these file names: a part of each, or None for a model in one file.
+
+    The key is the name that the model has or would have as one file. Other names are ignored.
+    """
     models: dict[str, Part | None] = {}
     for name in sorted(names):
         if name.endswith(SUFFIX) and (name not in models or part_of(name) is None):
@@ -50,8 +53,10 @@ def gguf_models(names: Iterable[str]) -> dict[str, Part | None]:
 
 
 def gguf_file(path: Path) -> Path:
-    """Return the first file of a GGUF model, given any of its parts, or a folder that contains no other weights. Any
-    other path is returned unchanged."""
+    """Return the first file of a GGUF model in several parts.
+
+    path: one of its parts, or a folder with these parts and no other weights; any other path is returned unchanged
+    """
     if path.is_dir():
         names = [file.name for file in path.iterdir() if file.suffix in (SUFFIX, ".safetensors")]
         parts = [part for part in gguf_models(names).values() if part is not None]
@@ -68,7 +73,10 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def place_among_parts(path: Path) -> str:
-    """Return which part of a GGUF model a file is, to append to an error about it; empty if it is no part."""
+    """Return a phrase to append to an error about a file: which part of a GGUF model it is.
+
+    Empty if the model has no other part.
+    """
     part = part_of(path.name)
     return (
         ""
@@ -78,6 +86,6 @@ def place_among_parts(path: Path) -> str:
 
 
 def model_stem(name: str) -> str:
-    """Return the name of a GGUF model without its suffix, its folder and its part number."""
+    """Return the name of a GGUF model without folder, suffix and part number."""
     part = part_of(name)
     return PurePosixPath(name if part is None else part.model).stem

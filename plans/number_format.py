@@ -8,8 +8,8 @@ MAX_DECIMALS = 6
 
 
 def show_number(value: float, decimals: int = 1) -> str:
-    """Format a number with these decimals, or with more if a small figure would lose its meaning: `1,234.5`, `7.3`,
-    `0.0042`."""
+    """Format a number with `decimals` decimals, or up to MAX_DECIMALS if it needs them for two significant digits:
+    `1,234.5`, `7.3`, `0.0042`."""
     if value and math.isfinite(value):
         decimals = max(decimals, min(MAX_DECIMALS, 1 - math.floor(math.log10(abs(value)))))
     return f"{value:,.{decimals}f}"

@@ -1,5 +1,7 @@
-"""Chooses the quantization of every matrix of a package, by a recipe and by how the source stores its weights, and says
-why."""
+"""Choice of the quantization of every matrix of a package, by a recipe and by how the source stores its weights.
+
+Encodings are named as the types of GGUF, like Q4_K.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +23,35 @@ LOSSLESS: Mapping[str, Quantization] = {
     "Q5_0": "q5h",
     "Q5_1": "q5h",
 }
-"""The smallest quantization that can express all values of an encoding, along the same axis; of IQ4_XS up to the
-rounding of its scales to fp16."""
+"""The smallest quantization that can express all values of an encoding, if groups follow the same axis in both. For
+IQ4_XS, scales are rounded to fp16."""
 NEARLY_LOSSLESS: Mapping[str, Quantization] = {"Q6_K": "q6k"}
-"""The smallest quantization whose error, beside an encoding's own, changes no text: perplexities stay within 0.5 %."""
+"""The smallest quantization that adds almost no error to an encoding's own: perplexities stay within 0.5 %."""
 ATTENTION: Mapping[str, Quantization] = {"Q4_K": "q4k", "Q5_K": "q5k", "Q6_K": "q6k"}
-"""The quantization of a matrix of attention in a package of q4k, q5k or q6k, by the source's encoding: such files store
-some of these matrices with more bits than the rest."""
+"""The quantization that an attention matrix needs, by the source's encoding. Files with these encodings store some
+attention matrices with more bits than the rest."""
 BITS_CHOICES: tuple[Quantization, ...] = ("q4", "q4k", "q5k", "q6k", "q8", "f16")
-"""Quantizations among which a wanted number of bits a weight chooses."""
+"""The quantizations that a requested number of bits a weight may select."""
 MAX_SHOWN = 3
 
 RequestedQuantization = Quantization | float
-"""A quantization, or a number of bits a weight, which stands for the one whose package is nearest to it."""
+"""A quantization, or a number of bits a weight. The number selects the quantization of BITS_CHOICES whose package has
+the nearest average."""
 
 
 @frozen
 class Recipe:
-    """The quantizations of a package's matrices, named after that of most of them.
+    """The quantizations of the matrices that often need more bits than the rest of the package.
 
-    down: quantization of Down, whose rows are stored by neuron, across the source's groups
-    ends: quantization of embedding and output, through which every token passes
+    down: of Down. The package stores it by neuron, so its groups cross those of most sources
+    ends: of embedding and output, through which every token passes
     """
 
     down: Quantization
     ends: Quantization
 
 
+# By the package's quantization, which is that of the other matrices.
 RECIPES: Mapping[Quantization, Recipe] = {
     "q4": Recipe(down="q4", ends="q8"),
     "iq4": Recipe(down="q5k", ends="q6k"),
@@ -61,14 +65,17 @@ RECIPES: Mapping[Quantization, Recipe] = {
     "f16": Recipe(down="f16", ends="f16"),
 }
 SOURCE_RECIPES: Mapping[str, Recipe] = {"Q4_0": Recipe(down="q5k", ends="q8")}
-"""The recipe of a package that keeps an encoding's values, where it differs from the quantization's: Down in four bits
+"""The recipe of a package that keeps the values of an encoding, where that differs from RECIPES. Down in four bits
 raises a real model's perplexity by 1 to 2 %."""
 
 
 @frozen
 class Choice:
-    """The quantization of a package, the package's size, and the alternative quantization; None if the model fits no
-    other."""
+    """The quantization of a package, the reason, and the package's size; the same for an alternative.
+
+    why: a clause, as `why` returns it
+    alternative: None if the model fits no other quantization; alternative_bytes is 0 then
+    """
 
     quantization: Quantization
     why: str
@@ -80,8 +87,8 @@ class Choice:
 def default_quantization(weights: Mapping[str, int]) -> Quantization:
     """Return the quantization of a package whose source stores these numbers of weights in each encoding.
 
-    q4k for plain weights. For others, what keeps the values of most of the quantized weights; q8 if no smaller one
-    does: re-encoding in fewer bits loses again what was lost before.
+    This is q4k if at least half of the weights are plain. Otherwise it is the quantization that keeps the values of the
+    most frequent encoding, exactly or nearly. If there is none it is q8, since fewer bits would lose quality again.
     """
     quantized = {name: count for name, count in weights.items() if name not in PLAIN}
     if 2 * sum(quantized.values()) <= sum(weights.values()):
@@ -93,7 +100,7 @@ def default_quantization(weights: Mapping[str, int]) -> Quantization:
 def recipe_for(quantization: Quantization, weights: Mapping[str, int], *, down_by_neuron: bool) -> Recipe:
     """Return the recipe of a package whose source stores these numbers of weights in each encoding.
 
-    down_by_neuron: True if the source stores Down by neuron as well, so that its values are kept like the others.
+    down_by_neuron: the source stores Down by neuron, too, so the package can keep its values like those of others
     """
     encoding = max(weights, key=lambda name: weights[name])
     if LOSSLESS.get(encoding) != quantization:
@@ -104,8 +111,10 @@ def recipe_for(quantization: Quantization, weights: Mapping[str, int], *, down_b
 
 
 def ends_quantization(quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int]) -> Quantization:
-    """Return the quantization of embedding or output, which the source stores in these encodings: the recipe's, but no
-    more than what keeps the source's values."""
+    """Return the quantization of embedding or output: the recipe's, or a smaller one that keeps the source's values.
+
+    encodings: numbers of the matrix's weights in each encoding
+    """
     if {LOSSLESS.get(encoding) for encoding in encodings} == {quantization}:
         return quantization
     sufficient = [LOSSLESS.get(name) or NEARLY_LOSSLESS.get(name, recipe.ends) for name in encodings]
@@ -115,15 +124,17 @@ def ends_quantization(quantization: Quantization, recipe: Recipe, encodings: Map
 
 
 def with_room_for(quantization: Quantization, encodings: Mapping[str, int]) -> Quantization:
-    """Return the quantization of a matrix in a package of `quantization`, if the source stores these numbers of its
-    weights in each encoding: one with more bits if an encoding needs them."""
+    """Return the quantization of an attention matrix: the package's, or one with more bits if an encoding needs them.
+
+    encodings: numbers of the matrix's weights in each encoding
+    """
     choices = [ATTENTION[name] for name in encodings if name in ATTENTION]
     larger = [choice for choice in choices if BITS[choice] > BITS[quantization]]
     return max(larger, key=lambda choice: BITS[choice], default=quantization)
 
 
 def stored(weights: Mapping[str, int]) -> str:
-    """Return how a source stores its weights, for a person: the most frequent encodings first."""
+    """Return the MAX_SHOWN most frequent encodings of a source with their shares, like "Q4_K 88%, Q6_K 12%"."""
     total = sum(weights.values())
     ordered = sorted(weights.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {count / total:.0%}" for name, count in ordered[:MAX_SHOWN])
@@ -131,8 +142,8 @@ def stored(weights: Mapping[str, int]) -> str:
 
 
 def why(weights: Mapping[str, int], quantization: Quantization) -> str:
-    """Return what a quantization does to a source that stores these numbers of weights in each encoding: half a
-    sentence."""
+    """Return a clause on what a quantization loses of a source that stores these numbers of weights in each
+    encoding."""
     if set(weights) <= set(PLAIN):
         return "the source is not quantized"
     sufficient, how = default_quantization(weights), f"the source stores {stored(weights)}"

@@ -26,21 +26,27 @@ def one_line(text: str) -> str:
 
 
 def parse_json(data: bytes, where: str) -> Record:
-    """Return the JSON object in `data`. Duplicate fields, NaN, infinities and more than MAX_JSON_VALUES values are
-    refused. Errors start with `where`."""
+    """Return the JSON object in `data`.
+
+    Raises UserError, beginning with `where`, for anything else, duplicate fields, NaN, infinities, or more than
+    MAX_JSON_VALUES values.
+    """
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise UserError(f"{where}: has more than the {MAX_JSON_VALUES} values such a file may have")
     return Record(json_object(data, where), where)
 
 
 def read_json(path: Path) -> Record:
-    """Return the JSON object in a file of at most MAX_JSON_BYTES."""
+    """Return the JSON object in a file of at most MAX_JSON_BYTES. Raises UserError as `read_file` and `parse_json`."""
     return parse_json(read_file(path, MAX_JSON_BYTES), str(path))
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file without read-ahead. A missing file, a pipe or a directory is refused, and so is a Git-LFS
-    pointer, which Git leaves in place of a large file that it did not fetch."""
+    """Open a regular file without read-ahead.
+
+    Raises UserError for a missing file, a pipe, a directory, and a Git-LFS pointer, which Git leaves in place of a
+    large file that it did not fetch.
+    """
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe must not block
         try:
@@ -62,7 +68,10 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file. Raises UserError if it is missing or larger than `max_bytes`."""
+    """Return the content of a file, without leaving it in the page cache.
+
+    Raises UserError if it cannot be opened or read, or is larger than `max_bytes`.
+    """
     with open_file(path) as file:
         try:
             if file.seek(0, 2) > max_bytes:
@@ -76,7 +85,10 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 class Record:
-    """A JSON object that is read field by field. `finish` refuses fields that were not read."""
+    """A JSON object that is read field by field. `finish` refuses fields that were not read.
+
+    Readers of a field raise UserError, which names file and field, if it is missing or has another type or range.
+    """
 
     def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
@@ -151,21 +163,18 @@ class Record:
         return value
 
     def boolean(self, name: str) -> bool:
-        """Return a value that is true or false."""
         value = self.value(name)
         if not isinstance(value, bool):
             self.fail(name, f"expected true or false, found {quoted(value)}")
         return value
 
     def record(self, name: str) -> Record:
-        """Return an object as a Record."""
         value = self.value(name)
         if not isinstance(value, dict):
             self.fail(name, f"expected an object, found {quoted(value)}")
         return Record(value, self.where, f"{self._prefix}{name}.")
 
     def records(self, name: str) -> list[Record]:
-        """Return a list of objects as Records."""
         values = self.items(name)
         for value in values:
             if not isinstance(value, dict):

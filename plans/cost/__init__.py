@@ -1,1 +1,1 @@
-"""The cost model: time, misses and reads that a plan expects."""
+"""The cost model: the times, misses and reads that are expected of a plan."""

@@ -12,7 +12,7 @@ from neuronpipe.plans.package.manifest import Manifest
 
 
 class AccessFrequencies:
-    """Access frequencies of a package whose first neurons are its hottest. Rankings are made on first use."""
+    """Access frequencies of a package whose first neurons are its hottest. Rankings are computed on first use."""
 
     def __init__(self, manifest: Manifest, activity: Activity) -> None:
         self._manifest, self._activity = manifest, activity
@@ -23,8 +23,9 @@ class AccessFrequencies:
 
     @classmethod
     def of(cls, manifest: Manifest, read: Callable[[], Activity]) -> AccessFrequencies | None:
-        """Return the frequencies, or None for a package whose neurons are not ordered by frequency or that has no
-        profile.
+        """Return the frequencies of a package.
+
+        None if its neurons are not ordered by frequency, or if it has no activity profile.
 
         read: loads the activity profile; called only if it is needed
         """
@@ -34,11 +35,11 @@ class AccessFrequencies:
     def ranking(
         self, mode: ProfileMode, batch: int, measured: Callable[[float], float], *, whole_experts: bool = False
     ) -> Ranking | None:
-        """Return the ranking for steps of `batch` sequences, or of the largest measured batch if that is smaller.
+        """Return the ranking for steps of `batch` sequences, with the frequencies of at most max(BATCHES) sequences.
 
-        None if neither this mode nor exact mode was measured.
+        Frequencies of exact mode stand in for those of an unmeasured mode. None if neither was measured.
 
-        measured: miss rates, as a Ranking takes them
+        measured: miss rate by resident share, for the Ranking of one sequence
         whole_experts: a chosen expert is read whole
         """
         profile = self._manifest.profile(mode) or self._manifest.profile("exact")

@@ -1,8 +1,9 @@
-"""Activation rates of neurons: as the package states them, with a measured curve where it states only means.
+"""Activation rates of neurons, and miss rates of a cache: measured for the package, or else assumed.
 
-A package with an activity profile has a curve of its own. Otherwise it is that of a 7B dReLU model over a million
-tokens (Bamboo-7B, mean over 32 layers, read off the figure its authors published). It is no power law: a plateau of
-neurons that are nearly always active, then a slow tail.
+A package with an activity profile has a curve of its own: the share of activations that the hottest neurons make.
+Otherwise the curve is that of a 7B dReLU model over a million tokens (Bamboo-7B, mean over 32 layers, read off the
+figure that its authors published). It is no power law: some neurons are nearly always active, and the rest has a slow
+tail.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.frozen import frozen
 
-# (share of a layer's neurons, hottest first; share of its activations that they make)
+# (share of a layer's neurons, hottest first; share of the layer's activations that they make)
 HOTTEST: Points = (
     (0.0, 0.0),
     (0.01, 0.061),
@@ -33,13 +34,13 @@ HOTTEST: Points = (
     (0.70, 0.925),
     (1.0, 1.0),
 )
-# Assumed miss rates by resident share, for packages without a profile: CLOCK with uses. Bundles of a dense model and
-# whole experts by simulation (plans/lab/simulate). Bundles of experts by a run at 15 and 30 %, else by simulation, at
-# 55 % less a quarter, since simulated misses of a 2B are that much above those of its runs there.
+# Assumed miss rates of CLOCK by resident share, for packages without a profile. This curve is for bundles of a dense
+# model, by simulation (plans/lab/simulate).
 ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
-# Assumed miss rates of whole experts, by resident experts over the experts of a token, up to twice; beyond, that rate
-# times a factor by the share of the remaining experts. Below once, nothing is left from the token before; at once, two
-# of five repeat. From the routers of four shapes (plans/lab/synth) and CLOCK itself, plans/lab/simulate.
+# Assumed miss rates of whole experts, by resident experts over the experts of one token, from 1 to 2. Below 1 all miss;
+# at 1, two of five experts are those of the token before. Beyond 2, the last rate is multiplied by a factor, by the
+# share of the other experts that is resident too. Simulated with CLOCK and the routers of four shapes (plans/lab/synth,
+# plans/lab/simulate).
 ASSUMED_EXPERT_MISSES: Points = ((1.0, 0.6), (1.2, 0.57), (1.5, 0.53), (2.0, 0.36))
 ASSUMED_EXPERT_MISSES_LEFT: Points = (
     (0.0, 1.0),
@@ -50,8 +51,8 @@ ASSUMED_EXPERT_MISSES_LEFT: Points = (
     (0.89, 0.06),
     (1.0, 0.0),
 )
-# The same of the experts of a family with hot ones that are not hot, by the share of them that has room beside the hot
-# ones; SmallThinker-4B and -21B by plans/lab/simulate.
+# Assumed miss rates of the experts that are not hot, in a family with hot experts, by the share of them that is
+# resident besides all hot ones. SmallThinker-4B and -21B, simulated (plans/lab/simulate).
 ASSUMED_COLD_EXPERT_MISSES: Points = (
     (0.0, 1.0),
     (0.07, 0.91),
@@ -61,6 +62,8 @@ ASSUMED_COLD_EXPERT_MISSES: Points = (
     (0.62, 0.19),
     (1.0, 0.0),
 )
+# Assumed miss rates of bundles of experts, by resident share: by a run at 15 and 30 %, else by simulation. At 55 % the
+# simulated rate is reduced by a quarter, since a 2B missed that much less in runs.
 ASSUMED_ROUTED_MISSES: Points = (
     (0.0, 1.0),
     (0.032, 1.0),
@@ -72,14 +75,14 @@ ASSUMED_ROUTED_MISSES: Points = (
     (0.75, 0.025),
     (1.0, 0.0),
 )
-ASSUMED_FIRED = 0.1  # when the package does not state a measurement
-ASSUMED_PREDICTED = 1.3  # neurons predicted per active neuron, of a predictor that was never measured
-UP_POSITIVE = 0.8  # of drelu's neurons with an active gate, the share whose up is positive too
+ASSUMED_FIRED = 0.1  # share of the neurons that fire for a token, if the package does not state it
+ASSUMED_PREDICTED = 1.3  # predicted neurons per active neuron, if the predictor was never measured
+UP_POSITIVE = 0.8  # dReLU: share of the neurons with an active gate whose Up is positive, too
 
 
 @frozen
 class HotExperts:
-    """Experts that a family's routers choose far more often than others, by what was published.
+    """Experts that a family's routers choose far more often than others, as published.
 
     share: share of a layer's experts that are hot
     frequency: share of all tokens that choose each of them
@@ -89,7 +92,7 @@ class HotExperts:
     frequency: float = 0.0
 
     def count(self, experts: int) -> int:
-        """Return how many of a layer's `experts` are hot."""
+        """Return the number of hot experts among a layer's `experts`."""
         return round(self.share * experts)
 
 
@@ -97,21 +100,21 @@ _HOT_EXPERTS = {"smallthinker": HotExperts(share=0.2, frequency=0.4)}
 
 
 def hot_experts_of(family: str) -> HotExperts:
-    """Return the hot experts of a family's models; none where all are chosen about equally often."""
+    """Return the hot experts of a family's models; share 0 where all are chosen about equally often."""
     return _HOT_EXPERTS.get(family, HotExperts())
 
 
 @frozen(kw_only=True)
 class ActivationRates:
-    """Shares of the neurons of a feed-forward that a token reads: means over layers and tokens."""
+    """Shares of the neurons of a chosen feed-forward whose rows a token reads: means over layers and tokens."""
 
     chosen: float  # share of a layer's experts that compute a token; 1 in a dense model
-    trigger_read: float  # the row of Gate, or of Up where there is no gate
-    value_read: float  # rows of the value part, because the trigger is active
-    down_read: float  # the row of Down, because the whole neuron is active (dReLU: Gate and Up)
+    trigger_read: float  # the trigger row is read: that of Gate, or of Up where there is no gate
+    value_read: float  # the value part is read, because the trigger is active
+    down_read: float  # the Down row is read, because the whole neuron is active (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
-    curve: Points = HOTTEST  # share of the neurons, hottest first -> their share of the activations
-    frequencies: AccessFrequencies | None = None  # None: not measured
+    curve: Points = HOTTEST  # (share of the neurons, hottest first; share of the activations that they make)
+    frequencies: AccessFrequencies | None = None  # access frequencies of clusters; None: not measured
 
     def activations_within(self, share: float) -> float:
         """Return the share of activations that the first `share` of the neurons make."""
@@ -121,7 +124,7 @@ class ActivationRates:
         return interpolated(self.curve, share)
 
     def clusters_within(self, share: float, read: float, neurons: int) -> float:
-        """Return how much of a token's cluster accesses go to the first `share` of clusters.
+        """Return the share of a token's cluster accesses that go to the first `share` of the clusters.
 
         read: share of all neurons that the token reads
         neurons: neurons of a cluster
@@ -134,9 +137,10 @@ class ActivationRates:
         return within / all_accessed if all_accessed else share
 
     def rates_along_curve(self, read: float) -> tuple[tuple[float, float, float], ...]:
-        """Return (first share, last share, rate) of each stretch of the neurons, hottest first.
+        """Return (share where it begins, share where it ends, rate) of each stretch of the curve, hottest first.
 
-        No neuron is read more often than always: colder neurons make up for the remainder.
+        The rate is the share of tokens that read a neuron. It is at most 1; what the curve gives the hottest neurons
+        beyond that goes to colder ones.
 
         read: share of all neurons that a token reads
         """
@@ -145,8 +149,7 @@ class ActivationRates:
     def clusters_accessed(self, read: float, neurons: int) -> float:
         """Return the share of the clusters of a chosen expert that a token accesses.
 
-        Where neurons are ordered by frequency, neighbours have similar rates, so that fewer clusters have all active
-        neurons.
+        If neurons are ordered by frequency, the active ones are in fewer clusters, since neighbours have similar rates.
 
         read: share of the expert's neurons that the token reads
         neurons: neurons of a cluster
@@ -156,8 +159,7 @@ class ActivationRates:
         return sum((x1 - x0) * accessed for x0, x1, accessed in _clusters_along_curve(self.curve, read, neurons))
 
     def used_by(self, tokens: int) -> float:
-        """Return the share of the neurons that `tokens` independent tokens use together, each neuron at its own
-        rate."""
+        """Return the share of the neurons of a layer that at least one of `tokens` independent tokens reads."""
         return sum(
             (x1 - x0) * (1 - (1 - self.chosen * min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
             for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
@@ -178,7 +180,7 @@ class ActivationRates:
         return max(hot, default=0.0)
 
 
-# A search asks for the same few shares thousands of times.
+# A search calls this thousands of times with the same few shares.
 @functools.lru_cache(maxsize=64)
 def _rates_along_curve(curve: Points, read: float) -> tuple[tuple[float, float, float], ...]:
     slopes = [(x0, x1, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in itertools.pairwise(curve)]
@@ -193,21 +195,24 @@ def _rates_along_curve(curve: Points, read: float) -> tuple[tuple[float, float, 
 
 @functools.lru_cache(maxsize=64)
 def _clusters_along_curve(curve: Points, read: float, neurons: int) -> tuple[tuple[float, float, float], ...]:
-    """Return (first share, last share, share of the clusters that a token accesses) of each stretch of the neurons."""
+    """Return (share where it begins, where it ends, share of its clusters that a token accesses) of each stretch."""
     return tuple((x0, x1, touched_share(rate, neurons)) for x0, x1, rate in _rates_along_curve(curve, read))
 
 
 def has_hints(manifest: Manifest) -> bool:
-    """Return True if the package can name neurons or experts before they are certain.
+    """Return True if the package can guess neurons or experts early, for prefetching in exact mode.
 
-    A predictor can, and routers that choose after attention and can be asked before it.
+    A predictor can, and so can routers that decide after attention, if they are applied before it.
     """
     late = manifest.model.experts > 1 and manifest.model.router_reads == "feed_forward"
     return late or manifest.predictor is not None
 
 
 def unmeasured_predictor(manifest: Manifest, mode: Mode = "predicted") -> str | None:
-    """Return a sentence on the unknown quality of a predictor from a checkpoint, or None if it was measured."""
+    """Return a sentence on the unknown quality of a predictor that came with the checkpoint.
+
+    None if the package has no predictor, or a measured one.
+    """
     predictor = manifest.predictor
     if predictor is None or predictor.by_layer:
         return None
@@ -229,9 +234,9 @@ def ranks(predictor: Predictor) -> str:
 
 
 def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_experts: bool = False) -> float:
-    """Return the share of a token's units that are not resident, by the activity profile or as assumed.
+    """Return the share of the units accessed by a token that miss, by the activity profile or as assumed.
 
-    The unit is a bundle, in exact mode a value part, or a whole expert.
+    The unit is a whole expert, or else a bundle in predicted mode and a value part in the others.
     """
     unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
     profile = manifest.profile(mode) or manifest.profile("exact")
@@ -244,15 +249,15 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
 
 
 def was_measured(manifest: Manifest, mode: Mode) -> bool:
-    """Return True if the package has an activity profile that says what a cache misses in this mode."""
+    """Return True if the package has an activity profile of this mode, or of exact mode, which stands in for it."""
     return manifest.profile(mode) is not None or manifest.profile("exact") is not None
 
 
 def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
-    """Return the assumed miss rate of whole experts.
+    """Return the assumed miss rate of whole experts, by the share of all experts that is resident.
 
-    Hot experts of a family stay in memory once it holds all of them beside a token's others, which then compete for
-    what is left. From one token's experts up to that, misses are assumed to fall evenly.
+    If memory has room for all hot experts and the other experts of one token, hot experts never miss, and the others
+    compete for the remaining memory. With less memory, down to room for one token's experts, the rate is interpolated.
     """
     chosen = model.experts_per_token / model.experts
     if resident_share < chosen:
@@ -278,8 +283,7 @@ def assumed_expert_misses(model: ModelSpec, resident_share: float) -> float:
 def ranking(
     manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None, batch: int, *, whole_experts: bool = False
 ) -> Ranking | None:
-    """Return the clusters ranked by access frequency in steps of `batch` sequences, or None if that was not
-    measured."""
+    """Return the clusters ranked by access frequency in steps of `batch` sequences; None if it was not measured."""
     if frequencies is None:
         return None
     return frequencies.ranking(
@@ -300,7 +304,7 @@ def touched_share(share: float, neurons: int) -> float:
 
 
 def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None = None) -> ActivationRates:
-    """Return what one token reads in this mode."""
+    """Return the activation rates of one token in this mode, as measured or assumed."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
     if manifest.model.activation == "silu":

@@ -1,9 +1,10 @@
 """Assumed misses of clusters of an unmeasured package, from those of a measured model.
 
-A token accesses a larger share of the clusters the more neurons they have, so that the same share in memory covers
-fewer steps. A `Ranking` accounts for that: from frequencies it finds for how many steps CLOCK keeps what was accessed,
-and multiplies the misses of independent tokens by a factor for how much tokens repeat. The factor belongs to the number
-of steps; it is found once, from the misses of a model whose clusters have another size.
+The more neurons a cluster has, the larger is the share of the clusters that a token accesses, and the fewer steps the
+same share in memory covers. A `Ranking` accounts for that: from access frequencies it computes for how many steps CLOCK
+keeps a cluster, and multiplies the misses of independent tokens by a factor, since real tokens repeat accesses. The
+factor depends on the number of steps only. It is computed from the misses of a measured model, whose clusters may have
+another size.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from neuronpipe.plans.cost.cluster_ranking import Bins, Ranking
 from neuronpipe.plans.package.activity_profile import Points, interpolated
 from neuronpipe.protocol.frozen import frozen
 
-CLUSTERS = 1 << 16  # of a ranking: it stands for shares of any number of clusters
+CLUSTERS = 1 << 16  # of a ranking here; results are shares, so the package's own number does not matter
 
 
 @frozen
 class MeasuredModel:
-    """CLOCK misses of a model's clusters in predicted mode, with nothing pinned.
+    """Misses of a model's clusters with CLOCK in predicted mode, with nothing pinned.
 
     neurons: neurons of a cluster
-    chosen: share of the experts that a token chooses
+    chosen: share of a layer's experts that a token chooses
     misses: miss rate by the share of all clusters that is resident
     """
 
@@ -40,8 +41,8 @@ class MeasuredModel:
     misses: Points
 
 
-# A 1B: half and three quarters resident by runs (5.6 and 1.4 %), 30 and 55 % by CLOCK on its recorded accesses
-# (tests/bench/results, cache policies), less than 30 % by CLOCK on generated ones. A token accesses a fifth.
+# A 1B, of whose clusters a token accesses a fifth. With 50 and 75 % resident by runs (5.6 and 1.4 %), with 30 and 55 %
+# by simulating CLOCK on recorded accesses (tests/bench/results, cache policies), below on generated accesses.
 DENSE_MISSES: Points = (
     (0.0, 1.0),
     (0.2, 1.0),
@@ -53,7 +54,8 @@ DENSE_MISSES: Points = (
     (0.75, 0.014),
     (1.0, 0.0),
 )
-# A 7B by CLOCK on generated sequences; published are 5 % with half resident. A token accesses an eighth.
+# A 7B, of whose clusters a token accesses an eighth, by simulating CLOCK on generated accesses. Published are 5 % with
+# half resident.
 DENSE_NEURONS_MISSES: Points = (
     (0.0, 1.0),
     (0.127, 1.0),
@@ -68,8 +70,8 @@ DENSE_NEURONS_MISSES: Points = (
     (1.0, 0.0),
 )
 DENSE = (MeasuredModel(1, 1.0, DENSE_NEURONS_MISSES), MeasuredModel(2, 1.0, DENSE_MISSES))
-# A 47B, by a run; and a 2B by runs of `bench` with 15, 30, 45 and 60 % resident, less half of the slots kept free. A
-# token accesses a twelfth of the latter.
+# A 47B, by a run. A 2B, of whose clusters a token accesses a twelfth, by runs of `bench` with 15, 30, 45 and 60 %
+# resident; half of the reserved slots are subtracted.
 ROUTED = (
     MeasuredModel(1, 0.25, ASSUMED_ROUTED_MISSES),
     MeasuredModel(
@@ -85,8 +87,8 @@ def assumed_miss_rate(
 
     read: share of the neurons of a chosen expert that a token reads
     neurons: neurons of a cluster
-    resident_share: share of all clusters that are in memory
-    pinned_share: share of all clusters that are pinned, which are the hottest
+    resident_share: share of all clusters that is in memory
+    pinned_share: share of all clusters that is pinned; these are the hottest
     """
     ranking = _ranking(rates.rates_along_curve(read), neurons, rates.chosen)
     return ranking.miss_rate(round(resident_share * ranking.clusters), round(pinned_share * ranking.clusters))
@@ -99,8 +101,7 @@ def _ranking(stretches: tuple[tuple[float, float, float], ...], neurons: int, ch
 
 @functools.lru_cache(maxsize=16)
 def _reference(neurons: int, *, mixture: bool) -> Ranking:
-    """Return the ranking of the measured model whose clusters are most similar: its factors apply to these clusters
-    too."""
+    """Return the ranking of the measured model whose clusters have the most similar size, for its factors."""
     measured = min(ROUTED if mixture else DENSE, key=lambda model: abs(math.log(model.neurons / neurons)))
     read = ASSUMED_PREDICTED * ASSUMED_FIRED
     rates = ActivationRates(
@@ -111,10 +112,7 @@ def _reference(neurons: int, *, mixture: bool) -> Ranking:
 
 
 def _bins(stretches: tuple[tuple[float, float, float], ...], neurons: int, chosen: float) -> Bins:
-    """Return how often a step accesses each cluster, hottest first.
-
-    neurons: neurons of a cluster
-    """
+    """Return how often a step accesses the clusters of each stretch, which are from `rates_along_curve`."""
     return [
         (chosen * touched_share(rate, neurons), round(last * CLUSTERS) - round(first * CLUSTERS))
         for first, last, rate in stretches

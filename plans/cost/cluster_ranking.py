@@ -6,16 +6,15 @@ The problem, for each part and each number of sequences (1 to 4) in a step:
     choose      x_b pinned clusters of each bin; T, the steps for which CLOCK keeps what was accessed
     minimize    k(T) x sum of (n_b - x_b) f_b (1 - f_b)^r(T)
     subject to  sum of x_b + (n_b - x_b) (1 - (1 - f_b)^T) <= S,   sum of x_b <= S - M
-                a bin of a feed-forward only after all bins before it
+                clusters of a bin are pinned only if all bins of its feed-forward before it are
 
-Here r(T) is the number of whole steps in T, and k(T) the ratio of measured to modelled misses. Greedy pins by frequency
-are within one cluster of an exact solver.
+Here r(T) is the number of whole steps in T, and k(T) the ratio of measured to modelled misses. Pinning greedily by
+frequency gives the pins of an exact solver within one cluster.
 
-CLOCK is modelled by Che's approximation of LRU: what a step accesses stays for a characteristic time T, in steps, such
-that all resident clusters fill the slots. A cluster with access frequency f is resident with probability 1 - (1-f)^T,
-and misses with frequency f (1-f)^r, where r is the number of whole steps that T covers: below one step nothing is
-accessed again. Tokens are not independent, so the result is multiplied by the ratio of measured to modelled misses at
-the same T.
+CLOCK is modelled by Che's approximation of LRU: an accessed cluster stays for a characteristic time of T steps, where T
+is such that all resident clusters fill the slots. A cluster with access frequency f is resident with probability
+1 - (1-f)^T, and misses with frequency f (1-f)^r: if T covers no whole step, nothing is still resident at its next
+access. Tokens are not independent, so the result is multiplied by k(T).
 """
 
 from __future__ import annotations
@@ -30,24 +29,28 @@ Bins = Sequence[tuple[float, int]]
 
 # Characteristic times, in steps; values between them are interpolated.
 TIMES = (0.0, *(2 ** (n / 4) for n in range(-12, 57)))
-GRAINS = 512  # resolution of the search for pins, in parts of all slots
+GRAINS = 512  # resolution of the search for pins: slots are rounded to this part of all clusters
 SPREAD = 0.1  # relative variation of T from step to step, since steps access different amounts
-CLASSES_PER_OCTAVE = 16  # frequencies within a class count as equal
-MIN_FREQUENCY = 1e-6
-# Miss rates within these tolerances count as equal; then fewer pins are better, since CLOCK adapts to the sequence.
-ALIKE = 0.05
-ALIKE_RATE = 0.005  # of accesses
-# Where CLOCK alone misses no more than this, nothing is pinned: tokens repeat accesses of the token before, which
-# frequencies do not show. A 1B at half resident missed 5.0 % with nothing pinned, and 5.9 % with the best pins by
-# frequency. Where it missed 13.7 %, these pins were better: 11.5 %.
+CLASSES_PER_OCTAVE = 16  # classes of nearly equal frequency for each factor of two
+MIN_FREQUENCY = 1e-6  # lower frequencies are in the class of this one
+# Miss rates count as equal if they differ by less than one of these. Then fewer pins are better, since CLOCK adapts to
+# the sequence.
+ALIKE = 0.05  # relative to the lower miss rate
+ALIKE_RATE = 0.005  # absolute
+# If CLOCK alone misses no more than this share of accesses, nothing is pinned: tokens repeat accesses of the token
+# before, which frequencies do not show. A 1B at half resident missed 5.0 % with nothing pinned, and 5.9 % with the best
+# pins by frequency. Where it missed 13.7 % with nothing pinned, these pins were better: 11.5 %.
 LEFT_TO_CLOCK = 0.1
 
 
 class Ranking:
     """All clusters of one part, ranked by access frequency in steps of one sequence or of several.
 
-    measured: the share of accesses that CLOCK misses, by resident share, with nothing pinned. For several sequences,
-    which were not measured, the ranking for one sequence, whose factors apply at the same T.
+    clusters: number of all clusters
+    accesses: mean number of clusters that a step accesses
+
+    measured: the share of accesses that CLOCK misses with nothing pinned, by resident share. Misses were not measured
+        with several sequences: then it is the ranking for one sequence, whose factors k(T) are used
     """
 
     def __init__(self, ffns: Sequence[Bins], measured: Callable[[float], float] | Ranking) -> None:
@@ -78,8 +81,10 @@ class Ranking:
             self._factors = [self._factor(n, measured) for n in range(len(TIMES))]
 
     def miss_rate(self, slots: int, pinned: float) -> float:
-        """Return the share of accesses that miss while the `pinned` hottest clusters stay and CLOCK has the other
-        slots."""
+        """Return the share of accesses that miss if the `pinned` hottest clusters stay and CLOCK has the other slots.
+
+        slots: occupied slots, including those of pinned clusters
+        """
         if slots >= self.clusters or not self.accesses:
             return 0.0
         if (slots, pinned) not in self._miss_rates:  # a search calls this six times with the same arguments
@@ -98,7 +103,9 @@ class Ranking:
     def best_pinned(self, slots: int, max_pinned: int) -> int:
         """Return how many of the hottest clusters to pin: the fewest with hardly more misses than the best number.
 
-        Arguments are rounded to a grid, since a search calls this with thousands of nearly equal numbers.
+        Arguments are rounded down to a grid, since a search calls this with thousands of nearly equal numbers.
+
+        slots: occupied slots, including those of pinned clusters
         """
         grain = max(1, self.clusters // GRAINS)
         rounded = slots // grain * grain, max_pinned // grain * grain
@@ -119,8 +126,8 @@ class Ranking:
         return min(count for count, rate in rates.items() if rate <= max(min_rate * (1 + ALIKE), min_rate + ALIKE_RATE))
 
     def pinned_at(self, n: int, slots: int) -> float | None:
-        """Return how many of the hottest clusters to pin so that T is TIMES[n]; None if the slots are too few for
-        that T."""
+        """Return how many of the hottest clusters to pin so that T is TIMES[n]; None if that T needs more slots even
+        with nothing pinned."""
         spare = slots - self._resident[n][-1]
         if spare < 0:
             return None
@@ -132,7 +139,7 @@ class Ranking:
         return self._before[k] + share * (self._before[k + 1] - self._before[k])
 
     def pins(self, count: int) -> tuple[int, ...]:
-        """Return how many first clusters of each feed-forward are among the `count` hottest of all."""
+        """Return, for each feed-forward, how many of its clusters are among the `count` hottest of all."""
         if count not in self._pins:
             self._pins[count] = self._pins_of(count)
         return self._pins[count]
@@ -158,9 +165,9 @@ class Ranking:
         return before
 
     def _factor(self, n: int, measured: Callable[[float], float]) -> float:
-        """Return the ratio of measured to modelled misses at this T, with nothing pinned.
+        """Return k(T), the ratio of measured to modelled misses with nothing pinned, for T = TIMES[n].
 
-        1 below one step: nothing is accessed again then, and measurements at other resident shares do not apply.
+        1 if T covers no whole step: everything misses then, and measurements with more memory do not apply.
         """
         if not whole_steps(TIMES[n]):
             return 1.0
@@ -168,12 +175,13 @@ class Ranking:
         return measured(min(1.0, self._resident[n][-1] / self.clusters)) * self.accesses / computed if computed else 0.0
 
     def _place(self, count: float) -> tuple[int, float]:
-        """Return where the `count` hottest clusters end: a class, and which part of it."""
+        """Return where the `count` hottest clusters end: the position of a class, and the share of it before the
+        end."""
         k = min(bisect.bisect_right(self._before, count), len(self._before) - 1) - 1
         return k, (count - self._before[k]) / (self._before[k + 1] - self._before[k])
 
     def _cached(self, n: int, place: tuple[int, float]) -> float:
-        """Return how many unpinned clusters are resident."""
+        """Return how many clusters behind `place`, which are unpinned, are resident with T = TIMES[n]."""
         return self._resident[n][-1] - _within(self._resident[n], place)
 
     def _rate(self, n: int, place: tuple[int, float]) -> float:
@@ -183,30 +191,37 @@ class Ranking:
 
 
 def occupied_slots(slots: int, reserved: int) -> int:
-    """Return how many slots are occupied on average: half of the reserved slots are in use before the cache frees
-    more."""
+    """Return how many slots are occupied on average: on average half of the reserved slots are in use."""
     return slots - reserved // 2
 
 
 def residency_probability(frequency: float, time_steps: float) -> float:
-    """Return the probability that a cluster is resident which stays this many steps after an access."""
+    """Return the probability that a cluster is resident, if it stays for `time_steps` steps after an access.
+
+    frequency: share of steps that access the cluster
+    """
     return 1 - math.pow(1 - frequency, time_steps) if time_steps else 0.0
 
 
 def miss_frequency(frequency: float, time_steps: float) -> float:
-    """Return how often a cluster is accessed while it is not resident, for independent tokens."""
+    """Return in what share of steps a cluster is accessed and not resident, if tokens were independent.
+
+    time_steps: for how many steps it stays after an access
+    """
     return frequency * math.pow(1 - frequency, whole_steps(time_steps))
 
 
 def whole_steps(time_steps: float) -> float:
-    """Return the number of whole steps that T covers: a mean, since T varies."""
+    """Return the mean number of whole steps that T covers, while T varies by SPREAD around `time_steps`."""
     low, high = (1 - SPREAD) * time_steps, (1 + SPREAD) * time_steps
     return (_floors(high) - _floors(low)) / (high - low) if high > low else 0.0
 
 
 def merge_rising_bins(bins: Bins) -> list[tuple[float, int]]:
-    """Return the bins with rising neighbours merged to their mean, since the first clusters are pinned first. None
-    is empty."""
+    """Return the bins without empty ones, and with bins merged to their mean frequency until no frequency rises.
+
+    The first clusters of a feed-forward are always pinned first, so a hotter bin behind a colder one gains nothing.
+    """
     merged: list[tuple[float, int]] = []
     for frequency, clusters in bins:
         if not clusters:
@@ -224,7 +239,7 @@ def _class_of(frequency: float) -> int:
 
 
 def _floors(x: float) -> float:
-    """Return the integral of the whole part from 0 to x."""
+    """Return the integral of floor from 0 to x."""
     whole = math.floor(x)
     return whole * (whole - 1) / 2 + whole * (x - whole)
 

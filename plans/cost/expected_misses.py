@@ -1,7 +1,7 @@
-"""Expected cluster accesses of a step by the workers, their misses, and the reads that these cause.
+"""Expected cluster accesses of the workers in a step, their misses, and the reads for these.
 
-Offloaded clusters count like pinned memory: workers do not look for them. The common accesses of one to four sequences
-are in an activity profile; without one, sequences are assumed to choose their neurons independently.
+Workers do not access offloaded clusters, which count like pinned ones. An activity profile has the common accesses of
+one to four sequences; without one, sequences are assumed to choose their neurons independently.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.document import Flash, Mode
 from neuronpipe.protocol.frozen import frozen
 
-# Where a token accesses so much of a chosen expert's clusters, the cache sees whole experts come and go.
+# From this share of a chosen expert's clusters that a token accesses on, misses are those of whole experts.
 NEARLY_WHOLE = 0.9
 
 
 @frozen
 class PartAccesses:
-    """Accesses of cluster parts of one kind in a step, and the misses among them."""
+    """The accesses of triggers or of values in a step, in clusters, and how many of them miss."""
 
     accesses: float
     misses: int
@@ -29,11 +29,11 @@ class PartAccesses:
 
 @frozen(kw_only=True)
 class ResidentSlots:
-    """Memory for parts of one kind, in clusters.
+    """Memory for the triggers or for the values, in clusters.
 
-    occupied: slots with a cluster, without those kept free
-    pinned: occupied slots whose cluster stays
-    offloaded: clusters that a device computes, the first of every feed-forward, which are not looked up
+    occupied: slots that store a cluster
+    pinned: occupied slots whose cluster is pinned
+    offloaded: clusters that an accelerator computes, the first of every feed-forward
     """
 
     occupied: int
@@ -51,10 +51,10 @@ def part_accesses(
     *,
     all_accessed: bool,
 ) -> PartAccesses:
-    """Return the accesses of a step of `tokens` tokens.
+    """Return the accesses of triggers or of values in a step of `tokens` tokens.
 
     share: share of the neurons of its chosen experts that each token reads
-    all_accessed: True if each token reads all of these neurons
+    all_accessed: each token accesses all clusters of its chosen experts
     """
     clusters, mixture, occupied = manifest.clusters, manifest.model.experts > 1, slots.occupied
     neurons, on_workers = manifest.layout.cluster_neurons, manifest.clusters - slots.offloaded
@@ -67,9 +67,9 @@ def part_accesses(
     accesses = together * (1 - offloaded_share)
     if occupied >= on_workers:
         return PartAccesses(accesses, 0)
-    if all_accessed and not mixture:  # every cluster in turn: an unpinned cluster is evicted before its next access
+    if all_accessed and not mixture:  # clusters are accessed in turn: an unpinned one is evicted before its next access
         return PartAccesses(accesses, int(accesses * (1 - min(slots.pinned, on_workers) / on_workers)))
-    # Of experts that are read whole, workers compute the same part of each.
+    # If experts are read whole, workers compute the same share of each: the rest counts as if it did not exist.
     offloaded_resident, scale = (0, clusters / on_workers) if all_accessed else (slots.offloaded, 1.0)
     resident, pinned = (int(clusters_of * scale) + offloaded_resident for clusters_of in (occupied, slots.pinned))
     if tokens <= max(BATCHES):
@@ -83,16 +83,16 @@ def part_accesses(
             return PartAccesses(
                 ranked_accesses * (1 - offloaded_share) if offloaded_resident else ranked_accesses, int(misses)
             )
-    # Of experts that are read whole, a pinned part is accessed as often as any other.
+    # If experts are read whole, pinned clusters are accessed as often as others.
     share_staying = pinned / clusters
     within = share_staying if all_accessed else rates.clusters_within(share_staying, share, neurons)
     unpinned, cached = together * (1 - within), resident - pinned
     modelled = rates.by_frequency and not all_accessed and not was_measured(manifest, mode)
     if unpinned >= cached and not (
         modelled and tokens == 1
-    ):  # the cache is smaller than a step's accesses to it: everything is evicted before the next step
+    ):  # the cache has fewer slots than a step accesses: everything is evicted before the next step
         return PartAccesses(accesses, min(int(accesses), int(unpinned / scale)))
-    # Of whole experts, the cache serves the unpinned part as if that was the whole model.
+    # If experts are read whole, the cache serves the unpinned clusters as if they were the whole model.
     cached_share = cached / (clusters - pinned) if all_accessed else resident / clusters
     if not modelled:
         rate = miss_rate(manifest, mode, cached_share, whole_experts=all_accessed)
@@ -104,7 +104,7 @@ def part_accesses(
     computed_accesses = token_accesses * (1 - offloaded_share)
     if tokens == 1:
         return PartAccesses(computed_accesses, int(token_misses))
-    # Accessed by at least one token; clusters with a slot, and those without, are each assumed to be alike.
+    # Clusters that at least one token accesses. All with a slot are assumed to be alike, and all without one.
     hits = occupied * union(min(1.0, (computed_accesses - token_misses) / max(1, occupied)), tokens)
     misses = (on_workers - occupied) * union(min(1.0, token_misses / max(1, on_workers - occupied)), tokens)
     return PartAccesses(hits + misses, int(misses))
@@ -113,10 +113,13 @@ def part_accesses(
 def joined_reads(
     misses: int, among_clusters: float, part_bytes: int, stride_bytes: int, flash: Flash
 ) -> tuple[int, int]:
-    """Return the number of reads for these misses, and their bytes with gaps.
+    """Return the number of reads for these misses, and their bytes including gaps.
 
-    Neighbours no further apart than the merge gap are read together. Misses are assumed to be distributed over
-    `among_clusters` clusters independently.
+    Neighbours no further apart than the merge gap are read together.
+
+    misses: clusters to read, independently distributed over `among_clusters` clusters
+    part_bytes: bytes to read of each cluster
+    stride_bytes: bytes from one cluster to the next in the file
     """
     density = min(1.0, misses / max(1.0, among_clusters))
     max_distance = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # to a neighbour in the same read
@@ -129,5 +132,5 @@ def joined_reads(
 
 
 def union(share: float, tokens: int) -> float:
-    """Return the share that `tokens` independent tokens access together."""
+    """Return the share that at least one of `tokens` independent tokens accesses, if each accesses `share`."""
     return 1 - (1 - share) ** tokens

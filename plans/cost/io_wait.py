@@ -1,4 +1,4 @@
-"""Time that workers wait for reads: flash time that no work overlaps, by when the reads are issued."""
+"""Exposed flash time: how long workers wait for reads, by when the reads are issued."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class IssueTime(enum.Enum):
-    """The moment at which workers issue the reads of a layer, which decides how much work overlaps with them."""
+    """When the reads of a layer are issued, which decides how much work overlaps with them."""
 
     AHEAD = "while the layer before is computed: the same for every token"
     TOGETHER = "before the layer's neurons are computed"
-    ONE_BY_ONE = "while they are computed: an active gate needs its values"
+    ONE_BY_ONE = "while the layer's neurons are computed: an active gate needs its values"
 
 
 @frozen
 class Reads:
-    """Reads of a step.
+    """The reads of a step that are issued in the same way.
 
-    hidden_ms: work of all layers that continues after the first reads are issued, and so overlaps with flash time
+    reads, read_bytes: number and bytes in all layers
+    hidden_ms: time of the work in all layers that overlaps with flash time; None if it is not known
     """
 
     issued: IssueTime
@@ -32,8 +33,9 @@ class Reads:
 
 @frozen
 class IoWait:
-    """The waiting for the reads of a step with this many layers.
+    """The model of waiting for reads.
 
+    layers: number of layers of the model
     depth: maximum of reads in flight
     """
 
@@ -42,22 +44,26 @@ class IoWait:
     depth: int
 
     def at_once(self, batch: Reads) -> float:
-        """Return how many reads are issued together."""
+        """Return the mean number of reads that are issued together: those of a step (ahead) or of a layer."""
         return batch.reads if batch.issued == IssueTime.AHEAD else max(1.0, batch.reads / self.layers)
 
     def flash_ms(self, batch: Reads) -> float | None:
-        """Return the time of the storage for all reads, or of a loader on a core of its own if that is longer."""
+        """Return the time of the storage for all reads, or of a loader on a core of its own if that is longer.
+
+        None if flash was not measured.
+        """
         return self.cost.storage_ms(batch.reads, batch.read_bytes, self.at_once(batch), self.depth)
 
     def exposed_ms(self, batch: Reads, delay_ms: float | None = None) -> float | None:
-        """Return the flash time that no work overlaps: layer by layer, except for reads that are issued ahead.
+        """Return the flash time of a step that no work overlaps; None if flash or the work was not measured.
 
-        The number of reads issued together varies. If their time is distributed exponentially, the part that exceeds
-        the overlapping work has the mean: mean time x exp(-hidden / mean time). Of reads issued one by one while a
-        layer is computed, the last is issued just before the layer ends, behind others; and where flash cannot keep up,
-        all remaining reads are waited for.
+        Reads issued ahead overlap with the whole step, other reads with the work of their own layer. The number of
+        reads issued together varies: if their time is distributed exponentially, the mean of the part that exceeds the
+        overlapping work is mean time x exp(-hidden / mean time). Of reads issued one by one, workers wait for the last,
+        which is issued shortly before the layer ends and queues behind others; if flash is slower than the work, they
+        wait for all that is left.
 
-        delay_ms: delay of a read in a run (default: the device profile's)
+        delay_ms: delay of a read in a run (default: by the device profile)
         """
         flash_ms = self.flash_ms(batch)
         if flash_ms is None or batch.hidden_ms is None:
@@ -87,8 +93,10 @@ class IoWait:
         return layers * max(last_ms, each_ms + delay_ms - hidden_ms)
 
     def delay_ms(self, batch: Reads, exposed_ms: float) -> float | None:
-        """Return the delay of a read with which these reads would be waited for this long: the inverse of
-        exposed_ms, by bisection."""
+        """Return the delay of a read with which `exposed_ms` gives this result, by bisection.
+
+        None if flash or the work was not measured.
+        """
         if batch.hidden_ms is None or self.flash_ms(batch) is None:
             return None
         low_ms, high_ms = 0.0, exposed_ms + batch.hidden_ms
@@ -104,23 +112,26 @@ class IoWait:
 
 
 def queued_read_time(alone: float, reads: float, service: float, grouped_service: float, period: float) -> float:
-    """Return how long one of `reads` reads takes that are issued at random times within a period. In any unit of time.
+    """Return the mean time of a read, if `reads` reads are issued at random times within `period`.
 
-    By itself a read takes `alone`. Each other read keeps the server busy for `service`, so it takes longer by the share
-    of time that these take (as in an M/M/1 queue), and at most as if it came after all of them, which then queue and
-    are done in groups, in `grouped_service` each.
+    As in an M/M/1 queue, reads slow each other down by the share of time in which the server is busy. A read takes at
+    most as long as behind all others, which then queue and are served in groups. All times have the same unit.
+
+    alone: time of a read without others
+    service: time for which a read keeps the server busy
+    grouped_service: the same in a large group
     """
     after_all, idle = alone + reads * grouped_service, 1 - reads * service / period if period else 0.0
     return after_all if idle <= 0 else min(after_all, alone / idle)
 
 
 def backlog(reads: float, service: float, period: float) -> float:
-    """Return the mean work that remains after reads were issued at random times within a period, in its unit of time.
+    """Return the mean work that is left at the end of `period`, if `reads` reads are issued at random times within it.
 
-    Each read keeps a server of its own busy for `service`. The result is the mean maximum of a Brownian motion over the
-    period, with the mean and the variance of the arriving work less the served work: the heavy-traffic limit of an
-    M/D/1 queue that begins empty. A loader on a core of its own serves reads while the workers compute; one that shares
-    a core does not, see `queued_read_time`.
+    Each read keeps the server, a loader on a core of its own, busy for `service`; for a loader that shares a core see
+    `queued_read_time`. The result, in the unit of the arguments, is the mean maximum of a Brownian motion over the
+    period, with mean and variance of the arriving work less the served work: the heavy-traffic limit of an M/D/1 queue
+    that begins empty.
     """
     if reads <= 0 or service <= 0:
         return 0.0
@@ -132,8 +143,8 @@ def backlog(reads: float, service: float, period: float) -> float:
 
 
 def wait_for_last_read(read_time: float, before_end: float) -> float:
-    """Return how long a read is waited for that is issued `before_end` before the end of all other work, on average.
+    """Return the mean wait for a read after the end of all other work, in the unit of the arguments.
 
-    before_end is a mean of exponentially distributed times. In any unit of time.
+    before_end: mean time from issuing the read to that end, which is distributed exponentially
     """
     return read_time - before_end * (1 - math.exp(-read_time / before_end)) if before_end else read_time

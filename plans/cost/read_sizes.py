@@ -1,4 +1,5 @@
-"""Sizes of flash reads, from the measured curve: how many reads at once, how large, and whether to read bundles."""
+"""Flash reads of a plan, by the measured curve: how many at once, how large, and whether clusters are read as bundles
+or in parts."""
 
 from __future__ import annotations
 
@@ -12,23 +13,25 @@ from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.memory_budget import MIN_DEPTH, largest_read_bytes
 from neuronpipe.protocol.frozen import frozen
 
-KNEE = 0.9  # share of the best speed that suffices, for depth and for size
+KNEE = 0.9  # the smallest depth and size are chosen that reach this share of the best speed
 MAX_READ_BYTES = 1 << 20
-LONG_READ_BYTES = 256 << 10  # if neighbours are read together; an expert takes a few such reads
-# In warm-up, long reads are the fastest whatever a brief curve says, and cost the least processor time per byte.
+LONG_READ_BYTES = 256 << 10  # maximum where neighbours are read together; an expert takes a few such reads
+# Number of long reads in warm-up. They are the fastest, even if a brief curve does not show it, and cost the least
+# processor time per byte.
 WARM_UP_READS = 16
-PREFETCH_SHARE = 0.5  # of the depth: prefetches leave room for reads that a worker waits for
-UNMEASURED_DEPTH = 32
+PREFETCH_SHARE = 0.5  # of the depth; the rest is for reads that a worker waits for
+UNMEASURED_DEPTH = 32  # reads at once if flash was not measured
 
 
 @frozen(kw_only=True)
 class ClusterDemand:
-    """The clusters of a chosen feed-forward that a token reads, and the resident shares with the planned memory.
+    """What a token needs of a chosen feed-forward, and which share of it is in memory.
 
-    in_order: all trigger parts are read, one after the other, so that neighbours are read together
-    values_per_trigger: share of the trigger parts whose value part is read too
-    triggers_stay, values_stay: resident shares if either part is read by itself
-    pairs_stay: resident share if both are read together
+    in_order: the token needs all trigger parts in order, so that neighbours are read together
+    values_per_trigger: share of the needed trigger parts whose value part is needed too
+    triggers_stay, values_stay: shares found in memory if the two parts are read separately
+    pairs_stay: share found in memory if both parts are read together
+    moved: scales are co-located, so that more of both parts stays, and a value part is read with its trigger part
     """
 
     in_order: bool
@@ -36,16 +39,15 @@ class ClusterDemand:
     triggers_stay: float = 0.0
     values_stay: float = 0.0
     pairs_stay: float = 0.0
-    # Scales are co-located: more of both parts stays, and a value part is read with its trigger part.
     moved: bool = False
 
     @classmethod
     def of(
         cls, manifest: Manifest, rates: ActivationRates, slots_bytes: int, mode: Mode = "exact"
     ) -> tuple[ClusterDemand, ...]:
-        """Return the demand for each layout of slots that the package allows.
+        """Return the demand for each layout of slots that the package allows: without and with co-located scales.
 
-        slots_bytes: memory for slots, filled with triggers first, or with pairs
+        slots_bytes: memory for slots
         """
         values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
         if rates.trigger_read < 1.0:
@@ -72,7 +74,7 @@ class ClusterDemand:
             in_order=True,
             values_per_trigger=values_per_trigger,
             triggers_stay=min(1.0, slots_bytes / triggers_bytes),
-            # What the hottest make if they stay, or what the cache finds: a plan takes the better of both.
+            # Hits of the hottest clusters if they are pinned, or of the cache: a plan uses what is better.
             values_stay=max(rates.activations_within(share), 1 - miss_rate(manifest, mode, share)),
             pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)),
             moved=moved,
@@ -81,12 +83,12 @@ class ClusterDemand:
 
 @frozen(kw_only=True)
 class ClusterReadCost:
-    """Microseconds of flash for one cluster of a chosen feed-forward.
+    """Mean time of flash for one cluster of a chosen feed-forward, less the share that is in memory.
 
     both_us: one read of both parts
-    trigger_us, value_us: reads of the two parts one after the other
-    planes_us: if the package had planes, all trigger parts of a feed-forward and then all value parts. Nothing between
-    them would be read, and no read would bring both.
+    trigger_us, value_us: separate reads of the trigger part, and of the value part where it is needed
+    values_per_trigger: share of the clusters whose value part is needed
+    planes_us: separate reads if the package had planes: all trigger parts of a feed-forward, then all value parts
     """
 
     both_us: float
@@ -97,7 +99,6 @@ class ClusterReadCost:
 
     @classmethod
     def of(cls, layout: Layout, curve: FlashCurve, demand: ClusterDemand, depth: int) -> ClusterReadCost:
-        """Return the costs by the curve, with `depth` reads at once."""
         both_us, trigger_us, value_us = (
             _read_us(curve, size, depth)
             for size in (
@@ -107,7 +108,7 @@ class ClusterReadCost:
             )
         )
         in_plane_us = trigger_us
-        if demand.in_order:  # a cluster's share of long reads; those of gates include the bytes between them
+        if demand.in_order:  # a cluster takes its share of a long read, which includes value parts between the gates
             long_bytes_per_us = curve.bytes_per_s(_knee_size(curve, depth), depth) / 1e6
             both_us = layout.cluster_stride_bytes / long_bytes_per_us
             in_plane_us = layout.trigger_part_bytes / long_bytes_per_us
@@ -123,18 +124,19 @@ class ClusterReadCost:
 
     @property
     def apart_us(self) -> float:
-        """Time of the trigger part, and of the value part where it is read."""
+        """Time of separate reads of both parts, the value part only where it is needed."""
         return self.trigger_us + self.values_per_trigger * self.value_us
 
     @property
     def whole(self) -> bool:
-        """True if both parts are read together."""
+        """True if reading both parts together takes no longer than reading them separately."""
         return self.both_us <= self.apart_us
 
 
 @frozen(kw_only=True)
 class ReadSizes:
-    """The reads of a plan: its `flash`, less the engine and the reserves."""
+    """The reads of a plan: the fields of `Flash` except the engine and the reserved slots, and what follows from
+    them."""
 
     depth: int
     bundle: bool
@@ -144,8 +146,8 @@ class ReadSizes:
     prefetch_depth: int
     warm_up_reads: int
     warm_up_read_bytes: int
-    # Staging, and the remainder of its share that makes no whole buffer. All of it is set aside, so that slots grow
-    # steadily with the limit.
+    # Bytes that slots do not get: staging, and what is left of its share because it fills no whole buffer. Without the
+    # latter, slots could shrink while the limit grows.
     set_aside_bytes: int
     reasons: tuple[str, ...]
 
@@ -167,10 +169,11 @@ def choose_read_sizes(
 ) -> ReadSizes:
     """Return the reads of a plan.
 
-    demands: result of `ClusterDemand.of`; slots are laid out as in the one that costs the least flash time
-    bundle: read both parts together (None: if that is faster by the curve)
-    depth: maximum of reads at once (None: as many as the curve needs)
-    max_staging_bytes: at least MIN_DEPTH times the longest read of one cluster
+    demands: result of `ClusterDemand.of`; the layout of slots that needs the least flash time is chosen
+    bundle: read both parts together (None: if that is no slower by the curve)
+    depth: maximum of reads at once (None: as many as come close to the best speed)
+    prefetch: False: nothing is read ahead
+    max_staging_bytes: maximum of the staging buffers, at least MIN_DEPTH times the longest read of one cluster
     """
     reasons = []
     knee = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
@@ -182,7 +185,8 @@ def choose_read_sizes(
             reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
-    if demand.pairs_stay >= 1.0:  # nothing is read; gates without other scales between them are computed faster
+    # If nothing is read, scales are co-located: gates without other scales between them are computed faster.
+    if demand.pairs_stay >= 1.0:
         demand = demands[-1]
     elif bundle:
         demand = demands[0]
@@ -225,7 +229,10 @@ def choose_read_sizes(
 def _best_layout(
     layout: Layout, curve: FlashCurve, demands: tuple[ClusterDemand, ...], depth: int, bundle: bool | None
 ) -> ClusterDemand:
-    """Return the demand whose reads take the least time, the first of equals. Bundles have one size in every layout."""
+    """Return the demand whose separate reads take the least time, the first of equals.
+
+    The size of bundles does not depend on the layout of slots.
+    """
     if bundle:
         return demands[0]
     return min(demands, key=lambda demand: ClusterReadCost.of(layout, curve, demand, depth).apart_us)
@@ -241,12 +248,12 @@ def _reason(cost: ClusterReadCost, demand: ClusterDemand) -> str:
 
 
 def _read_us(curve: FlashCurve, size_bytes: int, depth: int) -> float:
-    """Return the time of one of many reads."""
+    """Return the time that each of many reads adds, with `depth` in flight."""
     return 1e6 * size_bytes / curve.bytes_per_s(size_bytes, depth)
 
 
 def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
-    """Return the fewest reads at once that come close to the best speed."""
+    """Return the smallest measured number of reads at once that reaches KNEE of the best speed, at least MIN_DEPTH."""
     speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
     best = max(speeds.values())
     return max(MIN_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
@@ -259,17 +266,20 @@ def _share_of_best(curve: FlashCurve, size_bytes: int, depth: int) -> float:
 
 
 def depths(curve: FlashCurve) -> tuple[int, ...]:
-    """Return the measured numbers of reads at once that may be planned, ascending."""
+    """Return the numbers of reads at once that may be planned, ascending: the measured ones, at least MIN_DEPTH."""
     return tuple(sorted({max(MIN_DEPTH, point.depth) for point in curve.points}))
 
 
 def _longest(curve: FlashCurve) -> int:
-    """Return the longest measured read, up to LONG_READ_BYTES in whole pages: each costs processor time, too."""
+    """Return the size of the longest measured read in whole pages, at most LONG_READ_BYTES.
+
+    Few long reads cost less processor time than many short ones.
+    """
     return max(min(point.request_bytes, LONG_READ_BYTES) for point in curve.points) // PAGE_BYTES * PAGE_BYTES
 
 
 def _knee_size(curve: FlashCurve, depth: int) -> int:
-    """Return the smallest measured size that comes close to the best speed, in whole pages."""
+    """Return the smallest measured size that reaches KNEE of the best speed, in whole pages."""
     sizes = sorted({point.request_bytes for point in curve.points})
     best = max(curve.bytes_per_s(size, depth) for size in sizes)
     knee = next(size for size in sizes if curve.bytes_per_s(size, depth) >= KNEE * best)
@@ -277,9 +287,10 @@ def _knee_size(curve: FlashCurve, depth: int) -> int:
 
 
 def _gap_bytes(curve: FlashCurve, depth: int) -> int:
-    """Return the bytes that take as long as the fixed cost of a read.
+    """Return the number of bytes, in whole pages, that take as long as the fixed cost of a read.
 
-    The time of a read is fixed + bytes / speed, a line through the times of two sizes.
+    The time of a read is taken as fixed + bytes / speed: a line through the times of the smallest measured size and of
+    the one nearest to 64 KiB. MAX_READ_BYTES if the larger one takes no longer.
     """
     sizes = sorted({point.request_bytes for point in curve.points})
     small, large = sizes[0], min(sizes, key=lambda size: abs(size - (64 << 10)))
@@ -296,9 +307,9 @@ RESIDENT_SHARES = (0.1, 0.3, 0.5, 0.75)
 
 
 def read_units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
-    """Return how a package's neurons are read from this flash, and the cost as planes, as JSON values.
+    """Return, as JSON values, what is read together from this flash, and the time if the package had planes.
 
-    There is a row for each mode and resident share.
+    There is a row for each mode and each of RESIDENT_SHARES; predicted mode has one row for all shares.
     """
     depth = _knee_depth(curve, manifest.layout.value_part_bytes)
     slots_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)

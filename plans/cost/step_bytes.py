@@ -1,4 +1,4 @@
-"""Bytes of memory that a step reads: fixed tensors, keys and values, and rows of neurons."""
+"""Bytes that a step reads from memory: fixed tensors, keys and values, and rows of neurons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuronpipe.protocol.frozen import frozen
 
 @frozen
 class StepBytes:
-    """The bytes that the steps of one plan read from memory."""
+    """The bytes that steps with one plan read from memory. `tokens` are those of the step, unless stated otherwise."""
 
     manifest: Manifest
     rates: ActivationRates
@@ -21,23 +21,26 @@ class StepBytes:
     memory: Memory
 
     def fixed(self, tokens: int) -> int:
-        """Return the bytes of fixed tensors. Of a mixture's predictors, only those of chosen experts count."""
+        """Return the bytes of fixed tensors. A predictor counts with the share of the experts that are chosen."""
         manifest, total = self.manifest, self.memory.fixed_bytes
         if not manifest.model.tied_embeddings:
-            total -= matrix_bytes(manifest, "output")  # the embedding has this size, and only one row of it is read
+            total -= matrix_bytes(manifest, "output")  # the embedding has this size, and a token reads one row of it
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
             total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total
 
     def offloaded(self) -> int:
-        """Return the bytes of fixed tensors that an accelerator reads instead of the workers."""
+        """Return the bytes of the offloaded matrices, which the workers do not read."""
         return sum(
             matrix_bytes(self.manifest, name) * (1 if name == "output" else self.manifest.model.layers)
             for name in self.compute.held_matrices
         )
 
     def kv(self, tokens: int) -> int:
-        """Return the bytes of `tokens` keys and values in all layers, within the attention window of each."""
+        """Return the bytes of one sequence's keys and values in all layers, each within its attention window.
+
+        tokens: length of the sequence
+        """
         model = self.manifest.model
         return (
             model.key_heads
@@ -48,16 +51,16 @@ class StepBytes:
         )
 
     def trigger_rows(self, tokens: int) -> float:
-        """Return the bytes of the trigger rows that `tokens` tokens read."""
+        """Return the bytes of the trigger rows that the tokens read. A row counts for each token, up to all rows."""
         return self._rows(tokens, self.rates.trigger_read) * trigger_row_bytes(self.manifest)
 
     def value_rows(self, tokens: int) -> float:
-        """Return the bytes of the Up and Down rows that `tokens` tokens read."""
+        """Return the bytes of the Up and Down rows that the tokens read, counted as trigger rows are."""
         up = self._rows(tokens, self.rates.value_read) if self.manifest.model.gated else 0.0
         return (up + self._rows(tokens, self.rates.down_read)) * neuron_row_bytes(self.manifest)
 
     def _rows(self, tokens: int, share: float) -> float:
-        """Return the rows of one matrix that `tokens` tokens read, each this share of its chosen experts' neurons."""
+        """Return the rows of one matrix that the tokens read, each this share of its chosen experts' neurons."""
         model = self.manifest.model
         read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
         return read * model.ffns * model.neurons

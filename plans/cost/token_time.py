@@ -1,10 +1,11 @@
 """Expected times of a decoded token and of a prompt, from bytes, rows and reads.
 
     step = fixed matrices, keys and values + neurons + reads and synchronization + exposed flash time
-           + what an accelerator computes longer than the workers
+           + time that workers wait for an accelerator
 
 `work_cost.py` has the costs of a device, `accelerator_cost.py` those of an accelerator, `expected_misses.py` the misses
-of the cache. No time is expected of an unmeasured accelerator, nor of prompts computed by a runtime.
+of the cache. With an unmeasured accelerator there is no expected time of steps, and with a runtime for prompts none of
+prompts.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from neuronpipe.plans.plan.pinned_clusters import pins_within
 from neuronpipe.plans.plan.runtime_memory import runtime_of
 from neuronpipe.protocol.frozen import frozen
 
-# Value parts that are read alone, per bundle: both parts are read together but evicted separately, the value part
-# sooner if the neuron was predicted and not active. 1B and 7B, 40 to 75 % resident: 0.15 to 0.29.
+# Value parts that are read alone, for each missed bundle: both parts are read together but evicted separately, the
+# value part sooner if the neuron was predicted and not active. Measured: 0.15 to 0.29 (1B and 7B, 40 to 75 % resident).
 VALUES_ALONE = 0.2
-DENSE_TOKENS = 16  # from this many tokens on, a step computes all neurons of a used block (native/engine)
+# From this many tokens on, a step requests all value parts together with the trigger parts (native/engine).
+DENSE_TOKENS = 16
 
 Measurements = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
-"""Measured flash curve, memory speed and profile of a device; None where not measured."""
+"""Flash curve, memory speed and profile of a device; None for what was not measured."""
 
 
 def expected(
@@ -55,9 +57,9 @@ def expected(
     position_tokens: int | None = None,
     prompt_tokens: int | None = None,
 ) -> Expected:
-    """Return the expectation for a decoded token and a prompt.
+    """Return the expectation for a decoded token and for a prompt.
 
-    batch: sequences of a step
+    batch: sequences of a step; figures per token are those of a step divided by it, tokens/s are of all together
     position_tokens: tokens of each sequence before the decoded token (default: half of the context)
     prompt_tokens: length of the prompt (default: one prefill chunk)
     """
@@ -107,9 +109,9 @@ def step_ms(
 def matrices_saved_ms(
     manifest: Manifest, rates: ActivationRates, compute: Compute, memory: Memory, flash: Flash, measured: Measurements
 ) -> dict[str, float]:
-    """Return the decode time of one sequence that each matrix saves if it is offloaded, by its name.
+    """Return the time of a one-sequence step that is saved by offloading a matrix, for each of MATRICES, by name.
 
-    Empty if the device was not measured or computes on the workers' own cores.
+    Negative if the accelerator is slower. Empty if it was not measured or computes on the workers' own cores.
     """
     run_cost = _run_cost(manifest, rates, compute, memory, flash, *measured)
     if run_cost.device is None or run_cost.device.accelerator.is_processor:
@@ -132,9 +134,9 @@ def decode_reads(
     *measured: Any,
     tokens: int,
 ) -> tuple[IoWait, Reads]:
-    """Return the reads of one sequence's decode step that are waited for, and the model of the waiting.
+    """Return the model of waiting, and the last reads of a one-sequence step: in exact mode with parts, the values.
 
-    measured: measurements of the device, as `expected` takes them
+    measured: curve, speed and profile, as `expected` takes them
     tokens: tokens of the sequence before the step
     """
     run_cost = _run_cost(manifest, rates, compute, memory, flash, *measured)
@@ -152,7 +154,7 @@ def _run_cost(
 
 @frozen(kw_only=True)
 class _Step:
-    """The amounts that one step moves, and its times; None if the device was not measured."""
+    """Bytes and reads of one step, and its times; a time is None if something that it needs was not measured."""
 
     sequential_bytes: int = 0
     pieces_bytes: int = 0
@@ -162,12 +164,12 @@ class _Step:
     miss_rate: float = 0.0
     sequential_ms: float | None
     pieces_ms: float | None
-    read_overhead_ms: float = 0.0  # processor time of reads
+    read_overhead_ms: float = 0.0  # processor time of reads that delays the workers
     synchronization_ms: float = 0.0  # barriers, messages
     flash_ms: float | None
     exposed_ms: float | None  # flash time that no work overlaps
-    device_ms: float = 0.0  # of a measured accelerator, in parallel with the workers
-    waited_ms: float | None = 0.0  # the part of it that the workers wait for
+    device_ms: float = 0.0  # time of a measured accelerator, in parallel with the workers
+    waited_ms: float | None = 0.0  # the part of device_ms that the workers wait for
     flash_reads: tuple[Reads, ...] = ()
 
     @property
@@ -176,7 +178,10 @@ class _Step:
 
     @property
     def overhead_ms(self) -> float:
-        """Processor time of reads and synchronization. While workers wait, reading takes no time from them."""
+        """Time of synchronization and of reads' processor time that delays the workers.
+
+        Processor time counts by the share of the step in which workers do not wait for flash.
+        """
         if not self.exposed_ms or not self.work_ms:
             return self.synchronization_ms + self.read_overhead_ms
         return self.synchronization_ms + self.read_overhead_ms * self.work_ms / (self.work_ms + self.exposed_ms)
@@ -200,15 +205,15 @@ class _RunCost:
 
     # ---- steps -----------------------------------------------------------------------------------------------
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
-        """Return a step of `batch` sequences with `position_tokens` tokens each.
+        """Return a decode step of `batch` sequences with `position_tokens` tokens each.
 
-        A row counts once for each sequence that reads it, up to all rows, as in the participants' counters.
+        A row counts for each sequence that reads it, up to all rows, as in the participants' counters.
         """
         if self.memory.has_borrowed_slots:
             memory = with_borrowed_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
             return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
         rates, flash = self.rates, self.flash
-        in_order = rates.trigger_read == 1.0  # all triggers, one after the other
+        in_order = rates.trigger_read == 1.0  # all triggers are computed, in order
         blocks = self.compute.offloaded_blocks(batch)
         triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
         trigger_bytes, value_bytes, device_ms = self._divide_rows(batch, blocks)
@@ -216,7 +221,7 @@ class _RunCost:
             self._bytes.fixed(batch) - (0 if self.device is None else self._bytes.offloaded()),
             batch * self._bytes.kv(position_tokens),
         )
-        # The size of a piece is that of one sequence: others read the same rows, or rows of the same size.
+        # Contiguous bytes are computed for one sequence: further ones read the same rows, or rows of the same size.
         one_sequence = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
         one_sequence_bytes = self._bytes.value_rows(1) + (0.0 if in_order else self._bytes.trigger_rows(1))
         one_sequence_pieces = one_sequence[1].accesses + (0.0 if in_order else one_sequence[0].accesses)
@@ -245,7 +250,7 @@ class _RunCost:
             waited_ms = _sum(matrices_ms, self.device.waited_ms(device_ms, neurons_total_ms))
             device_ms += matrices_ms
         elif blocks or self.compute.held_matrices:
-            waited_ms = None  # unmeasured: it may be as fast as the workers, or a hundred times slower
+            waited_ms = None  # an unmeasured device may be as fast as the workers, or a hundred times slower
         flash_reads = self._step_reads(triggers, values, _sum(fixed_ms, kv_ms), _sum(neurons_total_ms, waited_ms))
         reads, read_bytes = sum(group.reads for group in flash_reads), sum(group.read_bytes for group in flash_reads)
         return _Step(
@@ -271,7 +276,6 @@ class _RunCost:
 
     @functools.cached_property
     def io_wait(self) -> IoWait:
-        """The model of waiting for the reads of decode steps."""
         return IoWait(self.cost, self.manifest.model.layers, self.flash.depth)
 
     @functools.cached_property
@@ -279,9 +283,9 @@ class _RunCost:
         return StepBytes(self.manifest, self.rates, self.compute, self.memory)
 
     def _divide_rows(self, batch: int, blocks: int) -> tuple[float, float, float]:
-        """Return the trigger bytes and value bytes of the workers' rows, and the time of a device for the other rows.
+        """Return the trigger bytes and value bytes of the workers' rows, and the time of the device for other rows.
 
-        Rows of an unmeasured device all count as the workers'.
+        If the device was not measured, all rows count as the workers'.
         """
         rates = self.rates
         trigger_bytes, value_bytes = self._bytes.trigger_rows(batch), self._bytes.value_rows(batch)
@@ -305,7 +309,8 @@ class _RunCost:
     ) -> list[Reads]:
         """Return the reads of a decode step, by when they are issued.
 
-        attention_ms overlaps with them where the layer's neurons do not depend on its attention.
+        attention_ms: time outside feed-forwards; it overlaps with reads that do not depend on the layer's attention
+        neurons_ms: time of the feed-forwards
         """
         layout, flash = self.manifest.layout, self.flash
         all_triggers = self.compute.mode != "predicted"
@@ -336,9 +341,9 @@ class _RunCost:
         ]
 
     def prompt_ms(self, tokens: int) -> float | None:
-        """Return the time of a prompt, chunk by chunk. Every weight that a token of the chunk uses is read once.
+        """Return the time of a prompt of `tokens` tokens, chunk by chunk.
 
-        None if a runtime computes the products, which no profile measures.
+        None if something was not measured, or if a runtime computes the products, which no profile measures.
         """
         if runtime_of(backend_of("prefill", self.compute.processes)) is not None:
             return None
@@ -352,8 +357,10 @@ class _RunCost:
         return total_ms
 
     def _prefill_step(self, tokens: int, before: int) -> _Step:
-        """Return a step of a prompt, without a predictor. A layer's weights are read while the layer before is
-        computed."""
+        """Return the step of a prompt that computes `tokens` tokens after `before` tokens.
+
+        It reads every part once that one of the tokens uses; a layer's parts while the layer before is computed.
+        """
         rates, layout, model = self.rates, self.manifest.layout, self.manifest.model
         value_rate = rates.trigger_read if tokens >= DENSE_TOKENS else rates.value_read
         triggers, values = self._triggers(tokens), self._values(tokens, value_rate)
@@ -380,16 +387,17 @@ class _RunCost:
 
     # ---- reads -----------------------------------------------------------------------------------------------
     def _reads(self, misses: int, part_bytes: int, *, in_order: bool = False) -> tuple[int, int]:
-        """Return number and bytes of the reads for these misses.
+        """Return the number of reads for these misses, and their bytes including gaps.
 
-        in_order: misses of each feed-forward are contiguous, behind its pinned clusters
+        part_bytes: bytes to read of each cluster
+        in_order: the misses of each feed-forward are contiguous, behind its pinned clusters
         """
         clusters = misses if in_order else self.rates.chosen * self.manifest.clusters
         return joined_reads(misses, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int, blocks: int = 0) -> PartAccesses:
-        """Return the accesses of trigger parts. blocks: offloaded blocks of every feed-forward"""
+        """Return the accesses of triggers. blocks: offloaded blocks of every feed-forward."""
         slots = occupied_slots(self.memory.trigger_slots, self.flash.reserved_triggers), self._pinned(tokens, 0)
         return self._parts(self.rates.trigger_read, slots, tokens, blocks, self.compute.mode != "predicted")
 
@@ -400,10 +408,7 @@ class _RunCost:
     def _parts(
         self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_accessed: bool
     ) -> PartAccesses:
-        """Return the accesses of parts of one kind.
-
-        slots: numbers of occupied and of pinned slots
-        """
+        """Return the accesses of triggers or of values. slots: numbers of occupied and of pinned slots."""
         offloaded = self.manifest.model.ffns * offloaded_clusters(self.manifest.layout, blocks)
         resident = ResidentSlots(occupied=slots[0], pinned=slots[1], offloaded=offloaded)
         return part_accesses(
@@ -411,8 +416,10 @@ class _RunCost:
         )
 
     def _pinned(self, tokens: int, part: int) -> int:
-        """Return how many triggers (part 0) or values (1) of all are pinned in a step, in a prompt's as for one
-        sequence."""
+        """Return the number of pinned triggers (part 0) or values (part 1) in a step of `tokens` tokens.
+
+        A step with more tokens than the plan has sequences is a prompt's, and has the pins for one sequence.
+        """
         memory, batch = self.memory, tokens if tokens <= self.compute.sequences else 1
         counts = memory.pins_for(batch).counts(self.manifest.model.ffns)[part]
         slots = (memory.trigger_slots, memory.value_slots)[part]
@@ -420,20 +427,20 @@ class _RunCost:
 
 
 def known_before_attention(manifest: Manifest, compute: Compute) -> bool:
-    """Return True if a predictor or the router chooses a layer's neurons before its attention."""
+    """Return True if a predictor or a router chooses a layer's neurons or experts before its attention."""
     if compute.mode == "predicted" and manifest.predictor is not None:
         return manifest.predictor.reads == "attention"
     return manifest.model.router_reads == "layer"
 
 
 def shares_core(compute: Compute) -> bool:
-    """Return True if the loader runs on a worker's core."""
+    """Return True if the loader runs on a decode worker's core, or is not pinned to a core."""
     loader_core = next(process.core for process in compute.processes if process.role == "loader")
     return loader_core is None or loader_core in {worker.core for worker in compute.decode_workers()}
 
 
 def _sum(*times_ms: float | None) -> float | None:
-    """Return the sum, or None if a time is not known."""
+    """Return the sum; None if one of the times is None."""
     return None if any(time_ms is None for time_ms in times_ms) else sum(time_ms or 0.0 for time_ms in times_ms)
 
 

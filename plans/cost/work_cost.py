@@ -1,7 +1,7 @@
 """Costs of work on a device: milliseconds for bytes, rows and reads.
 
-They come from a device profile, which has measured the run's own kernels, or else from memory speed, with which
-computing is then assumed to keep up. None where nothing was measured.
+They come from a device profile, which has measured the run's own kernels. Without one they come from the speed of
+memory, with which computing is assumed to keep up. A cost is None if neither was measured.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from neuronpipe.protocol.frozen import frozen
 # Assumed processor time of the loader: to submit and reap a read, and to check and copy its bytes.
 ASSUMED_READ_US = 6.0
 ASSUMED_READ_US_PER_KIB = 0.25
-# Assumed of a run if only kernels were measured: time of a step over its kernels, with several workers and with one
-# (1.10 to 1.39 on three machines); processor time of a read over that in a large batch (3 to 4), and its delay.
+# Assumed of a run if only kernels were measured: time of a step relative to its kernels, with several workers and with
+# one (measured: 1.10 to 1.39 on three machines); processor time of a read relative to one in a large group (3 to 4);
+# and the delay of a read.
 ASSUMED_STEP_FACTOR, ASSUMED_STEP_FACTOR_OF_ONE = 1.3, 1.1
 ASSUMED_READ_FACTOR, ASSUMED_READ_DELAY_US = 3.0, 200.0
-# Weights of a prompt times vectors of its tokens, per core: a server's were measured at 150 to 390 G
+# Products of a prompt, tokens x weights, for each core: cores of a server were measured at 150 to 390 G
 # (tests/bench/results, kernels), a phone's mid core would reach 48 G (plans/lab/devices).
 ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
-# Fixed cost of a panel, in tokens: 137, 257 and 321 G with 16, 64 and 512 tokens on an EPYC.
+# Fixed cost of a panel, in tokens: an EPYC reaches 137, 257 and 321 G with 16, 64 and 512 tokens.
 PANEL_TOKENS_OF_SETUP = 16
-# Products of a head with keys or values in f16 while a prompt is computed, per core.
+# Multiplications by f16 keys and values in a prompt's attention, for each core.
 ASSUMED_ATTENDED_PER_S = 20e9
-# Per core, for each gate of each token of a prompt. Two cores of an EPYC with AVX-512, a 1B: 11 by perf.
+# Time of a core for each gate of each token of a prompt, measured by perf with a 1B on an EPYC with AVX-512.
 GATE_NS = 11.0
 BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and between layers
 
 
 @frozen
 class WorkCost:
-    """The costs of decode workers together, for the matrices of one package.
+    """The costs of work by all decode workers together, with the matrices of one package.
 
     shares_core: the loader runs on a worker's core, so that its processor time delays the workers
     """
@@ -53,28 +54,35 @@ class WorkCost:
 
     # ---- decode ----------------------------------------------------------------------------------------------
     def fixed_ms(self, size_bytes: float) -> float | None:
-        """Return the time of fixed matrices times a token's vectors."""
+        """Return the time of products of fixed matrices, of which `size_bytes` are read."""
         return self._in_order_ms("matrix", size_bytes)
 
     def triggers_ms(self, size_bytes: float) -> float | None:
-        """Return the time of the trigger rows of whole blocks."""
+        """Return the time of all trigger rows of blocks, read in order."""
         return self._in_order_ms("triggers", size_bytes, self._gate_rows)
 
     def values_ms(self, size_bytes: float, share: float, piece_bytes: int) -> float | None:
-        """Return the time of Up and Down rows of this share of the neurons, at any positions."""
+        """Return the time of the Up and Down rows of active neurons.
+
+        share: share of the neurons that are active
+        piece_bytes: bytes that are contiguous in memory, used if kernels were not measured
+        """
         if (speed := self._values_bytes_per_s(share, predicted=False)) is not None:
             return 1e3 * size_bytes / speed
         return self._pieces_ms(size_bytes, piece_bytes)
 
     def predicted_ms(self, trigger_bytes: float, value_bytes: float, share: float, piece_bytes: int) -> float | None:
-        """Return the time of the rows of this share of the neurons, chosen by a predictor."""
+        """Return the time of the rows that a predictor chooses; `share` is its share of the neurons.
+
+        Other parameters are as in `values_ms`.
+        """
         triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share, self._gate_rows)
         if triggers_ms is not None and (speed := self._values_bytes_per_s(share, predicted=True)) is not None:
             return triggers_ms + 1e3 * value_bytes / speed
         return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
 
     def sequential_read_ms(self, size_bytes: float) -> float | None:
-        """Return the time to read memory with hardly any computing, as for keys and values."""
+        """Return the time to read memory in order with hardly any computing, as for keys and values."""
         if self.profile is not None and self.profile.dram:
             return 1e3 * size_bytes / self.profile.dram_bytes_per_s(self.workers)
         if self.speed is None:
@@ -82,14 +90,16 @@ class WorkCost:
         return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.sequential_bytes_per_s)
 
     def step_factor(self) -> float:
-        """Return the ratio of a decode step to its kernels alone; 1 if no kernel was measured."""
+        """Return the time of a decode step relative to its kernels alone; 1 if no kernel was measured."""
         assumed = ASSUMED_STEP_FACTOR if self.workers > 1 else ASSUMED_STEP_FACTOR_OF_ONE
         measured = self._measured(lambda profile: profile.step_factor(self.mode, self.workers))
         return measured or (assumed if self._no_run_measured else 1.0)
 
     def synchronization_ms(self) -> float:
-        """Return the time between steps or, if no step was measured, of a step's barriers. 0 if nothing was
-        measured."""
+        """Return the time between two steps or, if no step was measured, of a step's barriers and messages.
+
+        0 without a device profile.
+        """
         if self.profile is None:
             return 0.0
         between_us = self._measured(lambda profile: profile.between_us(self.mode, self.workers))
@@ -100,15 +110,20 @@ class WorkCost:
 
     # ---- prefill ---------------------------------------------------------------------------------------------
     def panel_ms(self, tokens: int, weights: float, *, gates: bool = False) -> float:
-        """Return the time of these weights, of gates or of fixed matrices, times the vectors of `tokens` tokens."""
+        """Return the time to multiply weights by the vectors of `tokens` tokens.
+
+        weights: number of weights
+        gates: the weights are those of gates, not of fixed matrices
+        """
         rows = self._gate_rows if gates else self._rows
         speed = self._measured(lambda profile: profile.panel_token_weights_per_s(tokens, self.workers, **rows))
         assumed = self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S * tokens / (tokens + PANEL_TOKENS_OF_SETUP)
         return 1e3 * tokens * weights / (speed or assumed)
 
     def reused_values_ms(self, token_weights: float, share: float) -> float:
-        """Return the time of value rows that are read once for each token, from the processor's cache.
+        """Return the time of a prompt's value rows, which each token reads from the processor's cache.
 
+        token_weights: weights of the rows, summed over the tokens
         share: share of the neurons that are active for a token
         """
 
@@ -120,8 +135,10 @@ class WorkCost:
         return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
 
     def attention_ms(self, products: float) -> float:
-        """Return the time of heads times keys, and weights times values: f16 rows that the token before has left in
-        the cache."""
+        """Return the time of a prompt's attention, with f16 rows that the token before has left in the cache.
+
+        products: components of keys and values that are multiplied, summed over heads and tokens
+        """
 
         def seconds_per_product(profile: DeviceProfile) -> float:
             rows: dict[str, Any] = {"quantization": "f16", "row_weights": self.manifest.model.head_width}
@@ -132,15 +149,19 @@ class WorkCost:
         return 1e3 * products * (each_s or 1 / (self.workers * ASSUMED_ATTENDED_PER_S))
 
     def gates_ms(self, gates: float) -> float:
-        """Return the time to decide for each product with a gate whether it is active, and to list the active gates."""
+        """Return the time to decide for each of `gates` products whether it is active, and to list active gates."""
         return gates * GATE_NS / self.workers / 1e6
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """Return the time of the storage.
+        """Return the time of the storage for these reads; None if flash was not measured.
 
-        Reads come in bursts of `at_once`, with nothing until the next layer. A burst takes the time of one read alone,
-        plus for each further read its time among as many as are in flight.
+        Reads are issued in groups, with nothing in flight between two groups. A group takes the time of one read alone,
+        and for each further read the time that a read adds when as many are in flight.
+
+        read_bytes: bytes of all reads
+        at_once: reads of a group
+        depth: maximum of reads in flight
         """
         if not reads:
             return 0.0
@@ -152,9 +173,9 @@ class WorkCost:
         return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
     def storage_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """Return the time of the storage for these reads, or of the loader on a core of its own if that is longer.
+        """Return the time of the storage, or that of a loader on a core of its own if it is longer.
 
-        One process submits, checks and copies all of them.
+        One process, the loader, submits, checks and copies all reads. Parameters and None are as in `flash_ms`.
         """
         flash_ms = self.flash_ms(reads, read_bytes, at_once, depth)
         if flash_ms is None or not reads or self.shares_core:
@@ -162,19 +183,18 @@ class WorkCost:
         return max(flash_ms, reads * self._read_cpu_ms(read_bytes / reads, at_once, in_groups=True))
 
     def read_overhead_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
-        """Return the processor time of reads that delays the workers: spread over their cores, or 0 with a core of its
-        own.
+        """Return the processor time of reads that delays the workers, spread over their cores.
 
-        at_once: reads issued together
+        0 if the loader has a core of its own. Parameters are as in `flash_ms`.
         """
         if not self.shares_core or not reads:
             return 0.0
         return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
 
     def read_service_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
-        """Return how long one read among many keeps the next waiting, in the loader or in the storage.
+        """Return for how long a read among many occupies the slower of storage and loader; None if not measured.
 
-        in_groups: the loader submits and completes large groups, as when it was measured alone
+        in_groups: the loader submits and completes large groups of reads, as when it was measured alone
         """
         if self.curve is None:
             return None
@@ -194,7 +214,7 @@ class WorkCost:
     def _assumed_submit_us(self) -> float:
         """Return the assumed processor time to submit and reap a read.
 
-        It is no more than the whole time of the smallest read when one core measured the curve.
+        It is at most the shortest time of a read in the measured curve, since one core submitted all of these reads.
         """
         if self.curve is None:
             return ASSUMED_READ_US
@@ -202,25 +222,26 @@ class WorkCost:
         return min(ASSUMED_READ_US, fastest_us)
 
     def read_delay_ms(self, *, together: bool) -> float:
-        """Return the time that a read in a run takes beyond the flash's own time; 0 if no kernel was measured.
+        """Return the time that a worker waits for a read beyond the flash's own time; 0 if no kernel was measured.
 
-        A worker waits until the loader runs, which may share its core with a computing worker, and until it is woken
-        itself.
+        The loader must be scheduled, possibly on the core of a computing worker, and the waiting worker woken.
 
-        together: issued with other reads of its layer
+        together: the read is issued with other reads of its layer
         """
         measured_us = self._measured(lambda profile: profile.read_delay_us(self.workers, together=together))
         return (measured_us or (ASSUMED_READ_DELAY_US if self._no_run_measured else 0.0)) / 1e3
 
     @property
     def _no_run_measured(self) -> bool:
-        """True if only kernels were measured, as at a start."""
+        """True if kernels were measured but no run, as at a start."""
         return self.profile is not None and bool(self.profile.decode) and not self.profile.steps
 
     # ---- speeds ----------------------------------------------------------------------------------------------
     def _in_order_ms(self, kind: DecodeKind, size_bytes: float, rows: dict[str, Any] | None = None) -> float | None:
-        """Return the longer of the times of kernel and memory: a kernel's test data may have stayed in a large cache
-        in part."""
+        """Return the longer of the times of kernel and memory; None if neither was measured.
+
+        A kernel's measurement may be too fast, if part of its data stayed in a large cache.
+        """
         times_ms = self._kernel_ms(kind, size_bytes, 1.0, rows or self._rows), self.sequential_read_ms(size_bytes)
         return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
 
@@ -234,7 +255,7 @@ class WorkCost:
         )
 
     def _measured(self, figure: Callable[[DeviceProfile], float]) -> float | None:
-        """Return a figure of the profile, or None without a profile or if this was not measured."""
+        """Return a figure of the profile; None without a profile, or if the figure raises KeyError."""
         try:
             return None if self.profile is None else figure(self.profile)
         except KeyError:
@@ -242,8 +263,11 @@ class WorkCost:
 
     @property
     def _rows(self) -> dict[str, Any]:
-        """The kind of rows in the package's matrices. Rows with minima take the time of q4k for each byte, and those
-        of iq4 and mxfp4 the time of q4, unless they were measured."""
+        """Arguments of profile queries for rows of the package.
+
+        Unless they were measured, rows with minima take the time of q4k for each byte, and those of iq4 and mxfp4 the
+        time of q4.
+        """
         quantization = self.manifest.quantization
         if quantization in MINIMUM_QUANTIZATIONS and not self._has_kernels(quantization):
             quantization = MINIMUM_QUANTIZATIONS[0]
@@ -256,7 +280,8 @@ class WorkCost:
 
     @property
     def _gate_rows(self) -> dict[str, Any]:
-        """The kind of rows in the gates; as other rows if kernels of the gates' own quantization were not measured."""
+        """Arguments of profile queries for rows of gates: those of other rows if the gates' kernels were not
+        measured."""
         gate_quantization = self.manifest.trigger_quantization
         return self._rows | ({"quantization": gate_quantization} if self._has_kernels(gate_quantization) else {})
 
@@ -266,7 +291,7 @@ class WorkCost:
         return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.piece_bytes_per_s(piece_bytes))
 
     def _share_of_speed(self, speed: MemorySpeed) -> float:
-        """Return the share of the speed measured with `speed.threads` threads that the workers reach."""
+        """Return the share of the speed of `speed.threads` threads that the workers reach, if they are fewer."""
         if self.workers >= speed.threads:
             return 1.0
         return min(1.0, self.workers * speed.one_thread_bytes_per_s / speed.sequential_bytes_per_s)

@@ -1,7 +1,4 @@
-"""Measured speeds of an accelerator, an optional part of a device profile.
-
-They cover the kernels on offloaded blocks by the number of sequences in a step, and the cost of each call.
-"""
+"""Measured speeds of an accelerator, an optional part of a device profile: kernels on offloaded blocks, and calls."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from neuronpipe.protocol.frozen import frozen
 
 ACCELERATOR_VERSION = 2
 OffloadedKind = Literal["exact", "predicted"]
-MAX_SEQUENCES = 4  # in a step
+MAX_SEQUENCES = 4  # maximum of sequences in a measured step
 LISTS = ("launches", "copies", "visits", "held", "in_runs")
 
 
 @frozen(kw_only=True)
 class OffloadedPoint:
-    """Speed of the kernels on whole offloaded blocks, in bytes of weights per second of the computed rows.
+    """Speed of the kernels on whole offloaded blocks, in bytes of computed weights per second.
 
-    A row counts once per sequence that reads it, up to all rows. Kind "exact" computes all triggers and the Up and Down
-    rows of this share of the neurons, different neurons per sequence; kind "predicted" also restricts the triggers to
-    this share.
+    A row counts for each sequence that reads it, up to all rows. Kind "exact" computes all triggers, and the Up and
+    Down rows of `share` of the neurons, different ones for each sequence. Kind "predicted" also computes only the
+    triggers of these neurons.
     """
 
     kind: OffloadedKind
@@ -42,9 +39,9 @@ class OffloadedPoint:
 
 @frozen(kw_only=True)
 class LayerCall:
-    """One layer's call with almost nothing to compute: vectors to the device, kernels, sums back.
+    """Time of a layer's call with almost nothing to compute: vectors to the device, kernels, sums back.
 
-    routed: the layer is a mixture, so the call also transfers each layer's experts.
+    routed: the layer is a mixture of experts, so the call also transfers which experts were chosen
     """
 
     texts: int  # sequences in the step
@@ -57,10 +54,10 @@ class LayerCall:
 
 @frozen(kw_only=True)
 class RunOverhead:
-    """Extra time of a layer in a run compared with its kernels, copies and call measured alone.
+    """Time by which a layer in a run takes longer than its kernels, copies and call measured alone.
 
     It contains the barrier with the decode workers, the participant's other work and the transfer of predicted neurons.
-    If the device computes on the workers' cores, it also contains their spinning.
+    If the device computes on the workers' cores, it also contains the time in which workers spin while they wait.
     """
 
     mode: StepMode
@@ -69,7 +66,7 @@ class RunOverhead:
 
 @frozen(kw_only=True)
 class Copy:
-    """A synchronous copy of this many bytes. back: from the device to the host."""
+    """Speed of a synchronous copy of `copy_bytes` bytes. back: from the device to the host."""
 
     back: bool
     copy_bytes: int
@@ -81,17 +78,19 @@ class Copy:
 
 @frozen(kw_only=True)
 class Launch:
-    """The smallest possible kernel, launched and waited for."""
+    """Time to launch the smallest possible kernel and to wait for it."""
 
     us: Figure
 
 
 @frozen(kw_only=True)
 class AcceleratorProfile:
-    """Measured figures of one device.
+    """Measured figures of one accelerator.
 
-    backend: the name that selects it, as NAME or NAME:OPTIONS; is_processor: it computes on the same cores as the
-    decode workers; in_runs: empty if no run could be measured.
+    backend: selects the accelerator, as NAME or NAME:OPTIONS
+    shares_memory: its memory is that of this machine
+    is_processor: it computes on the same cores as the decode workers
+    in_runs: empty if no run could be measured
     """
 
     version: int
@@ -124,7 +123,7 @@ class AcceleratorProfile:
                 raise ValueError(f"copies: there are none {'back' if back else 'to the device'}")
 
     def lists(self) -> dict[str, tuple[Any, ...]]:
-        """Return the lists of points by their names in a device profile."""
+        """Return the lists of points, by name as `DeviceProfile.figures` gives it."""
         return {f"accelerator.{name}": getattr(self, name) for name in LISTS}
 
     @property
@@ -133,7 +132,10 @@ class AcceleratorProfile:
         return self.launches[0].us.median
 
     def layer_call_us(self, sequences: int, *, routed: bool) -> float:
-        """Return a layer's call time without computing and large copies, for a step of this many sequences."""
+        """Return the time of a layer's call without computing and large copies, for a step of this many sequences.
+
+        Calls of the other kind stand in if none with this value of `routed` was measured.
+        """
         calls = [call for call in self.visits if call.routed == routed] or list(self.visits)
         return interpolate({call.texts: call.us.median for call in calls}, sequences)
 
@@ -142,7 +144,7 @@ class AcceleratorProfile:
         return next((overhead.us.median for overhead in self.in_runs if overhead.mode == mode), 0.0)
 
     def copy_us(self, copy_bytes: float, *, back: bool) -> float:
-        """Return a copy's time beyond that of the smallest measured copy, which a layer's call already contains."""
+        """Return by how much a copy takes longer than the smallest measured one, which a layer's call contains."""
         speeds: dict[float, float] = {
             copy.copy_bytes: copy.bytes_per_s.median for copy in self.copies if copy.back == back
         }
@@ -154,7 +156,10 @@ class AcceleratorProfile:
     def offloaded_bytes_per_s(
         self, kind: OffloadedKind, sequences: int, share: float, *, quantization: Quantization, row_weights: int
     ) -> float:
-        """Return the speed for computed rows. Raises KeyError if this quantization was not measured."""
+        """Return the speed in bytes of computed weights per second: see OffloadedPoint.
+
+        Raises KeyError if this quantization was not measured.
+        """
         measured = {
             (p.row_weights, p.texts, p.share): p.bytes_per_s.median
             for p in self.held

@@ -1,8 +1,8 @@
 """Core classes, and the assignment of processes to cores. All functions are pure.
 
-A phone has three kinds of cores. Sparse decode needs the fast ones; flash commands complete sooner when a fast core
-submits them; processes that only forward messages are cheapest on a slow core. On a machine with equal cores these
-processes stay unpinned (None) and the kernel places them.
+A phone has up to three kinds of cores. Decode needs the fast ones, flash commands complete sooner when a fast core
+submits them, and processes that only forward messages cost least on a slow core. On a machine without slow cores
+these processes are not pinned.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Kind = Literal["big", "mid", "little"]
 Source = Literal["capacity", "frequency", "equal"]
 
 FULL_CAPACITY = 1024
-BIG_FROM_SHARE = 0.95
-# Capacity counts instructions per cycle too, and in-order cores come out at 0.2 to 0.45 of the fastest. Clock rates
-# alone make them look faster (2.3 of 3.3 GHz is 0.7), so where only clocks are known the line lies higher.
+BIG_FROM_SHARE = 0.95  # of the fastest core's speed
+# Cores below this share of the fastest core's speed are little. The kernel's capacity includes instructions per cycle:
+# in-order cores have 0.2 to 0.45. By clock rate alone they look faster (2.3 of 3.3 GHz is 0.7), so the limit is higher.
 LITTLE_BELOW_SHARE: Mapping[Source, float] = {"capacity": 0.5, "frequency": 0.75, "equal": 0.0}
 # From this many fast cores on, the loader gets a fast core of its own instead of one more decode worker.
 SPARE_LOADER_CORE_FROM = 4
@@ -29,7 +29,8 @@ SPARE_LOADER_CORE_FROM = 4
 class Core:
     """One logical processor.
 
-    capacity: its speed, 1024 for the fastest core of the machine; allowed: this process may run on it.
+    capacity: relative speed, 1024 for the fastest core of the machine
+    allowed: this process may run on it
     """
 
     id: int
@@ -39,10 +40,10 @@ class Core:
 
 
 def classify(speeds: Mapping[int, float], source: Source, allowed: Iterable[int]) -> tuple[Core, ...]:
-    """Return the cores by id, classified by their speeds.
+    """Return the cores in order of their ids, classified by their speeds.
 
     speeds: positive speeds by core id, in any unit
-    source: what the speeds are
+    allowed: ids of the cores on which this process may run
     """
     fastest = max(speeds.values())
     may_use = frozenset(allowed)
@@ -67,32 +68,35 @@ def _by_speed(cores: Iterable[Core]) -> tuple[list[Core], list[Core]]:
 
 
 def default_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:
-    """Return one decode worker per fast core, minus the loader's core if there are enough of them; at most the quota in
-    cores."""
+    """Return the default number of decode workers: one per fast core, but at least one and at most the quota.
+
+    From SPARE_LOADER_CORE_FROM fast cores on, one of them is left to the loader.
+
+    cpu_quota: processor time that the process may use, in cores
+    """
     fast, _ = _by_speed(cores)
     workers = len(fast) - 1 if len(fast) >= SPARE_LOADER_CORE_FROM else len(fast)
     return max(1, workers if cpu_quota is None else min(workers, int(cpu_quota)))
 
 
 def max_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:
-    """Return the number of fast cores, at most the quota in cores. More workers would share cores."""
+    """Return the number of fast cores, at least one and at most the quota in cores. More workers would share cores."""
     fast, _ = _by_speed(cores)
     return max(1, len(fast) if cpu_quota is None else min(len(fast), int(cpu_quota)))
 
 
 def restrict_cores(cores: Sequence[Core], ids: Iterable[int]) -> tuple[Core, ...]:
-    """Return the same cores with only these ids allowed."""
+    """Return the same cores, of which only those with these ids remain allowed."""
     allowed_ids = frozenset(ids)
     return tuple(replace(core, allowed=core.allowed and core.id in allowed_ids) for core in cores)
 
 
 def assign_cores(cores: Sequence[Core], decode_workers: int) -> dict[str, int | None]:
-    """Return the core of each role: "decode.0" ..., "loader", "prefill", "coordinator", "cache", "gateway"; None if
-    unpinned.
+    """Return the core of each process; None if it is not pinned.
 
-    The loader gets the last of the biggest cores. Decode workers take the other fast cores first, so that one shares
-    the loader's core only if there are as many workers as fast cores. Further workers take the slow cores, then start
-    again. Only allowed cores are used. Raises ValueError without an allowed core or a worker.
+    Keys are "decode.0" and so on, "loader", "prefill", "coordinator", "cache" and "gateway". The loader gets the last
+    of the biggest cores. Decode workers take the other fast cores, then the loader's, then the slow ones, and then
+    begin again. Only allowed cores are used. Raises ValueError if there is no allowed core, or no worker.
     """
     fast, slow = _by_speed(cores)
     if not fast or decode_workers < 1:
@@ -103,7 +107,7 @@ def assign_cores(cores: Sequence[Core], decode_workers: int) -> dict[str, int | 
     roles: dict[str, int | None] = {f"decode.{i}": places[i % len(places)].id for i in range(decode_workers)}
     roles["loader"] = loader.id
     roles["prefill"] = biggest[0].id
-    # The coordinator delays every token, so it gets the fastest slow core; rarely running processes get the slowest.
+    # The coordinator works for every token, so it gets the fastest slow core; processes that rarely run the slowest.
     roles["coordinator"] = slow[0].id if slow else None
     roles["cache"] = slow[-1].id if slow else None
     roles["gateway"] = slow[-1].id if slow else None

@@ -1,7 +1,7 @@
 """A device as a plan sees it: hardware, limits and measured speeds.
 
-The id covers the hardware only. Limits (memory, processor time, allowed cores, io_uring) are excluded, since the same
-machine inside a container is the same device, and planning applies its limits. Measured speeds are excluded, since they
+The id covers the hardware only. It excludes limits (memory, processor time, allowed cores, io_uring), since the same
+machine inside a container is the same device; planning applies the limits. It excludes measured speeds, since they
 differ a little every time.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class FlashPoint:
-    """Speed of random reads of one size with this many in flight."""
+    """Speed of random reads of `request_bytes` each, with `depth` in flight."""
 
     request_bytes: int
     depth: int
@@ -33,13 +33,14 @@ class FlashPoint:
 class FlashCurve:
     """Measured read speeds of the storage that a package lies on.
 
-    direct: False if the file system has no direct I/O, so that the page cache answered.
+    engine: "io_uring" or "threads"
+    direct: False if the file system has no direct I/O, so that the page cache answered
     """
 
     engine: str
     direct: bool
     points: tuple[FlashPoint, ...]
-    spread: float = 0.0  # of the least steady point: distance of its repetitions from their median, relative to it
+    spread: float = 0.0  # of the least steady point: median distance of repetitions from their median, relative to it
     busy: float = 0.0  # share of the machine that other programs used during the measurement
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class FlashCurve:
     def bytes_per_s(self, request_bytes: int, depth: float) -> float:
         """Return the expected speed, interpolated on logarithmic scales and constant beyond the measured range."""
         key = request_bytes, depth
-        if key not in self._cached_speeds:  # a search looks up the same ones thousands of times
+        if key not in self._cached_speeds:  # a search looks up the same speeds thousands of times
             points = (((point.depth, point.request_bytes), point.bytes_per_s) for point in self.points)
             self._cached_speeds[key] = interpolate_all(points, (depth, request_bytes))
         return self._cached_speeds[key]
@@ -61,7 +62,10 @@ class FlashCurve:
 
 @frozen(kw_only=True)
 class PiecePoint:
-    """Speed of reading pieces of one size with gaps between them, by all decode cores together. Gaps do not count."""
+    """Speed of reading pieces of `piece_bytes` with gaps between them, by all decode cores together.
+
+    Bytes of gaps do not count.
+    """
 
     piece_bytes: int
     bytes_per_s: float
@@ -69,13 +73,13 @@ class PiecePoint:
 
 @frozen(kw_only=True)
 class MemorySpeed:
-    """Memory read speeds: sequential by one thread and by `threads`, and in pieces by `threads`."""
+    """Speeds of reading memory: sequentially by one thread and by `threads` threads, and in pieces by `threads`."""
 
     threads: int
     one_thread_bytes_per_s: float
     sequential_bytes_per_s: float
     pieces: tuple[PiecePoint, ...]
-    spread: float = 0.0  # of the least steady figure: distance of the second best repetition from the best
+    spread: float = 0.0  # `DeviceProfile.spread` of the profile that the speeds are from
     busy: float = 0.0  # share of the machine that other programs used during the measurement
 
     def __post_init__(self) -> None:
@@ -85,23 +89,26 @@ class MemorySpeed:
             raise ValueError("memory speeds need pieces, and all of their figures must be positive")
 
     def piece_bytes_per_s(self, piece_bytes: int) -> float:
-        """Return the expected speed for pieces of this size, interpolated on logarithmic scales, constant beyond."""
+        """Return the expected speed for pieces of this size.
+
+        It is interpolated on logarithmic scales, and constant beyond the measured range.
+        """
         return interpolate({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
 
 
 @frozen(kw_only=True)
 class Device:
-    """One machine as this process may use it. Sizes are in bytes; None means no limit, or nothing to measure on."""
+    """One machine as this process may use it. A limit is None if there is none, a measurement if there was none."""
 
-    architecture: str
+    architecture: str  # as uname names it
     instruction_set: str  # of the kernels in use, e.g. "avx512"
     cores: tuple[Core, ...]
-    cpu_quota: float | None  # in cores
+    cpu_quota: float | None  # processor time that the process may use, in cores
     memory_total_bytes: int
     memory_available_bytes: int
     page_bytes: int
     memlock_bytes: int | None
-    io_uring: bool
+    io_uring: bool  # this process may use it
     flash: FlashCurve | None
     memory_speed: MemorySpeed | None = None
     profile: DeviceProfile | None = None
@@ -109,12 +116,12 @@ class Device:
 
     @property
     def id(self) -> str:
-        """Return sixteen hexadecimal digits that identify the hardware, independent of this process's limits."""
+        """Sixteen hexadecimal digits that identify the hardware, independent of this process's limits."""
         cores = [(core.id, core.capacity, core.kind) for core in self.cores]
         facts = [self.architecture, self.instruction_set, self.processor, self.page_bytes, cores]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     @property
     def flash_engine(self) -> str:
-        """Return the engine of the flash reader to plan with: "io_uring" or "threads"."""
+        """The engine of the flash reader to plan with: "io_uring" or "threads"."""
         return "io_uring" if self.io_uring else "threads"

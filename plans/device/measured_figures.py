@@ -13,16 +13,13 @@ from neuronpipe.protocol.frozen import frozen
 Case = TypeVar("Case")
 
 MIN_FIGURE = 1e-9
-MAX_FIGURE = 1e15  # bytes or weights a second, or microseconds: beyond what any machine has
+MAX_FIGURE = 1e15  # bytes or weights per second, or microseconds: more than any machine has
 MAX_SPREAD = 10.0
 
 
 @frozen(kw_only=True)
 class Figure:
-    """Median and spread of the repetitions of one measurement.
-
-    spread: median distance of the repetitions from their median, relative to it.
-    """
+    """Median and spread of the repetitions of one measurement. spread: as `spread_of` returns it."""
 
     median: float
     spread: float
@@ -35,7 +32,7 @@ class Figure:
 
     @classmethod
     def of(cls, repetitions: Sequence[float]) -> Figure:
-        """Return the figure of these repetitions, in their unit."""
+        """Return the figure of these repetitions, in their unit. A larger spread than MAX_SPREAD is cut to it."""
         return cls(median=statistics.median(repetitions), spread=round(min(MAX_SPREAD, spread_of(repetitions)), 4))
 
 
@@ -46,7 +43,10 @@ def spread_of(repetitions: Sequence[float]) -> float:
 
 
 def measure_in_turns(cases: Sequence[Case], measure: Callable[[Case], float], rounds: int) -> dict[Case, Figure]:
-    """Measure every case `rounds` times, in turns, so that one disturbance affects few repetitions of each case."""
+    """Measure every case `rounds` times, and return its figure.
+
+    Cases take turns, so that one disturbance affects few repetitions of each case.
+    """
     repetitions: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
@@ -65,9 +65,10 @@ def interpolate(measured: Mapping[float, float], position: float) -> float:
 
 
 def interpolate_all(measured: Iterable[tuple[Sequence[float], float]], position: Sequence[float]) -> float:
-    """Interpolate over several positions; `measured` yields (positions, value).
+    """Return the value at a position of several coordinates; `measured` yields (position, value).
 
-    The first position is interpolated between the results of interpolating over the other positions.
+    Values are interpolated over all coordinates but the first, separately for each measured value of the first, and
+    the results are interpolated over the first: as `interpolate` does it.
     """
     by_first: dict[float, list[tuple[Sequence[float], float]]] = {}
     for positions, value in measured:

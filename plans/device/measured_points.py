@@ -1,4 +1,4 @@
-"""Points of a device profile: what was measured, and its figure."""
+"""Points of a device profile: each has the conditions of a measurement, and its figures."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from neuronpipe.protocol.frozen import frozen
 SEQUENTIAL_PIECE_BYTES = 1 << 20  # a point with this piece size is a sequential read
 
 DecodeKind = Literal["matrix", "triggers", "ups", "downs", "predicted_triggers", "predicted_ups", "predicted_downs"]
-"""Rows of weights times one token.
+"""Rows that are multiplied by the vector of one token.
 
-matrix: a whole matrix; triggers: all triggers of a block; ups, downs: the Up and Down rows of the neurons that fired;
-predicted_*: the rows of the neurons that a predictor chose, whose value parts are prefetched with the triggers.
+matrix: rows of a whole matrix
+triggers: all triggers of a block
+ups, downs: the Up and Down rows of the neurons that fired
+predicted_*: the rows of the neurons that a predictor chose; their value parts are prefetched with the triggers
 """
 
 ReusedKind = Literal["ups", "downs"]
 StepMode = Literal["exact", "predicted"]
-MAX_SHARE = 10.0  # of the speed alone: a larger share means that the measurement alone was disturbed
+# Maximum of a speed in company, as a share of the speed alone. More than 1 means that the measurement alone was
+# disturbed.
+MAX_SHARE = 10.0
 
 
 def require_positive(owner: object, *names: str) -> None:
@@ -37,7 +41,7 @@ def _share(value: float) -> None:
 
 @frozen(kw_only=True)
 class CoreClass:
-    """The allowed cores of one kind. measured: the core that was measured for the class."""
+    """The allowed cores of one kind. measured: id of the core that was measured for all of them."""
 
     kind: Kind
     cores: tuple[int, ...]
@@ -52,7 +56,10 @@ class CoreClass:
 
 @frozen(kw_only=True)
 class DramPoint:
-    """Speed of reading memory only: sequentially for SEQUENTIAL_PIECE_BYTES, else every eighth piece of this size."""
+    """Speed at which this many workers together read memory without computing.
+
+    They read all of it in order if piece_bytes is SEQUENTIAL_PIECE_BYTES, else every eighth piece of this size.
+    """
 
     workers: int
     piece_bytes: int
@@ -64,14 +71,14 @@ class DramPoint:
 
 @frozen(kw_only=True)
 class DecodePoint:
-    """Bytes of weights per second (quants and scales of the computed rows) of all workers together."""
+    """Speed of a decode kernel, of all workers together: bytes of computed rows (quants and scales) per second."""
 
     kind: DecodeKind
     quantization: Quantization
     row_weights: int
-    share: float  # of a block's neurons, whose rows are computed
+    share: float  # share of a block's neurons whose rows are computed
     workers: int
-    core: Kind | None  # class of a single worker's core; None: all decode cores
+    core: Kind | None  # class of the core of a single worker; None: the decode cores
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
@@ -81,7 +88,7 @@ class DecodePoint:
 
 @frozen(kw_only=True)
 class PanelPoint:
-    """Tokens x weights per second of trigger rows times a panel of tokens, of all workers together."""
+    """Speed of prefill's product of trigger rows and `tokens` tokens, of all workers: tokens x weights per second."""
 
     quantization: Quantization
     row_weights: int
@@ -96,7 +103,10 @@ class PanelPoint:
 
 @frozen(kw_only=True)
 class ReusedPoint:
-    """Tokens x weights per second of prefill's value rows that are still in the cache from the previous token."""
+    """Speed of prefill's products with value rows, of all workers together: tokens x weights per second.
+
+    The rows are still in the processor's cache, since the previous token used them.
+    """
 
     kind: ReusedKind
     quantization: Quantization
@@ -113,13 +123,13 @@ class ReusedPoint:
 
 @frozen(kw_only=True)
 class FlashRead:
-    """Reads of one size with `depth` in flight, within the first range_bytes of the file."""
+    """Speed of reads of one size with `depth` in flight, within the first `range_bytes` of the file."""
 
     request_bytes: int
     depth: int
     range_bytes: int
-    sequential: bool
-    core: Kind | None  # class of the issuing core; None: unpinned
+    sequential: bool  # False: at random positions
+    core: Kind | None  # class of the core that issues them; None: unpinned
     bytes_per_s: Figure
 
     def __post_init__(self) -> None:
@@ -128,9 +138,9 @@ class FlashRead:
 
 @frozen(kw_only=True)
 class ReadCost:
-    """Processor time of the loader for one read of this size: submit, reap, checksum, copy, publish.
+    """Processor time of the loader for one read of this size: submit, reap, verify its checksum, copy, publish.
 
-    at_once: reads requested together, so that one wake-up serves several.
+    at_once: number of reads requested together, which share the cost of waking the loader
     """
 
     request_bytes: int
@@ -143,8 +153,11 @@ class ReadCost:
 
 @frozen(kw_only=True)
 class Sharing:
-    """A worker and the loader active at the same time, on one core or two: the share of its speed alone that each
-    keeps."""
+    """Slowdown of a decode worker and the loader that run at the same time.
+
+    same_core: both run on one core; False: each has a core
+    worker_share, loader_share: speed with the other process, relative to the speed alone (1: no slowdown)
+    """
 
     same_core: bool
     worker_share: Figure
@@ -153,7 +166,7 @@ class Sharing:
 
 @frozen(kw_only=True)
 class Wait:
-    """Time for this many workers to pass a barrier, or to receive a message and answer it."""
+    """Time in which this many workers pass a barrier, or in which all of them receive a message and answer it."""
 
     workers: int
     us: Figure
@@ -164,9 +177,9 @@ class Wait:
 
 @frozen(kw_only=True)
 class ReadFactor:
-    """Processor time of a flash read in a run, relative to the loader alone, with this many workers.
+    """Processor time of a flash read in a run with this many workers, relative to a measurement of the loader alone.
 
-    In a run requests come in smaller groups, each completion wakes a waiting worker, and the cache evicts.
+    It is larger, since requests come in smaller groups, each completion wakes a waiting worker, and the cache evicts.
     """
 
     workers: int
@@ -178,11 +191,11 @@ class ReadFactor:
 
 @frozen(kw_only=True)
 class StepPoint:
-    """A decode step of a small package in a run with all weights resident.
+    """Times of a decode step of a small package, in a run with all weights resident.
 
-    kernels_us: the time computed from the kernels' speeds; step_us: the workers' time, with everything between kernels,
-    barriers and what other processes of the run take from their cores; between_us: from the end of a step to the start
-    of the next.
+    kernels_us: computed from the speeds of the kernels
+    step_us: measured, including work between kernels, barriers, and what other processes take from the workers' cores
+    between_us: from the end of a step to the start of the next
     """
 
     mode: StepMode
@@ -199,8 +212,9 @@ class StepPoint:
 class ReadDelay:
     """Time that a worker waits for a read beyond the flash's own time, in a run with this many workers.
 
-    It contains scheduling of the loader, twice, and waking the worker. together: the read was named with others before
-    a layer is computed, not alone while it is computed.
+    The loader is scheduled twice, and the worker is woken.
+
+    together: the read was requested with others before the layer is computed; False: by itself while it is computed
     """
 
     together: bool

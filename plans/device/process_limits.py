@@ -1,8 +1,8 @@
-"""Limits that the kernel sets for this process: cores, processor time, memory. Read from /sys, /proc and control
-groups.
+"""Limits that the kernel sets for this process (cores, processor time, memory), from /sys, /proc and control groups.
 
-Every function takes `root`, so that tests can provide another machine's files. A file that is missing, unreadable or
-malformed means "no limit known", never an error: containers, phones and old kernels all omit some of them.
+Every function takes `root`, the folder in place of "/", so that tests can provide another machine's files. A file that
+is missing, unreadable or malformed means that a limit is unknown, never an error: containers, phones and old kernels
+omit some of them.
 
     value       control group v1                            control group v2
     quota       cpu.cfs_quota_us / cpu.cfs_period_us        cpu.max ("max 100000" or "50000 100000")
@@ -24,8 +24,7 @@ from neuronpipe.protocol.frozen import frozen
 
 @frozen(kw_only=True)
 class Memory:
-    """Memory in bytes of the machine or of the control group, whichever is smaller, and how much of it is available
-    now."""
+    """Memory of the machine, or of the control group if that is less, and how much of it is available now."""
 
     total_bytes: int
     available_bytes: int
@@ -49,8 +48,10 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
-    """Return all cores of the machine. Speeds come from cpu_capacity if every core has it, else clocks, else all are
-    equal."""
+    """Return all cores of the machine, in order of their ids.
+
+    Their speeds are cpu_capacity if every core has it, else the maximum clock rate if every core has it, else equal.
+    """
     may_use = frozenset(allowed)
     folder = root / "sys/devices/system/cpu"
     names = (re.fullmatch(r"cpu([0-9]+)", path.name) for path in sorted(folder.glob("cpu[0-9]*")))
@@ -64,9 +65,9 @@ def read_cores(root: Path, allowed: Iterable[int]) -> tuple[Core, ...]:
 
 
 def read_processor(root: Path) -> str:
-    """Return the kernel's model name of the first processor; empty if it has none.
+    """Return the model name of the first processor in /proc/cpuinfo, or else its implementer and part; may be empty.
 
-    Sleeping processors of a phone have no entry, so only the first one is stable.
+    The first entry is the same every time, while sleeping processors of a phone have none.
     """
     text = _text(root / "proc/cpuinfo")
     match = re.search(r"^(?:model name|Hardware|uarch)\s*:\s*(\S.*)$", text, re.M)
@@ -87,7 +88,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         parts = [part for part in path.split("/") if part]
         for mount in mounts:
-            # Inside a container the path is the host's and does not exist here: then the mount itself is our group.
+            # Inside a container, the path may be the host's and not exist: then our group is the mount itself.
             for depth in range(len(parts), -1, -1):
                 folder = mount.joinpath(*parts[:depth])
                 if folder.is_dir():
@@ -95,7 +96,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def read_cpu_quota(root: Path) -> float | None:
-    """Return the processor time that this process may use, in cores (0.5: half of one); None without a quota."""
+    """Return the processor time that this process may use, in cores (0.5: half of a core); None without a quota."""
     quotas = []
     for folder, is_v2 in _control_groups(root, "cpu"):
         if is_v2:
@@ -108,9 +109,9 @@ def read_cpu_quota(root: Path) -> float | None:
 
 
 def read_stalled_share(root: Path) -> float:
-    """Return the share of the last ten seconds in which some task waited for memory, 0..1.
+    """Return the share of the last ten seconds in which some task waited for memory, 0..1; 0 if it is unknown.
 
-    The control group's `memory.pressure` if it exists, else the machine's `/proc/pressure/memory`, else 0.
+    It is that of the control group if known, else that of the machine.
     """
     for path in pressure_files(root):
         if match := re.search(r"^some avg10=(\d+(?:\.\d+)?)", _text(path), re.M):
@@ -125,23 +126,26 @@ def read_oom_kills(root: Path) -> int:
 
 
 def pressure_files(root: Path) -> tuple[Path, ...]:
-    """Return the files that report waiting for memory: the control group's, if any, then the machine's.
+    """Return the files that report waiting for memory: that of a version 2 control group, if any, and the machine's.
 
-    They need not exist.
+    They may not exist.
     """
     groups = [folder / "memory.pressure" for folder, is_v2 in _control_groups(root, "memory") if is_v2]
     return (*groups[:1], root / "proc/pressure/memory")
 
 
 def read_memory(root: Path) -> Memory:
-    """Return the machine's memory, cut to the control group's limit. Reclaimable page cache counts as available."""
+    """Return the memory of the machine or, where they are smaller, the limits of its control groups.
+
+    Page cache that the kernel can reclaim counts as available.
+    """
     machine = _table(root / "proc/meminfo")
     total = 1024 * machine.get("MemTotal", 0)
     available = 1024 * machine.get("MemAvailable", machine.get("MemFree", 0))
     for folder, is_v2 in _control_groups(root, "memory"):
         limit = _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         if limit is None or limit >= total:
-            continue  # "max", or v1's equivalent: a number beyond any memory
+            continue  # no limit: "max", or in version 1 a number larger than any memory
         used = _number(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")) or 0
         reclaimable = _table(folder / "memory.stat").get("inactive_file" if is_v2 else "total_inactive_file", 0)
         total = limit

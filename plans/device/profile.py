@@ -1,7 +1,7 @@
 """The device profile: the measurements of `neuronpipe profile device` as plain data, and queries on them.
 
-Every figure is the median of several repetitions with their spread. Queries interpolate on logarithmic scales and are
-constant beyond the measured range. The modules of plans/measure describe how each figure is measured.
+Every figure is the median of several repetitions, with their spread. Unless stated otherwise, queries interpolate on
+logarithmic scales and are constant beyond the measured range. The modules of plans/measure describe the measurements.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 5
 MAX_PROFILE_BYTES = 16 << 20
-MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
+MAX_POINTS = 2048  # of one list: reports have a row or a column for each
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
 MAX_WORKERS = 4096
 LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE), "factor": (1e-3, 1e3)}
-"""Plausible range of a figure by the ending of its name."""
+"""Plausible range of a median, by the ending of the figure's name."""
 
 
 @frozen(kw_only=True)
 class FlashProfile:
-    """Measured read speeds and costs of the storage that a package lies on.
+    """Measured speeds of the storage that a package lies on, and the processor time of reads.
 
-    direct: False if the file system has no direct I/O, so that the page cache answered.
+    engine: "io_uring" or "threads"
+    direct: False if the file system has no direct I/O, so that the page cache answered
+    file_bytes: size of the file that was read
     """
 
     engine: str
@@ -75,7 +77,12 @@ class FlashProfile:
     def bytes_per_s(
         self, size_bytes: int, depth: int, range_bytes: int, *, sequential: bool = False, core: Kind | None = None
     ) -> float:
-        """Return the expected speed. An unmeasured class or order falls back to unpinned, then random reads."""
+        """Return the expected speed of reads within the first `range_bytes` of a file.
+
+        core: class of the core that issues them; None: unpinned
+
+        If this class was not measured, unpinned reads stand in, and for unmeasured sequential reads random ones.
+        """
         for reads in (
             [read for read in self.reads if read.core == core and read.sequential == sequential],
             [read for read in self.reads if read.core is None and read.sequential == sequential],
@@ -87,9 +94,9 @@ class FlashProfile:
         return interpolate_all(measured.items(), (range_bytes, depth, size_bytes))
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
-        """Return the processor time of one of `at_once` reads requested together.
+        """Return the processor time of one of `at_once` reads requested together; 0 if it was not measured.
 
-        Linear in the size, also beyond the measured sizes.
+        It is interpolated linearly over the size, also beyond the measured sizes.
         """
         by_count: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
         return interpolate(by_count, at_once) if by_count else 0.0
@@ -104,7 +111,7 @@ class FlashProfile:
 
     @property
     def cpu_us_per_kib(self) -> float:
-        """Return the additional processor time per KiB, from the smallest to the largest measured read."""
+        """Return the additional processor time for each KiB of a read, over the measured sizes; 0 if unknown."""
         max_at_once = max((cost.at_once for cost in self.costs), default=0)
         line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == max_at_once)
         return (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0]) * 1024 if len(line) > 1 else 0.0
@@ -114,8 +121,7 @@ class FlashProfile:
 class DeviceProfile:
     """Measurements of one device and of one of its file systems.
 
-    The points of a list have no order. None and () mean that nothing could be measured. accelerator: None if none was
-    found.
+    The points of a list have no order. None and () mean that nothing was measured.
     """
 
     version: int
@@ -125,8 +131,8 @@ class DeviceProfile:
     taken_at: float  # seconds since 1970
     busy: float  # share of the machine that other programs used during the measurement
     cores: tuple[CoreClass, ...]
-    decode_workers: int  # maximum that was measured
-    arena_bytes: int  # memory that the kernels were measured on
+    decode_workers: int  # maximum of workers that measured together
+    arena_bytes: int  # size of the memory on which kernels were measured
     cache_bytes: int  # size of the processor's largest cache; 0 if unknown
     dram: tuple[DramPoint, ...]
     decode: tuple[DecodePoint, ...]
@@ -161,12 +167,16 @@ class DeviceProfile:
 
     @property
     def spread(self) -> float:
-        """Return the typical spread of all figures, accelerators excluded."""
+        """Return the median spread of all figures except those of an accelerator."""
         without_accelerator = dataclasses.replace(self, accelerator=None)
         return statistics.median(figure.spread for _, figure in without_accelerator.figures())
 
     def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
-        """Yield (key, figure) of every figure. The key has the name of its list, then the values of its point."""
+        """Yield (key, figure) for every figure.
+
+        A key has the name of the list, the accelerator's name if the figure is of one, (field, value) for each other
+        field of the point, and the figure's field.
+        """
         for name, points in self._lists().items():
             accelerator = self._accelerator_key(name)
             for point in points:
@@ -177,7 +187,7 @@ class DeviceProfile:
                         yield (name, *accelerator, *plain, key), value
 
     def _accelerator_key(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Return the key part that separates figures of different accelerators."""
+        """Return the part of keys in list `name` that distinguishes accelerators."""
         if self.accelerator is None or not name.startswith("accelerator."):
             return ()
         return (("device", self.accelerator.name),)
@@ -201,7 +211,10 @@ class DeviceProfile:
         }
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
-        """Return the speed of all workers together. Raises KeyError if there was too little memory to measure."""
+        """Return the speed at which all workers together read memory. Raises KeyError if it was not measured.
+
+        piece_bytes: size of the pieces; SEQUENTIAL_PIECE_BYTES: in order
+        """
         if not self.dram:
             raise KeyError("dram: not in this profile")
         measured = (((point.workers, point.piece_bytes), point.bytes_per_s.median) for point in self.dram)
@@ -217,7 +230,11 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return the speed of all workers together, or of one on class `core`. Raises KeyError if unmeasured."""
+        """Return the speed of a decode kernel, of all workers together. Raises KeyError if it was not measured.
+
+        share: share of the neurons whose rows are computed
+        core: class of the core of a single worker; None: decode cores
+        """
         measured = (
             ((point.workers, point.row_weights, point.share), point.bytes_per_s.median)
             for point in self._points_on(self.decode, core)
@@ -234,7 +251,10 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's triggers. Raises KeyError if unmeasured."""
+        """Return tokens x weights per second of prefill's products with triggers, of all workers together.
+
+        Raises KeyError if it was not measured. `core` is as in `decode_bytes_per_s`.
+        """
         measured = (
             ((point.workers, point.row_weights, point.tokens), point.token_weights_per_s.median)
             for point in self._points_on(self.panels, core)
@@ -252,7 +272,10 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's value rows. Raises KeyError if unmeasured."""
+        """Return tokens x weights per second of prefill's products with value rows, of all workers together.
+
+        Raises KeyError if it was not measured. `share` and `core` are as in `decode_bytes_per_s`.
+        """
         measured = (
             ((point.workers, point.row_weights, point.share), point.token_weights_per_s.median)
             for point in self._points_on(self.reused, core)
@@ -272,7 +295,8 @@ class DeviceProfile:
     ) -> float:
         """Return the speed of the Up and Down rows of the neurons that fired, both together.
 
-        Either figure alone is misleading, since the kernel of an Up row also prefetches the Down row.
+        The figure of either alone is misleading, since the kernel of an Up row also prefetches the Down row. Raises
+        KeyError if one was not measured.
         """
         kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
         up, down = (
@@ -282,42 +306,47 @@ class DeviceProfile:
         return 2 / (1 / up + 1 / down)
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
-        """Return the processor time of one of `at_once` flash reads requested together; 0 if flash was not measured."""
+        """Return the processor time of one of `at_once` flash reads requested together; 0 if it was not measured."""
         return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0
 
     def read_delay_us(self, workers: int, *, together: bool) -> float:
-        """Return the time of a read, named together or alone, in a run beyond the flash's. Raises KeyError if
-        unmeasured."""
+        """Return the time that a worker waits for a read beyond the flash's own time. Raises KeyError if unmeasured.
+
+        together: the read is requested with others of its layer; False: by itself
+        """
         delays = {float(delay.workers): delay.us.median for delay in self.read_delays if delay.together == together}
         if not delays:
             raise KeyError("read_delays: not in this profile")
         return interpolate(delays, workers)
 
     def read_factor(self, workers: int) -> float:
-        """Return the processor time of a read in a run relative to `read_cpu_us`. Raises KeyError if unmeasured."""
+        """Return the processor time of a read in a run, relative to `read_cpu_us`. Raises KeyError if unmeasured."""
         if not self.read_factors:
             raise KeyError("read_factors: not in this profile")
         return interpolate({point.workers: point.factor.median for point in self.read_factors}, workers)
 
     def barrier_us(self, workers: int) -> float:
-        """Return the time of one barrier of a step."""
+        """Return the time of one barrier of this many workers."""
         return interpolate({point.workers: point.us.median for point in self.barriers}, workers)
 
     def message_us(self, workers: int) -> float:
-        """Return the time from sending a step to this many workers until the last answer."""
+        """Return the time from sending a step to this many workers until the last one has answered."""
         return interpolate({point.workers: point.us.median for point in self.messages}, workers)
 
     def step_factor(self, mode: str, workers: int) -> float:
-        """Return the duration of a step relative to its kernels. A mode that was not measured counts as exact mode.
+        """Return the time of a step relative to its kernels. Thresholded mode counts as exact mode.
 
-        Raises KeyError if no step was measured.
+        Raises KeyError if no step of this mode was measured.
         """
         return interpolate(
             {point.workers: point.step_us.median / point.kernels_us.median for point in self._steps(mode)}, workers
         )
 
     def between_us(self, mode: str, workers: int) -> float:
-        """Return the time from the end of a step to the start of the next. Raises KeyError if no step was measured."""
+        """Return the time from the end of a step to the start of the next.
+
+        Modes and errors are as in `step_factor`.
+        """
         return interpolate({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
 
     def _steps(self, mode: str) -> list[StepPoint]:
@@ -330,9 +359,9 @@ class DeviceProfile:
     def _interpolated(
         self, kind: tuple[object, ...], measured: Iterable[tuple[tuple[float, ...], float]], position: tuple[float, ...]
     ) -> float:
-        """Interpolate between measured points and cache the result: a search looks up the same ones thousands of times.
+        """Return the interpolated value at `position`. Raises KeyError if nothing was measured.
 
-        Raises KeyError if nothing was measured.
+        Results are cached by `kind` and position, since a search looks up the same ones thousands of times.
         """
         if (kind, position) not in self._interpolations:
             points = list(measured)
@@ -346,14 +375,19 @@ class DeviceProfile:
         return {}
 
     def _points_on(self, points: Sequence[Any], core: Kind | None) -> Iterator[Any]:
-        """Yield the points of one worker on this class; for None, of one worker on the fastest class and of all
-        workers."""
+        """Yield the points of one worker on a core of this class.
+
+        None: the points of all workers, and of one worker on the fastest class
+        """
         fastest = max(self.cores, key=lambda core_class: core_class.capacity).kind
         accepted = (None, fastest) if core is None else (core,)
         return (point for point in points if point.core in accepted)
 
     def flash_curve(self) -> FlashCurve | None:
-        """Return the part of the flash figures that a brief probe measures: random reads of the whole file."""
+        """Return the flash figures in the form of a brief measurement: random unpinned reads of the whole file.
+
+        None if flash was not measured.
+        """
         flash = self.flash
         if flash is None:
             return None
@@ -367,7 +401,7 @@ class DeviceProfile:
         )
 
     def memory_speed(self) -> MemorySpeed | None:
-        """Return the part of the memory figures that a brief probe measures."""
+        """Return the memory figures of one worker and of all; None if memory was not measured."""
         pieces = sorted({point.piece_bytes for point in self.dram} - {SEQUENTIAL_PIECE_BYTES})
         if not pieces:
             return None
@@ -392,7 +426,7 @@ class DeviceProfile:
             )
 
     def to_json(self) -> str:
-        """Return the contents of a profile file, with one line per point."""
+        """Return the content of a profile file, with one line for each point."""
         return _lines(dataclasses.asdict(self), "") + "\n"
 
 
@@ -416,7 +450,7 @@ def _refuse_points(name: str, points: Sequence[Any]) -> None:
 
 
 def _lines(value: Any, indent: str) -> str:
-    """Return readable JSON, with one line per object in a list."""
+    """Return indented JSON with one line for each object in a list."""
     inner = indent + "  "
     if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(inner + json.dumps(item) for item in value) + f"\n{indent}]"
@@ -430,7 +464,8 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def parse_profile(data: bytes, where: str) -> DeviceProfile:
-    """Parse a profile. Raises UserError that names the field."""
+    """Return the profile in `data`. Raises UserError, naming `where` and the field, if it is malformed or has another
+    version."""
     values = json_object(data, where)
     if values.get("version") != VERSION:
         version = quoted(values["version"]) if "version" in values else "missing"
@@ -442,5 +477,5 @@ def parse_profile(data: bytes, where: str) -> DeviceProfile:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """Read a profile file. Raises UserError."""
+    """Return the profile in a file. Raises UserError if it cannot be read, and as `parse_profile`."""
     return parse_profile(read_file(path, MAX_PROFILE_BYTES), str(path))

@@ -1,4 +1,4 @@
-"""Comparison of two device profiles: figures that changed by more than their repetitions differ."""
+"""Comparison of two device profiles, figure by figure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.protocol.frozen import frozen
 
-# Medians count as changed if they differ by more than this many times the sum of both spreads, and by MIN_CHANGE.
+# A median counts as changed if its relative change exceeds MIN_CHANGE and this many times the sum of both spreads.
 SPREADS = 2.0
 MIN_CHANGE = 0.05
 
 
 @frozen(kw_only=True)
 class Change:
-    """One figure that both profiles have. what: the name of its list and point."""
+    """A figure that both profiles have.
+
+    what: readable name of the figure
+    unit: name of its field, which ends with the unit
+    """
 
     what: str
     unit: str
@@ -22,7 +26,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Return the later median relative to the earlier one."""
+        """Return the later median divided by the earlier one."""
         return self.after.median / self.before.median
 
     @property
@@ -32,18 +36,18 @@ class Change:
 
     @property
     def beyond_spread(self) -> bool:
-        """Return True if the change is larger than the repetitions differ by."""
+        """Return True if the change is larger than the spread of repetitions explains."""
         tolerance = SPREADS * (self.before.spread + self.after.spread)
         return abs(self.ratio - 1) > max(MIN_CHANGE, tolerance)
 
 
 @frozen(kw_only=True)
 class Difference:
-    """All differences of two profiles.
+    """The comparison of two profiles.
 
-    changes: changes of the figures that both have, in the later profile's order
-    missing: figures that only the earlier one has
-    added: figures that only the later one has
+    changes: all figures that both profiles have, changed or not, in the later profile's order
+    missing: names of figures that only the earlier profile has
+    added: names of figures that only the later profile has
     """
 
     changes: tuple[Change, ...]
@@ -52,7 +56,7 @@ class Difference:
 
 
 def compare_profiles(before: DeviceProfile, after: DeviceProfile) -> Difference:
-    """Compare two profiles. Figures correspond if all other values of their points are equal."""
+    """Compare two profiles. Figures correspond if their keys are equal (`DeviceProfile.figures`)."""
     old, new = dict(before.figures()), dict(after.figures())
     return Difference(
         changes=tuple(
@@ -66,7 +70,7 @@ def compare_profiles(before: DeviceProfile, after: DeviceProfile) -> Difference:
 
 
 def described(key: tuple[object, ...]) -> str:
-    """Return the readable name of a figure: "decode: kind ups, quantization q4, ... (bytes_per_s)"."""
+    """Return a figure's key as text: "decode: kind ups, quantization q4, ... (bytes_per_s)"."""
     name, *pairs, unit = key
     values = [f"{pair[0]} {_plain(pair[1])}" for pair in pairs if isinstance(pair, tuple) and pair[1] is not None]
     return f"{name}: {', '.join(values)} ({unit})"

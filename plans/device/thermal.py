@@ -1,6 +1,6 @@
 """Temperatures of this device, and whether its system has lowered the clocks.
 
-Read from /sys, which an app may see in part or not at all. Unreadable values are omitted.
+They are read from /sys, of which an app may see a part or nothing. Unreadable values are omitted.
 
     value             file                                                    readable by an Android app
     zones             class/thermal/thermal_zone*/{type, temp}                on some phones
@@ -8,8 +8,8 @@ Read from /sys, which an app may see in part or not at all. Unreadable values ar
     battery           class/power_supply/battery/temp, or termux-battery-status   with Termux:API
     clocks            devices/system/cpu/cpu*/cpufreq/{scaling, cpuinfo}_max_freq  on most phones
 
-Vendors choose zone names freely and count in degrees, tenths or thousandths. Only zones named after processor or skin
-count: others (radio, charger, camera) are unrelated to computing.
+Vendors choose the names of zones freely, and use degrees or thousandths. Only zones named after a processor, the skin
+or the battery count; others (radio, charger, camera) are unrelated to computing.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from neuronpipe.protocol.frozen import frozen
 
 SensorKind = Literal["processor", "skin", "battery"]
 
-# A zone named just "soc" is a state of charge in per cent, not a system on a chip.
+# Kinds of zones by patterns of their names. A zone named "soc" alone is a state of charge, not a system on a chip.
 _KINDS: tuple[tuple[SensorKind, str], ...] = (
     ("skin", r"skin|shell|quiet|back.?cover"),
     ("battery", r"^batt"),
     ("processor", r"cpu|cluster|big|little|x86_pkg|coretemp|k10temp|soc.thermal|apss"),
 )
-# Used without a passive trip point. Silicon throttles at 95 C on most phones; batteries and skin have lower limits.
+# Usual limits, in effect if a zone has no lower passive trip point. Processors throttle at 95 C on most phones.
 LIMIT_CELSIUS: dict[SensorKind, float] = {"processor": 90.0, "skin": 43.0, "battery": 43.0}
-# Within this distance of its limit a sensor is warm: pauses neither begin nor end.
+# A sensor is warm if it is closer than this to its limit: then `neuronpipe throttle` changes nothing.
 WARM_BELOW_CELSIUS: dict[SensorKind, float] = {"processor": 8.0, "skin": 2.0, "battery": 2.0}
-THOUSANDTHS_FROM = 200.0
+THOUSANDTHS_FROM = 200.0  # values from this on are thousandths of a degree
 PLAUSIBLE_CELSIUS = (-20.0, 150.0)  # zones that are switched off report 0, -40000 or their largest number
 # A passive trip point further below the usual limit controls something else, such as a fan's first step.
 TRIP_COUNTS_WITHIN_CELSIUS = 20.0
-CLOCKS_LOWERED_BELOW = 0.95
+CLOCKS_LOWERED_BELOW = 0.95  # share of the highest clocks
 
 
 @frozen(kw_only=True)
 class Sensor:
-    """One temperature, and the limit from which on the device slows down or should."""
+    """One temperature, and the limit from which on the device slows down, or should."""
 
     name: str
     kind: SensorKind
@@ -52,10 +52,10 @@ class Sensor:
 
 @frozen(kw_only=True)
 class ThermalState:
-    """One reading.
+    """One reading of all sensors and clocks.
 
-    sensors: all readable ones, sorted by distance from their limits; clock_share: currently allowed over highest
-    clocks, 0..1, summed over cores; None if unreadable.
+    sensors: all readable ones; the one closest to or furthest above its limit is first
+    clock_share: allowed clock rates relative to the highest ones, summed over cores, 0..1; None if unreadable
     """
 
     sensors: tuple[Sensor, ...]
@@ -63,14 +63,17 @@ class ThermalState:
 
     @property
     def state(self) -> Literal["unknown", "cool", "warm", "hot"]:
-        """Return "hot" if a sensor is at its limit, "warm" if close to it, "unknown" if no temperature can be read."""
+        """Return "hot" if any sensor is at or above its limit, else "warm" if any is close to it, else "cool".
+
+        "unknown" if no temperature can be read.
+        """
         if not self.sensors:
             return "unknown"
-        nearest = self.sensors[0]
-        margin = nearest.limit_celsius - nearest.celsius
-        if margin <= 0:
+        margins = [(sensor.kind, sensor.limit_celsius - sensor.celsius) for sensor in self.sensors]
+        if any(margin <= 0 for _, margin in margins):
             return "hot"
-        return "warm" if margin < WARM_BELOW_CELSIUS[nearest.kind] else "cool"
+        is_warm = any(margin < WARM_BELOW_CELSIUS[kind] for kind, margin in margins)
+        return "warm" if is_warm else "cool"
 
     @property
     def throttled(self) -> bool:
@@ -79,7 +82,11 @@ class ThermalState:
 
 
 def read_thermal_state(root: Path, battery: str = "") -> ThermalState:
-    """Read the sensors below `root`. battery: the output of `termux-battery-status`, if it was called."""
+    """Read the sensors and clocks.
+
+    root: folder in place of "/", for tests
+    battery: output of `termux-battery-status`, used if /sys has no battery; may be empty
+    """
     sensors = [*_zones(root), *_battery(root, battery)]
     sensors.sort(key=lambda sensor: (sensor.limit_celsius - sensor.celsius, sensor.name))
     return ThermalState(sensors=tuple(sensors), clock_share=_clock_share(root))
@@ -98,7 +105,7 @@ def _number(path: Path) -> float | None:
 
 
 def _celsius(value: float | None) -> float | None:
-    """Convert degrees or thousandths to degrees; None if no device can have this temperature."""
+    """Convert degrees or thousandths to degrees; None for 0 and for what no device can have."""
     if value is None or value == 0:
         return None
     celsius = value / 1000 if abs(value) >= THOUSANDTHS_FROM else value
@@ -117,7 +124,8 @@ def _zones(root: Path) -> list[Sensor]:
 
 
 def _limit(zone: Path, kind: SensorKind) -> float:
-    """Return the lowest passive trip point, at which the kernel starts to throttle, or the usual limit of this kind."""
+    """Return the lowest passive trip point, at which the kernel starts to throttle, or the usual limit if that is
+    lower."""
     usual = LIMIT_CELSIUS[kind]
     trips = [
         celsius

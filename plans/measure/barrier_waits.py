@@ -1,7 +1,7 @@
-"""Measurement of a step's barrier and of a step's messages, there and back over ZeroMQ.
+"""Measurement of a step's barrier, and of a step's messages from the coordinator to the workers and back.
 
-Both run between processes with the run's own channels, messages and barrier. Workers are pinned to the decode cores;
-the sender is unpinned, as the coordinator is.
+Processes use the same barrier, channels (ZeroMQ) and messages as a run. Workers are pinned to the decode cores; the
+sender is not pinned, as the coordinator often is not.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 
-BARRIERS, BATCH_BARRIERS = 400, 20  # per repetition, and between two readings of the clock
-STEPS = 50
+BARRIERS, BATCH_BARRIERS = 400, 20  # in a repetition, and between two readings of the clock
+STEPS = 50  # in a repetition
 WARM_UP_STEPS = 5
 CONNECT_S = 10.0
 ANSWER_MS = 10_000
-COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # about as many counters as a worker reports
+COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # a worker reports about as many counters with each step
 
 
 def measure_barriers(
     cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
 ) -> tuple[Wait, ...]:
-    """Measure one barrier with 1, 2, ... of these cores taking part."""
+    """Measure a barrier of one process, of two, and so on up to one on each of `cores` (None: not pinned)."""
 
     def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
-        def barriers() -> None:  # a single barrier looks quick to the last process that arrives
+        def barriers() -> None:  # one barrier alone would seem quick to the process that arrives last
             for _ in range(BATCH_BARRIERS):
                 process.meet()
 
@@ -52,7 +52,7 @@ def measure_barriers(
 def measure_messages(
     cores: Sequence[int | None], *, rounds: int, progress: OnMeasured = ignore_progress
 ) -> tuple[Wait, ...]:
-    """Measure the time from sending a step to the last worker's answer, with 1, 2, ... of these cores answering."""
+    """Measure the time from sending a step to the last answer, with one worker to one on each of `cores`."""
     waits = []
     for count in range(1, len(cores) + 1):
         with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
@@ -121,7 +121,7 @@ def _act_as_coordinator(process: BenchmarkProcess, endpoint: str, rounds: int) -
 
 
 def _send(listener: Listener, worker: str, message: Step) -> None:
-    """Send the message, waiting for a worker that has not connected yet."""
+    """Send the message. Wait up to CONNECT_S for a worker that has not connected yet; then raise Lost."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:

@@ -1,7 +1,7 @@
 """Processes that measure together, each on its own core, as a run's workers compute together.
 
-They are forked, so they see memory that was mapped shared before. Each runs a generator that yields one list of figures
-per measurement, all in the same order. They die with the parent process.
+They are forked, so they share memory that was mapped as shared before. Each runs a generator that yields the figures of
+one measurement after the other; all processes measure the same in the same order. They die with the parent process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from neuronpipe.protocol.errors import UserError
 PAGE_BYTES = 4096
 MEETING_TIMEOUT_MS = 60_000
 END = b"end"
-SPIN_US = 50  # as in a run's workers
+SPIN_US = 50  # as workers of a run spin at a barrier
 HEARTBEAT_S = 1.0
 
 Work = Callable[["BenchmarkProcess"], Iterator[Sequence[float]]]
 """The work of a benchmark process: it yields the figures of one measurement after the other."""
 OnMeasured = Callable[[int], None]
-"""Callback with the number of new measurements: 1 after each, and 0 every HEARTBEAT_S while waiting for one."""
+"""Receives the number of new measurements: 1 after each, and 0 every HEARTBEAT_S while none ends."""
 
 
 class BenchmarkProcess:
-    """One of `count` processes that measure together, pinned to `core` or unpinned (None)."""
+    """Process number `index` of `count` that measure together, pinned to `core` (None: not pinned).
+
+    page: shared memory with the barrier of all processes
+    """
 
     def __init__(self, index: int, count: int, core: int | None, page: Any) -> None:
         self.index, self.count, self.core = index, count, core
@@ -48,15 +51,16 @@ class BenchmarkProcess:
 
 
 def ignore_progress(count: int) -> None:
-    """Ignore the number of measurements done."""
+    """Do nothing: the default of `progress` parameters."""
 
 
 def measure_together(
     cores: Sequence[int | None], work: Work, progress: OnMeasured = ignore_progress
 ) -> Iterator[list[list[float]]]:
-    """Yield the figures of each measurement as soon as all processes have theirs, in the order of `cores`.
+    """Start a process on each of `cores`, and yield the figures of each measurement when all processes have theirs.
 
-    Raises UserError if a process ends before its work is done.
+    These are a list of figures for each process, in the order of `cores`. Raises UserError if a process fails or is
+    killed.
     """
     memory = mmap.mmap(-1, PAGE_BYTES)  # shared with the processes
     page = ffi.from_buffer("uint8_t[]", memory)
@@ -78,7 +82,7 @@ def measure_together(
 
 @dataclass
 class _Started:
-    """A started process, the pipe from it, and received bytes that are not a whole line yet."""
+    """A started process, the pipe from it, and received bytes that `take` has not returned yet."""
 
     pid: int
     pipe: int
@@ -100,7 +104,7 @@ class _Started:
 
 
 def _next_lines(started: Sequence[_Started], progress: OnMeasured) -> list[bytes]:
-    """Return one line of each process. Raises UserError as soon as one has failed, since the others may wait for it."""
+    """Return the next line of each process. Raises UserError as soon as one fails, as the others may wait for it."""
     lines: dict[int, bytes] = {}
     while True:
         for process in started:
@@ -125,7 +129,7 @@ def _start(process: BenchmarkProcess, work: Work) -> _Started:
     try:
         os.close(reading)
         lib.np_process_die_with(parent)
-        # A terminal interrupts the whole process group; the parent ends this process.
+        # A terminal interrupts the whole process group, but only the parent may end this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         gc.disable()
         _serve(process, work, writing)
@@ -141,7 +145,7 @@ def _serve(process: BenchmarkProcess, work: Work, pipe: int) -> None:
         for figures in work(process):
             os.write(pipe, json.dumps(list(figures)).encode() + b"\n")
         os.write(pipe, END + b"\n")
-    except Exception as error:  # the parent reports it
+    except Exception as error:  # the parent raises it as UserError
         message = str(error) if isinstance(error, UserError) else f"measuring failed: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             os.write(pipe, f"{' '.join(message.split())}\n".encode())

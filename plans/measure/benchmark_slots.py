@@ -1,7 +1,7 @@
 """Weight slots for kernel benchmarks: laid out as in a run, in memory that processes share.
 
-The memory is larger than the caches of most machines. Its weights are meaningless: every byte is the same, which is a
-small number as a scale.
+The memory is larger than the caches of most machines. Its weights are meaningless: all bytes are equal, and as a scale
+they are a small number.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from neuronpipe.protocol.frozen import frozen
 WEIGHT_BYTE = 0x11
 MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
 USUAL_BYTES = 256 << 20
-WORKER_BYTES = 16 << 20  # room for a block of the widest measured neurons
+WORKER_BYTES = 16 << 20  # minimum for each worker: room for a block of the widest measured neurons
 CACHES = 4  # size relative to the largest cache, if enough memory is available
-NEURONS_PER_WEIGHT = 3.5  # neurons of a layer relative to its width; gives blocks of the size in common models
+NEURONS_PER_WEIGHT = 3.5  # neurons of a layer relative to its width, as in common models; it decides the blocks' size
 
 
 @frozen
 class BenchmarkMemory:
-    """Memory that was mapped shared before any fork."""
+    """Memory that was mapped as shared, before the processes that use it are forked."""
 
     mapping: mmap.mmap
 
     @property
     def pointer(self) -> Any:
-        """Return the address of the first byte."""
         return ffi.from_buffer("uint8_t[]", self.mapping)
 
 
 def allocate_benchmark_memory(
     available_bytes: int, cache_bytes: int, workers: int, *, usual_bytes: int = USUAL_BYTES
 ) -> BenchmarkMemory | None:
-    """Allocate memory larger than the caches, at most a sixteenth of what is available; None if that is too little."""
+    """Allocate memory that is larger than the caches; None if a sixteenth of the available memory is too little.
+
+    usual_bytes: size, unless caches are large or little memory is available
+    """
     target_bytes = min(MAX_BYTES, max(usual_bytes, CACHES * cache_bytes))
     size_bytes = min(target_bytes, available_bytes // 16) // MIN_BYTES * MIN_BYTES
     if size_bytes < max(MIN_BYTES, workers * WORKER_BYTES):
@@ -55,7 +57,7 @@ def allocate_benchmark_memory(
 
 
 def largest_cache_bytes(root: Path) -> int:
-    """Return the size of the largest cache of the first processor; 0 if unknown."""
+    """Return the size of the first processor's largest cache; 0 if unknown. root: folder in place of "/"."""
     sizes_bytes = [0]
     for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -69,9 +71,12 @@ def largest_cache_bytes(root: Path) -> int:
 
 @frozen
 class Rows:
-    """Scattered rows in the form that the kernels take.
+    """Scattered rows, in the form that kernels take.
 
-    type: native type of the rows; fetch: what the kernel prefetches with each row; keep: objects that must stay alive.
+    type: native type of the rows
+    quants, scales: arrays of pointers, one for each row
+    fetch: what the kernel prefetches with each row
+    keep: objects to which the others point
     """
 
     type: int
@@ -83,9 +88,13 @@ class Rows:
 
 
 class Neurons:
-    """The neurons of one quantization and width in a stretch of memory: their slots, and lists of their rows.
+    """Neurons of one quantization and width, in slots that fill `size_bytes` of memory from address `start` on.
 
     Quantization q3 applies to gates only; the value parts are then q4.
+
+    type, trigger_type: native types of value rows, and of gate rows
+    row_bytes, trigger_row_bytes: their sizes
+    blocks: number of whole blocks that fit
     """
 
     def __init__(self, quantization: Quantization, row_weights: int, start: int, size_bytes: int) -> None:
@@ -118,14 +127,19 @@ class Neurons:
         return range(block * self.block_neurons, (block + 1) * self.block_neurons)
 
     def sample_block(self, block: int, share: float, turn: int) -> list[int]:
-        """Return about this share of a block's neurons, ascending. Each of 1 / share turns has different neurons,
-        always the same."""
+        """Return about this share of a block's neurons, ascending.
+
+        The neurons are the same for the same arguments, and different in each of 1 / share turns.
+        """
         count = max(1, round(share * self.block_neurons))
         shuffled = random.Random(block).sample(self.whole_block(block), self.block_neurons)
         return sorted(shuffled[turn * count : (turn + 1) * count])
 
     def rows(self, matrix: int, neurons: Iterable[int]) -> Rows:
-        """Return rows of a matrix (0: gate, 1: up, 2: down). As in the engine, Up rows prefetch the Down rows."""
+        """Return the rows of these neurons in a matrix (0: Gate, 1: Up, 2: Down).
+
+        As in the engine, Up rows prefetch Down rows, and rows of Gate a whole slot if it has one neuron.
+        """
         place, per_cluster = self._layout.matrices[matrix], self._layout.cluster_neurons
         quant_bytes_per_row = self._trigger_quant_bytes if matrix == 0 else self._quant_bytes
         down = self._layout.matrices[2]

@@ -1,8 +1,8 @@
 """Measurement at a start: memory, and the decode and prefill kernels that one package needs, in about a second.
 
-This is a small part of the device profile, measured in the same way: by processes, each pinned to a core, whose median
-call counts, so that other programs distort little. Memory speed alone does not predict kernel speed: scattered rows are
-read at twice the speed at which kernels compute them.
+This is a small part of the device profile, measured in the same way. Processes are pinned to cores, and the median call
+counts, so that other programs distort little. The speed of memory alone does not predict that of kernels: scattered
+rows are read twice as fast as kernels compute them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ FULL_ROUNDS, FULL_REPETITION_S = 5, 0.02
 
 
 def core_classes(device: Device) -> tuple[CoreClass, ...]:
-    """Return the classes of cores that this process may use, fastest first."""
+    """Return the classes of the cores that this process may use, big ones first.
+
+    The core to measure of a class is its fastest.
+    """
     classes = []
     for kind in KINDS:
         cores = [core for core in device.cores if core.kind == kind and core.allowed]
@@ -50,9 +53,11 @@ def core_classes(device: Device) -> tuple[CoreClass, ...]:
 def measure_briefly(
     device: Device, cores: Sequence[int | None], cases: Sequence[Case], *, brief: bool
 ) -> DeviceProfile | None:
-    """Return a device profile with only memory, these kernels and waits, with a worker on each of `cores`.
+    """Measure a device profile with only memory, these kernels, barriers and messages.
 
     None if too little memory is available to measure on.
+
+    cores: the core of each worker (None: not pinned)
     """
     rounds, repetition_s = (BRIEF_ROUNDS, BRIEF_REPETITION_S) if brief else (FULL_ROUNDS, FULL_REPETITION_S)
     available_bytes, load, taken_at = device.memory_available_bytes, MachineLoad(), time.time()
@@ -103,7 +108,7 @@ def _kernels(
     rounds: int,
     repetition_s: float,
 ) -> Iterator[Point]:
-    """Yield the points of one worker, since a search may choose fewer workers, and of all workers."""
+    """Yield the points of one worker and of all workers, since a search may choose fewer."""
     yield from measure_kernels(memory, [fastest.measured], fastest.kind, cases, rounds=rounds, budget_s=repetition_s)
     if len(cores) > 1:
         yield from measure_kernels(memory, cores, None, cases, rounds=rounds, budget_s=repetition_s)

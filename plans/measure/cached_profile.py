@@ -1,9 +1,9 @@
-"""Cache of measurements in the user's cache folder, which are repeated when they are doubtful or old.
+"""Cache of measurements in the user's cache folder. They are repeated when they are doubtful or old.
 
-A first start is often a busy one: a conversion writes, a compiler runs. Its figures must not stay forever. A
-measurement is doubtful if other programs used much of the machine or if its repetitions differ. It expires if no later
-one has confirmed it for a day, or after a month. It is then repeated briefly at the next start, at most a few times
-until a day has passed.
+During a first start the machine is often busy: a conversion writes, a compiler runs. Figures of such a time must not
+stay. A measurement is doubtful if other programs used much of the machine, or if its repetitions differ. It is due
+again if it is doubtful, if no second one has confirmed it within a day, or after a month. Then the next start repeats
+it briefly. After MAX_TRIES fruitless repetitions in a row, the next one follows after a day.
 
     new against cached    new is reliable            new is doubtful
     much better           replaces                   replaces, and stays doubtful: other programs only slow down
@@ -36,10 +36,10 @@ Measured = TypeVar("Measured", FlashCurve, DeviceProfile)
 
 MAX_BUSY = 0.15
 MAX_SPREAD = 0.15
-SAME = 0.2  # figures that differ by less count as equal
-MAX_TRIES = 3  # fruitless repetitions in a row; the next one follows after a day
+SAME = 0.2  # measurements whose speeds differ by a smaller share count as equal
+MAX_TRIES = 3
 QUIET_SAMPLE_S = 0.05
-RETRY_S = 60.0  # the load of a moment ago probably continues
+RETRY_S = 60.0  # minimum before a repetition, since the load that disturbed the last one probably continues
 DAY_S = 24 * 3600.0
 MAX_AGE_DAYS = 30
 
@@ -58,10 +58,10 @@ class CachedMeasurement(Generic[Measured]):
     """A measurement and its later confirmations. Times are seconds since 1970."""
 
     measured: Measured
-    taken_at: float  # or last confirmed
-    agreed: int = 1  # measurements in a row with about the same result
-    tries: int = 0  # later fruitless measurements
-    tried_at: float = 0.0
+    taken_at: float  # when it was measured, or last confirmed
+    agreed: int = 1  # number of measurements in a row with about the same result
+    tries: int = 0  # number of fruitless repetitions in a row
+    tried_at: float = 0.0  # time of the last one
 
     def due(self, now: float) -> str | None:
         """Return a short reason why it must be measured again now; None if it is valid."""
@@ -80,7 +80,7 @@ class CachedMeasurement(Generic[Measured]):
         return None
 
     def again(self, now: float) -> str:
-        """Return when this is measured again, in a few words."""
+        """Return in a few words when this is measured again."""
         if self.due(now) is not None or (doubt(self.measured) is not None and self.tries < MAX_TRIES):
             return f"at the next start after {RETRY_S:.0f} s"
         if doubt(self.measured) is not None or self.agreed == 1:
@@ -88,7 +88,7 @@ class CachedMeasurement(Generic[Measured]):
         return f"at a start after {MAX_AGE_DAYS} days"
 
     def followed_by(self, new: Measured, now: float) -> CachedMeasurement[Measured]:
-        """Return the entry to cache after another measurement."""
+        """Return the entry to cache after a new measurement, by the table at the top of this module."""
         ratio, doubtful = _ratio(new, self.measured), doubt(new) is not None
         if 1 - SAME < ratio < 1 + SAME:
             if doubt(self.measured) is None:
@@ -101,21 +101,21 @@ class CachedMeasurement(Generic[Measured]):
 
 
 def is_quiet() -> bool:
-    """Return True if other programs use little of the machine, from a short sample."""
+    """Return True if other programs use at most MAX_BUSY of the machine, from a sample of QUIET_SAMPLE_S."""
     load = MachineLoad()
     time.sleep(QUIET_SAMPLE_S)
     return max(load.processor_share(), load.storage_share()) <= MAX_BUSY
 
 
 def _figures(measured: FlashCurve | DeviceProfile) -> dict[tuple[object, ...], float]:
-    """Return every speed by its key."""
+    """Return the speeds of a measurement, by a key that identifies a figure."""
     if isinstance(measured, FlashCurve):
         return {(point.request_bytes, point.depth): point.bytes_per_s for point in measured.points}
     return {key: figure.median for key, figure in measured.figures() if str(key[-1]).endswith("per_s")}
 
 
 def _ratio(new: Measured, cached: Measured) -> float:
-    """Return the median speed ratio of the figures that both have; infinity if they have none in common."""
+    """Return the median ratio of the new to the cached speeds that both have; infinity if they have none in common."""
     new_speeds, cached_speeds = _figures(new), _figures(cached)
     return statistics.median(
         [new_speeds[key] / cached_speeds[key] for key in new_speeds.keys() & cached_speeds.keys()] or [float("inf")]
@@ -131,11 +131,13 @@ def cached_or_measured(
     *,
     only_quiet: bool = False,
 ) -> Measured | None:
-    """Return the measurement in the file `path`, measuring it if there is none or if it is due.
+    """Return the measurement in the file `path`; measure and cache it first if there is none or if it is due.
 
-    say: receives a line when it was measured again; what: its name in that line. Without a path nothing is cached.
-    only_quiet: measure nothing while other programs use the machine, because the caller has other figures to start
-    with.
+    path: None: measure every time, and cache nothing
+    what: name of the measurement in the line for `say`
+    measure: returns None if nothing can be measured; then the cached measurement is returned, if any
+    say: receives a line when a cached measurement was repeated
+    only_quiet: do not measure while other programs use the machine, as the caller has other figures
     """
     record, now = None if path is None else _read(path, kind), time.time()
     if only_quiet and (path is None or record is None or record.due(now) is not None) and not is_quiet():
@@ -165,9 +167,9 @@ def remeasure(
     measure: Callable[[], Measured | None],
     say: Callable[[str], None],
 ) -> None:
-    """Measure the entry in the file `path` again for the reason `why`, whether it is due or not.
+    """Measure again for the reason `why`, whether it is due or not, and cache the result in the file `path`.
 
-    say: receives a line with the outcome.
+    Does nothing without a path, or if nothing can be measured. Other parameters are as in `cached_or_measured`.
     """
     if path is None or (measured := measure()) is None:
         return
@@ -182,12 +184,15 @@ def remeasure(
 
 
 def read_cached(path: Path | None, kind: type[Measured]) -> CachedMeasurement[Measured] | None:
-    """Return the cached entry in the file `path`; None if there is none."""
+    """Return the cached entry in the file `path`; None if there is no valid one."""
     return None if path is None else _read(path, kind)
 
 
 def cache_measurement(path: Path | None, measured: Measured) -> None:
-    """Cache a thorough measurement, unless it is doubtful and the cached one is not. Does nothing without a path."""
+    """Cache a thorough measurement, which counts as confirmed unless it is doubtful. Does nothing without a path.
+
+    A cached one that is not doubtful does not yield to a doubtful one unless that is faster.
+    """
     if path is None:
         return
     record, now = _read(path, type(measured)), time.time()
@@ -200,8 +205,8 @@ def cache_measurement(path: Path | None, measured: Measured) -> None:
 def cache_profile(path: Path, profile: DeviceProfile) -> str | None:
     """Cache a device profile for later starts. Return None, or the reason why it was not cached.
 
-    It is not cached if a valid one exists and the new one is doubtful or has fewer figures, for example because it was
-    measured within a control group's limits.
+    It is not cached if a valid one exists and the new one is doubtful or lacks a part of it, for example because it was
+    measured within the limits of a control group.
     """
     cached = _read_profile(path, profile.device_id, lambda line: None)
     is_cached_valid = cached is not None and _reason_not_valid(cached, time.time()) is None
@@ -228,10 +233,10 @@ def write_profile(path: Path, profile: DeviceProfile) -> None:
 def usable_profile(
     path: Path, device_id: str, allowed: tuple[int, Kind], say: Callable[[str], None]
 ) -> DeviceProfile | None:
-    """Return the device profile in the file `path`, if it is valid for this number of decode workers on cores of this
-    kind.
+    """Return the device profile in the file `path`; None if it is missing, not valid, or not comparable.
 
-    say: receives a line if a previously valid profile is too old, and if the file cannot be read.
+    allowed: number of decode workers that may run, and kind of the fastest core; a profile must have measured these
+    say: receives a line if the file cannot be read, or if a profile that is not doubtful is not used
     """
     profile = _read_profile(path, device_id, say)
     if (
@@ -260,7 +265,7 @@ def _read_profile(path: Path, device_id: str, say: Callable[[str], None]) -> Dev
 
 
 def _missing_parts(profile: DeviceProfile, cached: DeviceProfile) -> str | None:
-    """Return, in a few words, which parts of the cached profile the new one lacks; None if it has all."""
+    """Return in a few words which parts of the cached profile the new one lacks; None if it has all."""
     if profile.decode_workers < cached.decode_workers:
         return f"it has {profile.decode_workers} decode workers, and the one measured before {cached.decode_workers}"
     parts = {"kernels": "decode", "memory": "dram", "steps": "steps", "flash": "flash"}
@@ -276,8 +281,8 @@ def _reason_not_valid(profile: DeviceProfile, now: float) -> str | None:
 
 
 def _reason_not_comparable(profile: DeviceProfile, workers: int, kind: Kind) -> str | None:
-    """Return a short reason why this profile is not valid for this many workers on cores of this kind; None if it
-    is."""
+    """Return a short reason why this profile does not apply to `workers` workers on cores of this kind; None if it
+    does."""
     if profile.decode_workers < workers:
         return f"it was measured with {profile.decode_workers} decode workers, and {workers} may run here"
     fastest = max(profile.cores, key=lambda cores: cores.capacity).kind
@@ -295,7 +300,7 @@ def _outcome(
 
 
 def best_speed(measured: FlashCurve | DeviceProfile) -> str:
-    """Return the highest speed of flash or of memory, with its unit."""
+    """Return the highest measured speed, of flash or of memory, with its unit."""
     if isinstance(measured, FlashCurve):
         highest = max(point.bytes_per_s for point in measured.points)
     else:
@@ -304,7 +309,7 @@ def best_speed(measured: FlashCurve | DeviceProfile) -> str:
 
 
 def _read(path: Path, kind: type[Measured]) -> CachedMeasurement[Measured] | None:
-    """Return the entry in the file; None if there is none, or none that can be parsed."""
+    """Return the entry in the file; None if it is missing or malformed."""
     generic: Any = CachedMeasurement
     try:
         entry: CachedMeasurement[Measured] = from_json(
@@ -316,7 +321,7 @@ def _read(path: Path, kind: type[Measured]) -> CachedMeasurement[Measured] | Non
 
 
 def _write(path: Path, record: CachedMeasurement[Measured]) -> None:
-    """Write an entry for later starts. If the cache folder cannot be written, the next start measures again."""
+    """Write an entry for later starts. If that is not possible, nothing happens, and the next start measures again."""
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as place:

@@ -46,8 +46,10 @@ def measure_profile(
 ) -> DeviceProfile:
     """Measure the profile of this device, and of the flash that the package in `directory` lies on.
 
-    Flash is omitted without a package or if it is small. progress receives (done, total) in measurements, repeatedly
-    during a long one. Raises UserError if flash cannot be read.
+    Flash is omitted if there is no package or a small one. Steps, read delays and read factors, which need a run, are
+    empty. Raises UserError if flash cannot be read.
+
+    progress: receives the numbers of measurements done and of all, also repeatedly during a long measurement
     """
     return _Measurement(directory, effort or Effort(), progress).profile()
 
@@ -59,7 +61,7 @@ def measure_flash(
     effort: Effort | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DeviceProfile:
-    """Measure the flash of this profile again. Raises UserError if the package is too small."""
+    """Return the profile with flash measured again. Raises UserError if the package is too small or unreadable."""
     return _Measurement(directory, effort or Effort(), progress).with_flash(profile)
 
 
@@ -89,7 +91,7 @@ class _Measurement:
     def profile(self) -> DeviceProfile:
         device, effort, load = self._device, self._effort, MachineLoad()
         taken_at = time.time()
-        self._step(0)  # shows progress before the long first measurement
+        self._step(0)  # show progress before the first measurement, which is long
         cache_bytes = largest_cache_bytes(Path("/"))
         rounds = effort.rounds
         dram = measure_dram(

@@ -1,6 +1,6 @@
-"""Measurement of flash: random reads of a package's own file by the native reader, a few milliseconds per point.
+"""Measurement of flash: the native reader reads a package's file, for a few milliseconds for each point.
 
-Reading the package's file measures the same storage, file system and direct I/O as the loader will use.
+The package's file lies on the storage and file system, and is read with the direct I/O, that the loader will use.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 KIB = 1 << 10
-# (request_bytes, depth): several reads in flight show the storage's throughput, one at a time the cost of a miss.
-# Each depth above one needs several sizes: the cost of a read itself is derived from the difference between them.
+# (request_bytes, depth). Several reads in flight show the storage's throughput, single ones the cost of a miss. Depths
+# above one have several sizes, since the fixed cost of a read is computed from their difference.
 BRIEF_POINTS = ((4 * KIB, 1), *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)), (256 * KIB, 32))
 BRIEF_BUDGET_S = 0.24
 FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
 )
 FULL_BUDGET_S = 1.0
-ROUNDS, MAX_MORE_ROUNDS = 3, 3  # of each point; additional rounds for unsteady points
-NOISE = 0.15
+ROUNDS, MAX_MORE_ROUNDS = 3, 3  # repetitions of each point; maximum of further ones for unsteady points
+NOISE = 0.15  # a point is unsteady if its spread is larger
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
 MIN_FILE_BYTES = 1 << 20
 MIN_PLACES = 8  # a size is measured only if the file holds this many reads of it
 
 
-RANGES_BYTES = (128 << 20, 512 << 20)  # and the whole file, which the storage's cached mapping may not cover
+# Ranges of the file to read in, besides the whole file: storage may be faster where its cached mapping covers a range.
+RANGES_BYTES = (128 << 20, 512 << 20)
 PROFILE_SIZES = tuple(size * KIB for size in (4, 8, 16, 64, 256, 1024))
 PROFILE_DEPTHS = (1, 8, 32, 128)
 SEQUENTIAL_DEPTHS = (1, 8, 32)
-CLASS_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth in (1, 32))  # by issuing core
+# Measured for each class of cores that issue reads.
+CLASS_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth in (1, 32))
 MAX_IN_FLIGHT_BYTES = 32 << 20
 
 
@@ -57,12 +59,12 @@ class ReadCase:
     depth: int
     range_bytes: int
     sequential: bool = False
-    kind: Kind | None = None  # of the issuing core
-    core: int | None = None
+    kind: Kind | None = None  # class of the core that issues the reads
+    core: int | None = None  # its id; None: not pinned
 
 
 def read_cases(file_bytes: int, cores: Sequence[CoreClass]) -> tuple[ReadCase, ...]:
-    """Return the cases to measure in a file of this size, also by core class if there are several."""
+    """Return the cases to measure in a file of this size. They include each core class if there are several."""
     sizes = [size for size in PROFILE_SIZES if MIN_PLACES * size <= file_bytes]
     ranges = [size for size in RANGES_BYTES if size < file_bytes] + [file_bytes]
     cases = [
@@ -90,9 +92,11 @@ def measure_reads(
     budget_s: float,
     progress: OnMeasured = ignore_progress,
 ) -> tuple[str, bool, tuple[FlashRead, ...]]:
-    """Measure the cases. Return (engine, whether it reads directly, points).
+    """Measure the cases. Return the reader's engine, True if it uses direct I/O, and the points.
 
-    budget_s: time for a repetition; progress is called after each. Raises UserError if the file cannot be read.
+    Raises UserError if the file cannot be read.
+
+    budget_s: time for a repetition
     """
     reader = open_reader(path, max(case.depth for case in cases))
     allowed = os.sched_getaffinity(0)
@@ -132,7 +136,10 @@ def measure_reads(
 
 
 def open_reader(path: Path, depth: int) -> Any:
-    """Open the native reader as the loader does. Raises UserError."""
+    """Open a file with the native reader, as the loader does. Raises UserError.
+
+    depth: maximum of reads in flight
+    """
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, depth, error)
     if reader == ffi.NULL:
@@ -141,7 +148,7 @@ def open_reader(path: Path, depth: int) -> Any:
 
 
 def io_uring_allowed(path: Path) -> bool:
-    """Return True if this process may read `path` through io_uring, which app sandboxes forbid."""
+    """Return True if this process can read `path` through io_uring, which app sandboxes forbid."""
     error = ffi.new("int *")
     reader = lib.np_reader_open(os.fsencode(path), b"io_uring", 1, error)
     if reader == ffi.NULL:
@@ -151,9 +158,9 @@ def io_uring_allowed(path: Path) -> bool:
 
 
 def measure_curve(path: Path, *, brief: bool) -> FlashCurve | None:
-    """Measure the speeds of the file's storage; None if the file is too small.
+    """Measure the read speeds of the file's storage; None if the file is too small.
 
-    Takes BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that if the points are unsteady. Raises UserError if the file
+    It takes BRIEF_BUDGET_S or FULL_BUDGET_S, and up to twice that if points are unsteady. Raises UserError if the file
     cannot be read.
     """
     points, budget_s = (BRIEF_POINTS, BRIEF_BUDGET_S) if brief else (FULL_POINTS, FULL_BUDGET_S)
@@ -182,10 +189,10 @@ def measure_curve(path: Path, *, brief: bool) -> FlashCurve | None:
 def repeat_points(
     points: Sequence[tuple[int, int]], measure_point: Callable[[int, int], float]
 ) -> dict[tuple[int, int], list[float]]:
-    """Return repeated measurements of every (request_bytes, depth) in bytes per second.
+    """Return the repetitions of every point (request_bytes, depth), in bytes per second.
 
-    All points are measured in turns, so that one disturbance affects few repetitions of each. Then points are repeated
-    that are unsteady or slower than a smaller or shallower one.
+    Points take turns, so that one disturbance affects few repetitions of each. Then points are repeated whose spread is
+    large, and pairs of points where more bytes or a larger depth is slower.
     """
     rounds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     for turn in range(ROUNDS + MAX_MORE_ROUNDS):
@@ -215,10 +222,10 @@ def _measure_point(
     range_bytes: int | None = None,
     sequential: bool = False,
 ) -> float:
-    """Return bytes per second with `depth` reads in flight from start to end.
+    """Return the speed in bytes per second with `depth` reads in flight.
 
-    Reads are random within the first range_bytes of the file (None: the whole file), or sequential and cyclic from a
-    random offset on.
+    Reads are at random positions within the first range_bytes of the file (None: the whole file), or sequential from a
+    random position on, beginning again at the end of the range.
     """
     step = max(4096, lib.np_reader_alignment(reader))
     places = ((range_bytes or path.stat().st_size) - read_bytes) // step + 1

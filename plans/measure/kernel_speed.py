@@ -1,14 +1,14 @@
 """Measurement of the kernels that dominate decode and prefill, on slots as in a run, called as the engine calls them.
 
     exact       all triggers of a block; then Up and Down rows of a share of its neurons
-    predicted   triggers of a share of its neurons; then their Ups, which prefetch the rows of Down; then Downs
-    matrix      a whole matrix
-    panel       a block's triggers times many tokens
+    predicted   triggers of a share of a block's neurons; then their Up rows, which prefetch Down rows; then Down rows
+    matrix      rows of a whole matrix
+    panel       triggers of a block times many tokens
     reused      value rows that are still in the cache from the previous token
 
 A repetition lasts some milliseconds and continues where the last one ended, so that its rows are in no cache. Its speed
-is that of the median call, so that calls interrupted by the system do not count. The time of an empty call from Python
-is subtracted. Workers are processes, each on its own core and its own part of the memory.
+is that of the median call, so that calls that the system interrupts do not count. The time of an empty call from Python
+is subtracted. Workers are processes, each with its own core and its own part of the memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SHAPES: tuple[tuple[Quantization, int], ...] = (
 )
 SHARES = (0.1, 0.5)
 PANEL_TOKENS = (16, 64, 512)
-PANEL_ROWS = 128
+PANEL_ROWS = 128  # in a call
 MAX_ROW_WEIGHTS = 4096  # wider rows take the same time per byte, and their blocks would exceed a worker's memory
-MATRIX_ROWS = 512  # per call
-MIN_CALLS = 2
+MATRIX_ROWS = 512  # in a call
+MIN_CALLS = 2  # in a repetition
 EMPTY_CALLS = 200
 
 CaseKind = Literal["exact", "predicted", "matrix", "panel", "reused"]
@@ -51,16 +51,19 @@ KINDS = {
     "panel": ("panel",),
     "reused": ("ups", "downs"),
 }
-"""The kinds whose speeds a case yields, in this order."""
+"""The kinds of points that a case measures, in the order of its figures."""
 
 Point = DecodePoint | PanelPoint | ReusedPoint
 Calls = Callable[[int], Iterator[tuple[int, float, int]]]
-"""The calls on one block: (index of the kind in KINDS, work, nanoseconds)."""
+"""Calls kernels on a block. Yields, for each call, (index in KINDS[case.kind], bytes or tokens x weights, ns)."""
 
 
 @frozen
 class Case:
-    """One kernel to measure, with one quantization and width. amount: a share of neurons, or a number of tokens."""
+    """One kernel to measure, with one quantization and width.
+
+    amount: for panels a number of tokens, else the share of a block's neurons whose rows are computed
+    """
 
     kind: CaseKind
     quantization: Quantization
@@ -69,7 +72,7 @@ class Case:
 
 
 def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case, ...]:
-    """Return the cases of a device profile."""
+    """Return the cases of a device profile, for these pairs of quantization and row width."""
     amounts: tuple[tuple[CaseKind, Sequence[float]], ...] = (
         ("matrix", (1.0,)),
         ("exact", SHARES),
@@ -87,7 +90,7 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
 
 
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
-    """Return the kernels that dominate runs of this package."""
+    """Return the cases of the kernels that dominate runs of this package."""
     width = min(manifest.model.width, MAX_ROW_WEIGHTS)
     rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
     share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
@@ -110,9 +113,10 @@ def measure_kernels(
     budget_s: float,
     progress: OnMeasured = ignore_progress,
 ) -> list[Point]:
-    """Measure with a worker on each of `cores`. core: the class of a single worker's core.
+    """Measure the cases with a worker on each of `cores`. Speeds are of all workers together.
 
-    budget_s: time for a repetition; progress is called after each.
+    core: class of the core of a single worker; None: decode cores
+    budget_s: time for a repetition
     """
     repetitions_of: dict[tuple[Case, str], list[float]] = {}
     turns = (case for _ in range(rounds) for case in cases)
@@ -126,10 +130,10 @@ def measure_kernels(
 
 
 def _is_duplicate(case: Case, kind: str, cases: Sequence[Case]) -> bool:
-    """Return True if another case yields this figure.
+    """Return True if another case measures the same.
 
-    The triggers of a block are measured with each share of value rows, and the q4 values of q3 gates are cases of their
-    own.
+    All triggers of a block are measured again with each share of value rows, and value rows of q3 gates are q4, which
+    has cases of its own.
     """
     if case.quantization == "q3" and kind not in ("triggers", "predicted_triggers", "panel"):
         return True
@@ -156,7 +160,7 @@ def _point(case: Case, kind: str, workers: int, core: Kind | None, figure: Figur
 def _work(
     process: BenchmarkProcess, memory: BenchmarkMemory, cases: Sequence[Case], rounds: int, budget_s: float
 ) -> Iterator[Sequence[float]]:
-    """Yield a speed for each kind of the case, in work per second. This is what each worker process runs."""
+    """Yield the speeds of each repetition, in work per second. This is what each worker process runs."""
     bench = _Bench(process, memory)
     prepared = {case: bench.calls(case) for case in cases}
     block = 0
@@ -177,7 +181,10 @@ class _Bench:
         self._empty_ns = self._empty_call_ns()
 
     def repetition(self, case: Case, calls: Calls, block: int, budget_s: float) -> tuple[list[float], int]:
-        """Return the speed of each kind's median call, and the block to continue with."""
+        """Return the speed of the median call for each kind of the case, and the block to continue with.
+
+        block: number of the block to begin with
+        """
         speeds: list[list[float]] = [[] for _ in KINDS[case.kind]]
         deadline = time.perf_counter() + budget_s
         while time.perf_counter() < deadline or len(speeds[0]) < MIN_CALLS:
@@ -187,7 +194,7 @@ class _Bench:
         return [statistics.median(kind_speeds) for kind_speeds in speeds], block
 
     def calls(self, case: Case) -> Calls:
-        """Return the calls of a case on consecutive blocks, cyclically."""
+        """Prepare the rows of a case, and return its calls."""
         key = (case.quantization, case.row_weights)
         neurons = self._neurons.setdefault(key, Neurons(*key, self._start, self._size_bytes))
         calls: Calls = getattr(self, f"_{case.kind}")(neurons, case.amount)
@@ -210,8 +217,10 @@ class _Bench:
         return self._block_calls(neurons, lists)
 
     def _choices(self, neurons: Neurons, share: float) -> Iterator[list[int]]:
-        """Yield samples of all blocks in turns until every row was used: a few rows of each block would stay in the
-        cache."""
+        """Yield samples of all blocks, block after block, until every neuron was in one.
+
+        If a few rows of each block were used again and again, they would stay in the cache.
+        """
         for turn in range(int(1 / share)):
             for block in range(neurons.blocks):
                 yield neurons.sample_block(block, share, turn)
@@ -307,7 +316,7 @@ class _Bench:
 
 
 def _activations(neurons: Neurons, tokens: int) -> tuple[Any, int]:
-    """Return prepared vectors of this many tokens, and the bytes from one to the next."""
+    """Return vectors of `tokens` tokens, prepared for kernels, and the bytes from one vector to the next."""
     n = neurons.row_weights
     stride = -(-lib.np_activation_bytes(neurons.type, n) // 64) * 64
     vectors = _page_aligned(tokens * stride)

@@ -1,11 +1,11 @@
-"""Load of this machine by other programs during a measurement, which distorts its figures.
+"""Load of this machine by other programs, which distorts a measurement.
 
     processors   /proc/stat: time used by other processes, and stolen by a hypervisor, relative to all time. Interrupts
                  are excluded, since those of our own reads cannot be separated from others.
     storage      /proc/pressure/io: share of the ten seconds before in which some process waited for storage
 
-Phones and containers hide some of these. An unreadable value counts as no load, and then only the spread of a
-measurement's repetitions shows it.
+Phones and containers hide some of these files. An unreadable file counts as no load; then only the spread of a
+measurement's repetitions shows the load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BUSY_FIELDS, _FIELDS = (0, 1, 2, 7), 8  # user, nice, system, stolen; of user, 
 
 
 class MachineLoad:
-    """Load of the machine by other programs since this object was created."""
+    """Load of the machine by other programs, during and before a measurement that begins now."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -26,18 +26,24 @@ class MachineLoad:
         self._storage = self._storage_share()
 
     def processor_share(self) -> float:
-        """Return the share of all processor time that other programs used since then, 0..1."""
+        """Return the share of all processor time that other programs used since this object was created, 0..1."""
         if self._began is None or (ticks := self._ticks()) is None:
             return 0.0
         used_ticks, own_ticks, total_ticks = (after - before for before, after in zip(self._began, ticks, strict=True))
         return min(1.0, max(0.0, (used_ticks - own_ticks) / total_ticks)) if total_ticks > 0 else 0.0
 
     def storage_share(self) -> float:
-        """Return the share of the ten seconds before in which some process waited for storage, 0..1."""
+        """Return the share of time in which some process waited for storage, 0..1.
+
+        It is of the ten seconds before this object was created, since later our own reads would count.
+        """
         return self._storage
 
     def _ticks(self) -> tuple[float, float, float] | None:
-        """Return ticks (used by all processes, used by this process and its finished children, total)."""
+        """Return processor ticks: (used by all processes, by this process and its finished children, total).
+
+        None if unreadable.
+        """
         match = re.match(r"cpu((?: +\d+)+)", _text(self._root / "proc/stat"))
         numbers = [int(number) for number in match.group(1).split()[:_FIELDS]] if match else []
         if len(numbers) < _FIELDS:

@@ -1,4 +1,4 @@
-"""Measurement of memory read speed, sequential and in pieces, by one decode worker and by several."""
+"""Measurement of the speed of reading memory, sequentially and in pieces, by one worker and by several."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from neuronpipe.plans.measure.benchmark_processes import (
     measure_together,
 )
 
-STRETCH_BYTES = 8 << 20  # read between two readings of the clock
+STRETCH_BYTES = 8 << 20  # memory between two readings of the clock
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
 PROFILE_PIECES = (SEQUENTIAL_PIECE_BYTES, *PIECE_BYTES)
-EVERY = 8  # one of this many pieces is read, about the share of a layer's neurons that fire
+EVERY = 8  # one piece of this many is read, since about this share of a layer's neurons fires
 MIN_BYTES, MAX_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -37,10 +37,13 @@ def measure_dram(
     counts: Sequence[int] = (),
     progress: OnMeasured = ignore_progress,
 ) -> tuple[DramPoint, ...]:
-    """Measure memory read speed by the number of workers: these counts, else 1 to len(cores), pinned to `cores`.
+    """Measure the speed at which workers together read memory. () if a sixteenth of the available memory is too little.
 
-    Workers are processes; a speed is that of the median stretch, so that interrupted ones do not count. max_bytes:
-    memory to read. Returns () if a sixteenth of the available memory is too little.
+    Workers are processes. A speed is that of the median stretch, so that interrupted stretches do not count.
+
+    cores: the core of each worker (None: not pinned)
+    budget_s: time for a repetition
+    counts: numbers of workers to measure with (default: 1 to len(cores))
     """
     memory = _allocate_written(max_bytes, available_bytes)
     if memory is None:
@@ -58,7 +61,7 @@ def measure_dram(
 
 
 def _stretches(memory: Any, memory_bytes: int, rounds: int, budget_s: float) -> Work:
-    """Return the work of a worker: to read its part in stretches, with other pieces in each pass."""
+    """Return the work of a worker: to read its part of the memory in stretches, other pieces of it in each pass."""
 
     def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
         stretches = memory_bytes // process.count // STRETCH_BYTES
@@ -85,8 +88,10 @@ def _stretches(memory: Any, memory_bytes: int, rounds: int, budget_s: float) -> 
 
 
 def _allocate_written(max_bytes: int, available_bytes: int) -> tuple[Any, int] | None:
-    """Return written memory in huge pages and its size, at most a sixteenth of what is available; None if too
-    little."""
+    """Return memory in huge pages, which was written, and its size.
+
+    The size is at most a sixteenth of the available memory; None if that is too little.
+    """
     size_bytes = min(max_bytes, available_bytes // 16) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if size_bytes < MIN_BYTES:
         return None

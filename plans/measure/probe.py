@@ -1,4 +1,4 @@
-"""Probe of this machine: the facts that a plan needs, in milliseconds once the flash curve is cached."""
+"""Probe of this machine: the facts and measurements that a plan needs. It takes milliseconds if these are cached."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ from neuronpipe.protocol.frozen import frozen
 BUNDLES = "bundles.bin"
 CACHE_VERSION = 6
 ENGINES = ("io_uring", "threads")
-CACHED_BYTES = 32 << 20
-CONFIRM_AFTER_S = 600.0  # after a device profile was measured: the load at that time may have ended
+CACHED_BYTES = 32 << 20  # a processor's cache may hold a smaller package
+CONFIRM_AFTER_S = 600.0  # age from which on a device profile is confirmed: a load at its time may have ended
 CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
 def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
-    """Return the device as seen by this process, with the flash that the package in `directory` lies on.
+    """Return the device as this process sees it, with the flash that the package in `directory` lies on.
 
-    brief: use the device profile if there is a valid one; else the speeds that an earlier probe of this device and file
-    system measured; else measure briefly (0.2 s for flash, 1 s for memory and the package's kernels). Otherwise measure
-    longer (1 s for flash, 3 s for the rest). Either result is cached for later starts if it is reliable and this user
-    has a home; see cached_profile.py. say: receives a line when something was measured again. Without a package nothing
-    is measured. Raises UserError if flash cannot be read.
+    Without a package nothing is measured. Results are cached for later starts, as cached_profile.py describes, if this
+    user has a home. Raises UserError if flash cannot be read.
+
+    brief: use the device profile if it is valid, else cached measurements, else measure briefly (0.2 s for flash, 1 s
+        for memory and the package's kernels). False: measure longer (1 s for flash, 3 s for the rest)
+    say: receives a line when something was measured again
     """
     device, bundles = this_device(), directory / BUNDLES
     if not bundles.is_file():
@@ -76,7 +77,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
             cache_measurement(memory_path, measured)
         speed = measured.memory_speed() if measured else None
         return dataclasses.replace(device, flash=curve, memory_speed=speed, profile=measured)
-    # A profile is confirmed later: a quiet start measures briefly and may find better figures.
+    # A later start on a quiet machine measures briefly, and its figures replace the profile's if they are faster.
     is_confirmation_due = profile is not None and time.time() > profile.taken_at + CONFIRM_AFTER_S
     curve = profile.flash_curve() if profile else None
     if curve is None or is_confirmation_due:
@@ -93,9 +94,10 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
 @frozen(kw_only=True)
 class CacheState:
-    """The cached measurements of a device for a package's starts; None if there is none.
+    """The cached measurements that starts of a package may use; each is None if there is none.
 
-    profile: also set if it is not valid; why_not: the reason why it is not used.
+    profile: device profile, also if it is not used
+    why_not: the reason why it is not used
     """
 
     profile: DeviceProfile | None
@@ -105,7 +107,7 @@ class CacheState:
 
 
 def cache_state(directory: Path) -> CacheState:
-    """Return the cached measurements that starts of the package in `directory` use."""
+    """Return the cached measurements that starts of the package in `directory` may use."""
     device, lines = this_device(), list[str]()
     place, allowed, cases = file_system(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
     path, why_not = _cache_path("profile", device, place, device.flash_engine), None
@@ -124,7 +126,10 @@ def cache_state(directory: Path) -> CacheState:
 
 
 def remeasure_memory(directory: Path, why: str, say: Callable[[str], None]) -> None:
-    """Measure memory and kernels of the package in `directory` again, because a run was faster than they allow."""
+    """Measure memory and the kernels of the package in `directory` again, and cache the result.
+
+    why: the reason, for the line that `say` receives
+    """
     device, cases = this_device(), _kernel_cases(directory)
     path = _cache_path("memory", device, repr(_allowed(device)), repr(cases))
 
@@ -137,16 +142,17 @@ def remeasure_memory(directory: Path, why: str, say: Callable[[str], None]) -> N
 def measure_memory(
     device: Device, cores: Sequence[int | None], cases: Sequence[Case], *, brief: bool
 ) -> DeviceProfile | None:
-    """Measure memory and these kernels: see `measure_briefly`, imported lazily because most starts do not need it."""
+    """Measure memory and these kernels, as `measure_briefly`. It is imported here as most starts do not need it."""
     from neuronpipe.plans.measure.brief_measurement import measure_briefly
 
     return measure_briefly(device, cores, cases, brief=brief)
 
 
 def _kernel_cases(directory: Path) -> tuple[Case, ...]:
-    """Return the kernels of the package in `directory`.
+    """Return the kernels to measure for the package in `directory`.
 
-    Empty if it cannot be read, or if a processor's cache could hold it, since kernels are measured on memory.
+    Empty if the package cannot be read, or if a processor's cache may hold it: kernels are measured with rows in
+    memory.
     """
     try:
         if (directory / BUNDLES).stat().st_size < CACHED_BYTES:
@@ -177,8 +183,10 @@ def this_device() -> Device:
 
 
 def profile_path(device: Device, directory: Path) -> Path:
-    """Return the path of the cached device profile for the file system of `directory`. Raises UserError without a
-    home."""
+    """Return the path of the cached device profile for the file system of `directory`.
+
+    Raises UserError if this user has no home.
+    """
     path = _cache_path("profile", device, file_system(directory), device.flash_engine)
     if path is None:
         raise UserError(f"this user has no home folder to cache the profile in; set {CACHE_VARIABLE} to a folder")
@@ -186,14 +194,14 @@ def profile_path(device: Device, directory: Path) -> Path:
 
 
 def decode_cores(device: Device) -> list[int | None]:
-    """Return the core of each decode worker in a plan with the default number of workers."""
+    """Return the core of each decode worker (None: not pinned), with the default number of workers."""
     count = default_decode_workers(device.cores, device.cpu_quota)
     processes = assign_cores(device.cores, count)
     return [processes[f"decode.{number}"] for number in range(count)]
 
 
 def _allowed(device: Device) -> tuple[int, Kind]:
-    """Return the default number of decode workers, and the kind of the fastest core."""
+    """Return the default number of decode workers, and the kind of the fastest allowed core."""
     fastest = max((core for core in device.cores if core.allowed), key=lambda core: core.capacity)
     return default_decode_workers(device.cores, device.cpu_quota), fastest.kind
 
@@ -209,10 +217,10 @@ def _instruction_set() -> str:
 
 
 def _cached_device_profile(device: Device, directory: Path, say: Callable[[str], None]) -> DeviceProfile | None:
-    """Return the valid device profile for this device and file system, or None.
+    """Return the valid device profile for this device and file system; None if there is none.
 
-    A profile measured through the other flash engine, for example in a container that forbids io_uring, is used without
-    its flash figures.
+    A profile that was measured with the other flash engine is used without its flash figures, for example in a
+    container that forbids io_uring.
     """
     storage = file_system(directory)
     for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
@@ -224,11 +232,11 @@ def _cached_device_profile(device: Device, directory: Path, say: Callable[[str],
 
 
 def file_system(directory: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return a name of the storage below a directory that is the same on every mount, inside a container and outside.
+    """Return a name of a directory's file system that is the same with every mount, inside a container and outside.
 
-    This is the file system's own id, since its device number may change with the next mount, and its size may be a
-    quota. An overlay (a container's root) has a new id in each container, so its name is the size of the file system
-    below. A file system without an id (FUSE, NFS) is named by its type and source.
+    It is the file system's own id, since a device number may change with the next mount, and a size may be a quota. An
+    overlay (a container's root) has a new id in each container, so it is named by the size that it reports. A file
+    system without an id (FUSE, NFS) is named by its type and source.
     """
     system = os.statvfs(directory)
     device_number = os.stat(directory).st_dev
@@ -258,10 +266,10 @@ def _mounted(device_number: int, mountinfo: Path) -> tuple[str, str] | None:
 
 
 def cache_folder() -> Path | None:
-    """Return this program's folder in the user's cache folder, which may not exist yet.
+    """Return this program's folder in the user's cache folder. It may not exist yet.
 
-    None if this user has no home; then nothing is cached. As the XDG specification demands, a relative XDG_CACHE_HOME
-    is ignored.
+    None if this user has no home; then nothing is cached. A relative XDG_CACHE_HOME is ignored, as the XDG
+    specification demands.
     """
     cache = os.environ.get(CACHE_VARIABLE, "")
     if not os.path.isabs(cache):
@@ -273,7 +281,10 @@ def cache_folder() -> Path | None:
 
 
 def _cache_path(what: str, device: Device, *place: str) -> Path | None:
-    """Return the file of one device and place; None if nothing is cached."""
+    """Return the path of a cached measurement; None if this user has no home.
+
+    place: what the measurement depends on besides the device
+    """
     key = " ".join([str(CACHE_VERSION), device.id, *place])
     folder = cache_folder()
     return None if folder is None else folder / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

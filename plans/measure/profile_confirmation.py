@@ -1,8 +1,8 @@
-"""Correction of a device profile by later measurements: the better figures count.
+"""Correction of a device profile by later measurements that are faster.
 
-Other programs only make a machine look slower, and another virtual machine's load is visible nowhere, so a profile is
-never final. Later starts on a quiet machine measure the same kernels briefly; if those are clearly faster, their
-figures replace the profile's.
+Load only makes a machine look slower, and that of another virtual machine is invisible, so a profile may be too slow.
+Later starts on a quiet machine measure some of its kernels briefly. If they are clearly faster, the faster figures
+replace the profile's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import DeviceProfile
 
-CLEARLY = 1.2  # minimum speed ratio, in the median of the common figures
+CLEARLY = 1.2  # minimum of the median speed ratio of the common figures
 SPEEDS = ("dram", "decode", "panels", "reused")
 
 
 def with_better(profile: DeviceProfile, later: DeviceProfile | None) -> DeviceProfile:
-    """Return the profile with the figures of a later brief one, if that one is clearly faster."""
+    """Return the profile, with the faster of both figures if `later` is newer and clearly faster."""
     if later is None or later.taken_at <= profile.taken_at or (ratio_of(later, profile) or 0.0) < CLEARLY:
         return profile
     better: dict[str, Any] = {name: _merged(getattr(profile, name), getattr(later, name)) for name in SPEEDS}
@@ -28,7 +28,7 @@ def with_better(profile: DeviceProfile, later: DeviceProfile | None) -> DevicePr
 
 
 def ratio_of(later: DeviceProfile, profile: DeviceProfile) -> float | None:
-    """Return how many times as fast memory and kernels are in the later one; None if they have no figure in common."""
+    """Return the median speed ratio of memory and kernels, later over earlier; None without a common figure."""
     ratios = [
         fast.median / slow.median
         for name in SPEEDS
@@ -39,7 +39,7 @@ def ratio_of(later: DeviceProfile, profile: DeviceProfile) -> float | None:
 
 
 def faster_curve(curve: FlashCurve | None, later: FlashCurve | None) -> FlashCurve | None:
-    """Return the later curve if it is clearly faster than the profile's, else the profile's."""
+    """Return the later curve if it is clearly faster than `curve`, else `curve`. If only one exists, return that."""
     if curve is None or later is None:
         return curve or later
     profile_speeds = {(point.request_bytes, point.depth): point.bytes_per_s for point in curve.points}
@@ -49,7 +49,7 @@ def faster_curve(curve: FlashCurve | None, later: FlashCurve | None) -> FlashCur
 
 
 def _merged(points: tuple[Any, ...], later: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the points of both; the faster one of two equal points."""
+    """Return the points of both, and of two points with the same conditions the faster one."""
     best = {_key(point): point for point in points}
     for point in later:
         current = best.get(_key(point))

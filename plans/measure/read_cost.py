@@ -1,7 +1,7 @@
-"""Measurement of the processor time of a flash read, and of a loader and a worker that share a core.
+"""Measurement of the processor time of a flash read, and of a loader and a worker that run at the same time.
 
-The run's own loader submits, reaps, checks checksums, copies into slots and publishes, in a process of its own. The
-processor time of this process is counted, including the kernel's part.
+The native loader of a run submits reads, reaps them, verifies checksums, copies into slots and publishes, in a process
+of its own. The processor time of this process is counted, including that in the kernel.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from neuronpipe.protocol.errors import UserError
 SIZES_BYTES = (4096, 16384, 65536)
 AT_ONCE = (1, 8, 64)
 COST_CASES = [(size, at_once) for size in SIZES_BYTES for at_once in AT_ONCE]
-SHARING_SIZE_BYTES = 8192  # the cluster of a 7B model at q4
+SHARING_SIZE_BYTES = 8192  # size of a 7B model's cluster at q4
 DEPTH = 32
 PAGE_BYTES = 4096
-MAX_BYTES = 32 << 20  # read from the file for each size
+MAX_BYTES = 32 << 20  # of the file, for each size
 MAX_CLUSTERS = 2048
-MIN_CLUSTERS = 64
+MIN_CLUSTERS = 64  # sizes of which the file has fewer are not measured
 TURN_MS = 1000
 
 
 class _LoaderBenchmark:
-    """The native loader over clusters of `size_bytes` at the start of a file.
+    """The native loader with clusters of `size_bytes` at the start of a file.
 
-    Each cluster is followed by an unused page, so that no two clusters are merged into one read.
+    An unused page follows each cluster, so that no two clusters are read together.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -101,7 +101,10 @@ class _LoaderBenchmark:
         return lib.np_loader_create(self._reader, *native, arrivals, self.clusters)
 
     def read_all(self, at_once: int | None = None) -> None:
-        """Read every cluster once, in random order, requesting `at_once` clusters together (default: all)."""
+        """Read every cluster once, in random order. Raises UserError if a read takes too long.
+
+        at_once: number of clusters requested together (default: all)
+        """
         for words in self._words:
             words[:] = array("I", bytes(4 * self.clusters))
         lib.np_loader_reset(self._loader)
@@ -131,9 +134,9 @@ def _clusters(file_bytes: int, size_bytes: int) -> int:
 def measure_costs(
     path: Path, core: int | None, *, rounds: int, progress: OnMeasured = ignore_progress
 ) -> tuple[ReadCost, ...]:
-    """Measure the processor time of a read by size and by number of reads requested together, on this core.
+    """Measure the processor time of a read, by size and by number of reads requested together, on `core`.
 
-    Sizes that the file holds only a few times are omitted.
+    Sizes that the file has less than MIN_CLUSTERS times are omitted.
     """
     sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
     cases = [(size, at_once) for size, at_once in COST_CASES if size in sizes]
@@ -169,8 +172,13 @@ def measure_sharing(
     budget_s: float,
     progress: OnMeasured = ignore_progress,
 ) -> tuple[Sharing, ...]:
-    """Measure a worker on `core` and the loader on the same core, and on the first of the other cores if there are
-    any."""
+    """Measure how a worker on `core` and the loader slow each other down: on the same core, and on two cores.
+
+    () if the file is too small.
+
+    memory: weights for the worker
+    other_cores: the loader runs on the first of these; if empty, there is no figure for two cores
+    """
     if _clusters(path.stat().st_size, SHARING_SIZE_BYTES) < MIN_CLUSTERS:
         return ()
     sharings = []
@@ -186,9 +194,9 @@ def measure_sharing(
 def _pair(
     path: Path, memory: BenchmarkMemory, rounds: int, budget_s: float
 ) -> Callable[[BenchmarkProcess], Iterator[Sequence[float]]]:
-    """Return the work of process 0, which computes, and process 1, which reads: each alone, then both.
+    """Return the work of process 0, which computes, and process 1, which reads: each alone, then both together.
 
-    The work yields the rates alone and together.
+    Each process yields its rates, (alone, together), in steps per second.
     """
 
     def work(process: BenchmarkProcess) -> Iterator[Sequence[float]]:
@@ -210,7 +218,7 @@ def _pair(
 
 
 def _compute_step(memory: BenchmarkMemory) -> Callable[[], None]:
-    """Return a step that computes the triggers of one block of a 7B model after the other."""
+    """Return a function that computes the triggers of a block of a 7B model, the next block with each call."""
     start = int(ffi.cast("uintptr_t", memory.pointer))
     neurons = Neurons("q4", 4096, start, len(memory.mapping))
     blocks = [neurons.rows(0, neurons.whole_block(block)) for block in range(neurons.blocks)]
@@ -227,7 +235,6 @@ def _compute_step(memory: BenchmarkMemory) -> Callable[[], None]:
 
 
 def _rate(step: Callable[[], None], budget_s: float) -> float:
-    """Return the rate in steps per second."""
     steps, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < budget_s or steps == 0:
         step()

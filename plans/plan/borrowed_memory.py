@@ -1,12 +1,12 @@
 """KV and prefill memory borrowed for weight slots until sequences need it.
 
-Keys and values of sequences that are shorter than the context, and a prompt's stage while there is no prompt, leave
-reserved memory unused. PowerInfer-2 resizes its cache with the batch; here the cache follows the sequences.
+The KV cache has unused memory while sequences are shorter than the context, and the stage of prompts is unused while
+there is no prompt. PowerInfer-2 resizes its cache with the batch; here the cache grows and shrinks with the sequences.
 
     reserved  keys and values of every KV slot, in whole grants of tokens, and the stage of the prompt under way
     borrowed  those of the plan's borrowed slots that fit into borrowable memory that is not reserved
 
-The coordinator reserves memory before a step needs it, and the cache reclaims slots for that; see services/cache.
+The coordinator reserves memory before a step needs it, and the cache reclaims slots for that (services/cache).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from neuronpipe.plans.plan.document import Compute, Memory, MemoryBudget
 from neuronpipe.plans.plan.segment_sizes import RunShape, prefill_layouts
 from neuronpipe.protocol.frozen import frozen
 
-GRANTS = 16  # maximum of reservations for a sequence that fills its context
-SHORT_PROMPT_TOKENS = 64  # step of a prompt while other sequences decode; longer steps take the whole stage
+GRANTS = 16  # maximum of reservations until a sequence fills its context
+SHORT_PROMPT_TOKENS = 64  # a prompt's step while other sequences decode; longer steps reserve the whole stage
 NEVER_BORROWED_BYTES = 1 << 20
-KV_BYTES = 2  # of one component of a key or value
+KV_BYTES = 2  # size of one component of a key or value
 
 PartCounts = tuple[int, int]
 """Numbers of trigger slots and of value slots."""
@@ -34,9 +34,9 @@ PartCounts = tuple[int, int]
 class BorrowableMemory:
     """The memory of a run that slots may borrow, and how much of it sequences and prompts reserve.
 
-    chunk_tokens: maximum of a prompt's step
-    kv_bytes: bytes of all KV slots at full length
-    stage_bytes: bytes of the stage of the largest prompt step
+    chunk_tokens: maximum of tokens in a prompt's step
+    kv_bytes: bytes of all KV slots with full contexts
+    stage_bytes: bytes of the stage for a prompt's largest step
     """
 
     manifest: Manifest
@@ -57,27 +57,27 @@ class BorrowableMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all slots at full length and the largest prompt need."""
+        """All borrowable bytes: those that full contexts and a prompt's largest step need."""
         return self.kv_bytes + self.stage_bytes
 
     @functools.cached_property
     def grant_tokens(self) -> int:
-        """Tokens of a KV slot that are reserved at once: whole pages."""
+        """Tokens of a grant, which are reserved together. Their keys fill whole pages."""
         page_tokens = max(1, PAGE_BYTES // self._row_bytes)
         return max(1, -(-self.shape.context_tokens // GRANTS // page_tokens)) * page_tokens
 
     def granted_tokens(self, tokens: int) -> int:
-        """Return the tokens of the whole grants that store `tokens` tokens."""
+        """Return the number of tokens that are reserved for a sequence of `tokens` tokens, in whole grants."""
         return min(self.shape.context_tokens, -(-tokens // self.grant_tokens) * self.grant_tokens)
 
     def stage_tokens(self, tokens: int) -> int:
-        """Return the tokens of the stage reserved for a prompt step: a short stage, or the whole."""
+        """Return for how many tokens the stage is reserved if a prompt's step has `tokens`: a short stage, or all."""
         return SHORT_PROMPT_TOKENS if tokens <= SHORT_PROMPT_TOKENS < self.chunk_tokens else self.chunk_tokens
 
     def reserved_bytes(self, kv_tokens: Sequence[int], stage_tokens: int) -> int:
-        """Return the bytes reserved for keys and values of these lengths, and for a prompt's stage.
+        """Return the bytes that are reserved for sequences and for a prompt's stage.
 
-        kv_tokens: one length for every KV slot
+        kv_tokens: for each KV slot, the tokens that it stores
         stage_tokens: result of the method `stage_tokens`; 0 without a prompt
         """
         kv_bytes = min(self.kv_bytes, sum(map(self._slot_bytes, kv_tokens)))
@@ -88,19 +88,19 @@ class BorrowableMemory:
     @functools.cached_property
     def _short_stage_bytes(self) -> int:
         (short,) = prefill_layouts(self.manifest, self.shape, SHORT_PROMPT_TOKENS).values()
-        # Arrays of the whole stage lie further apart, so each may touch one more page.
+        # In memory the arrays lie as in the whole stage, further apart, so each may touch one more page.
         return min(self.stage_bytes, short.total_bytes + PAGE_BYTES * len(short.fields))
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of one token's keys in one head of one layer."""
+        """Bytes of one token's key, or value, in one head of one layer."""
         return self.manifest.model.head_width * KV_BYTES
 
     def _slot_bytes(self, tokens: int) -> int:
-        """Return the bytes of one KV slot with `tokens` tokens.
+        """Return the bytes of the pages that a KV slot with `tokens` tokens touches.
 
-        Keys and values of a head have pages of their own; two neighbours share a page where they do not end with a
-        page.
+        Keys of a head are contiguous, and so are its values. Each may share a page with its neighbour, unless all have
+        whole pages.
         """
         if not tokens:
             return 0
@@ -114,17 +114,18 @@ class BorrowableMemory:
 
 
 def max_borrowed_bytes(budget: MemoryBudget) -> int:
-    """Return the bytes of borrowed slots.
+    """Return the maximum of bytes that slots may borrow in a run with this budget.
 
-    A part is never borrowed: what processes take was measured with some of this memory unused.
+    NEVER_BORROWED_BYTES are left out, since the memory of processes was measured while a part of it was unused.
     """
     return max(0, budget.kv_bytes + budget.prefill_stage_bytes - NEVER_BORROWED_BYTES)
 
 
 def usable_borrowed_slots(memory: Memory, borrowable: BorrowableMemory, reserved_bytes: int) -> PartCounts:
-    """Return those of the plan's borrowed slots that may be used while `reserved_bytes` are reserved.
+    """Return how many of the plan's borrowed slots of either part may be used while `reserved_bytes` are reserved.
 
-    Borrowed slots lose the same share of their memory as is reserved, and first those slots that cost tokens least.
+    The share of borrowed bytes that is reclaimed is the reserved share of all borrowable memory; see `reclaim_slots`
+    for the order.
     """
     borrowed = memory.lent_trigger_slots, memory.lent_value_slots
     places = borrowable.manifest.slots(moved=memory.are_scales_moved)
@@ -138,13 +139,13 @@ def usable_borrowed_slots(memory: Memory, borrowable: BorrowableMemory, reserved
 def reclaim_slots(
     slots: PartCounts, reclaimed_bytes: int, slot_bytes: PartCounts, *, min_slots: PartCounts, in_pairs: bool
 ) -> PartCounts:
-    """Return the slots that remain after `reclaimed_bytes` are given back.
+    """Return the slots of either part that remain after slots of `reclaimed_bytes` are given back.
 
-    If every token reads all triggers in turn, a trigger without a slot evicts another one, so value slots are reclaimed
-    first. Otherwise neurons are used whole or not at all, and equal numbers of both parts are reclaimed.
+    Value slots go first if every token reads all triggers in turn, since each missing trigger slot then causes a miss
+    for every token. If neurons are used whole or not at all, equal numbers of both parts go (`in_pairs`).
 
+    slot_bytes: size of a slot of either part
     min_slots: slots of either part that always remain
-    in_pairs: reclaim equal numbers of both parts
     """
     if in_pairs:
         count = -(-reclaimed_bytes // sum(slot_bytes))
@@ -155,9 +156,9 @@ def reclaim_slots(
 
 
 def with_borrowed_slots(manifest: Manifest, compute: Compute, memory: Memory, *, tokens: int) -> Memory:
-    """Return the memory of a plan while it decodes sequences of `tokens` tokens, with borrowed slots as ordinary ones.
+    """Return the plan's memory while sequences have `tokens` tokens, with usable borrowed slots as ordinary ones.
 
-    Every KV slot counts with this length, since a KV slot keeps the memory of a sequence that has ended.
+    Every KV slot counts with this length, since memory stays reserved for a sequence that has ended.
     """
     if not memory.has_borrowed_slots:
         return memory

@@ -1,8 +1,8 @@
 """The plan document: the planner's output, which the services follow.
 
-A plan is JSON with a version, for one package and one device. The field names below are those of the file format, so
-some are older than the glossary: `held_*` are the offloaded blocks and matrices, `lent_*` the borrowed slots,
-`moved_scales_*` the co-located scales, and `texts` counts sequences.
+A plan is JSON with a version, for one package and one device. Field names are those of the file format, and some are
+older than the glossary: `held_*` are offloaded blocks and matrices, `lent_*` borrowed slots, `moved_scales_*`
+co-located scales, `least_bytes` and `most_read_bytes` a minimum and a maximum; `texts` counts sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Mode = Literal["exact", "predicted", "thresholded"]
 MODES: tuple[Mode, ...] = ("exact", "predicted", "thresholded")
 
 ACCELERATOR = "accelerator"
-"""The optional role that computes the first blocks of decode steps on a device, often with memory of its own."""
+"""The optional role that computes the first blocks of every feed-forward in decode steps, on a device such as a GPU."""
 
 BACKEND_ROLES = ("decode", "prefill", ACCELERATOR)
 """The roles that compute steps, each with a backend."""
@@ -37,7 +37,7 @@ BACKEND_ROLES = ("decode", "prefill", ACCELERATOR)
 DEFAULT_BACKEND = "cpu"
 
 GATEWAY = "gateway"
-"""The HTTP role. A run works without it: to the coordinator it is a client."""
+"""The optional role that serves HTTP. It is a client of the coordinator."""
 
 
 @frozen(kw_only=True)
@@ -54,12 +54,12 @@ class ProcessSpec:
 
 
 def reads_whole(compute: Compute, flash: Flash) -> bool:
-    """Return True if a value part is read with its trigger part, so that only triggers are looked up in advance."""
+    """Return True if a value part is read together with its trigger part, so that lookups of triggers suffice."""
     return compute.mode == "predicted" or flash.bundle
 
 
 def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
-    """Return the backend of a role that has one process, or "" if the run has no such process."""
+    """Return the backend of a role's first process; "" if the run has no process of this role."""
     return next((process.backend for process in processes if process.role == role), "")
 
 
@@ -69,23 +69,23 @@ class Compute:
 
     mode: Mode
     processes: tuple[ProcessSpec, ...]
-    sequences: int  # KV slots: the maximum of one step
-    context_tokens: int
-    prefill_chunk_tokens: int
+    sequences: int  # number of KV slots, and maximum of sequences in a step
+    context_tokens: int  # maximum of tokens in a sequence
+    prefill_chunk_tokens: int  # maximum of a prompt's tokens in a step
     prefill_threads: int  # participants of the prefill process
-    logit_rows: int
+    logit_rows: int  # maximum of tokens in a step whose logits are returned
     decode_window_blocks: int  # blocks of a feed-forward that a decode worker has open at once; or all of a layer's
-    prefill_window_blocks: int
-    spin_us: int
-    pipeline: bool  # False: one matrix after the other, each when all its inputs are complete
+    prefill_window_blocks: int  # the same for a prefill thread
+    spin_us: int  # how long a participant spins at a barrier before it sleeps
+    pipeline: bool  # False: matrices are computed one after the other, each when all its inputs are complete
     prefetch: bool  # False: nothing is read before its layer needs it
-    hints: bool = False  # exact mode: read early what the predictor or the routers will probably choose
-    # Offloaded blocks, the first of every feed-forward: entry n is for steps of n + 1 sequences, the last also for
-    # more. Empty: there is no accelerator.
+    hints: bool = False  # exact mode reads early what the predictor or the routers will probably choose
+    # Numbers of offloaded blocks, which are the first of every feed-forward: entry n is for steps of n + 1 sequences,
+    # the last one also for steps of more. Empty: there is no accelerator.
     held_blocks: tuple[int, ...] = ()
     held_matrices: tuple[str, ...] = ()  # whole offloaded matrices, some of MATRICES (offloaded_blocks.py)
     device_shares_memory: bool = False  # offloaded weights lie in this machine's memory
-    device_name: str = ""  # the accelerator's device, as its driver names it
+    device_name: str = ""  # the accelerator's device, as its driver names it; empty without one
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """Return the decode processes in index order."""
@@ -96,11 +96,12 @@ class Compute:
         return backend_of(ACCELERATOR, self.processes)
 
     def max_offloaded_blocks(self) -> int:
-        """Return the blocks of each feed-forward that the accelerator stores, or 0 if the run has none."""
+        """Return the number of blocks of each feed-forward that the accelerator stores; 0 without one."""
         return max(self.held_blocks, default=0)
 
     def offloaded_blocks(self, batch: int) -> int:
-        """Return the blocks that the accelerator computes in a step of `batch` sequences."""
+        """Return the number of blocks of each feed-forward that the accelerator computes in a step of `batch`
+        sequences; 0 without one."""
         return self.held_blocks[min(max(1, batch), len(self.held_blocks)) - 1] if self.held_blocks else 0
 
 
@@ -108,7 +109,7 @@ class Compute:
 class MemoryBudget:
     """Bytes that a run takes besides neurons, as memory_budget.py computes them.
 
-    Each layout of segment_sizes.py has a field named after it.
+    The size of each layout of segment_sizes.py except slots is in the field of the same name.
     """
 
     # segments
@@ -123,9 +124,9 @@ class MemoryBudget:
     # without a layout
     interpreters_bytes: int
     private_bytes: int  # engines, sampling
-    bookkeeping_bytes: int  # the loader's and the cache's state of each cluster
+    bookkeeping_bytes: int  # state of each cluster in the loader and in the cache
     staging_bytes: int  # buffers of the loader's reads
-    device_bytes: int  # the accelerator's, if its device shares this machine's memory
+    device_bytes: int  # offloaded weights and their scratch, if the device shares this machine's memory; else 0
 
     def total_bytes(self) -> int:
         return sum(_budgeted(self))
@@ -136,27 +137,27 @@ _budgeted = operator.attrgetter(*(field.name for field in dataclasses.fields(Mem
 
 @frozen(kw_only=True)
 class Memory(MemoryBudget):
-    """All memory of a run, and its limits. A slot stores one cluster part; slots_bytes is the size of their segment."""
+    """All memory of a run, and its limits. A slot stores one part of a cluster."""
 
     limit_bytes: int
-    least_bytes: int  # the smallest limit that this package accepts with these processes
+    least_bytes: int  # the smallest limit for this package with these processes
     grammars_bytes: int  # by how much grammars may make their helper process grow
     templates_bytes: int  # the same for chat templates; 0 without a gateway or without a template
-    trigger_slots: int
+    trigger_slots: int  # without borrowed ones
     value_slots: int
-    slots_bytes: int
+    slots_bytes: int  # size of the segment of all slots, without borrowed ones
     # Borrowed slots: additional slots in KV and prefill memory that is not needed yet (borrowed_memory.py). Their bytes
     # are counted in kv_bytes and prefill_stage_bytes.
     lent_trigger_slots: int
     lent_value_slots: int
-    follows: bool  # the run takes what is available, up to its limit
-    moving_slots: int  # of either part, unpinned: for clusters that are open or being read
-    ffn_bytes: int  # of slots for all clusters
+    follows: bool  # the run adapts its slots to the available memory, up to the limit
+    moving_slots: int  # minimum of unpinned slots of either part, for clusters that are open or being read
+    ffn_bytes: int  # size of the segment with slots for all clusters
     accelerator_bytes: int  # offloaded weights and their scratch, in the device's or in this machine's memory
-    # Pinned clusters with all borrowed slots, by the sequences of a step; the first entry is for one. With fewer slots:
-    # pins_within.
+    # Pinned clusters by the number of sequences in a step, if all borrowed slots are usable; the first entry is for one
+    # sequence. With fewer slots, `pins_within` reduces them.
     pins: tuple[Pins, ...]
-    # Co-located scales: bytes of the trigger part, from this offset in it, that lie at the end of the value slot.
+    # Co-located scales: these bytes of the trigger part, from this offset on, are stored at the end of the value slot.
     moved_scales_from: int = 0
     moved_scales_bytes: int = 0  # 0: trigger slots store the whole trigger part
 
@@ -166,75 +167,74 @@ class Memory(MemoryBudget):
 
     @property
     def max_borrowed_bytes(self) -> int:
-        """Bytes that borrowed slots take while no sequence and no prompt needs its memory."""
+        """Maximum of the bytes that borrowed slots take; 0 without borrowed slots."""
         return self.kv_bytes + self.prefill_stage_bytes if self.has_borrowed_slots else 0
 
     @property
     def are_scales_moved(self) -> bool:
-        """True if scales are co-located: value slots store the scales of their rows, which bundles.bin has in the
-        trigger part."""
+        """True if scales are co-located: value slots store scales that bundles.bin has in the trigger part."""
         return self.moved_scales_bytes > 0
 
     def pins_for(self, batch: int) -> Pins:
-        """Return the pins in effect while steps compute `batch` sequences."""
+        """Return the entry of `pins` that applies while steps compute `batch` sequences."""
         return next(entry for entry in reversed(self.pins) if entry.texts <= max(1, batch))
 
     def total_bytes(self) -> int:
-        """Return the bytes that the run takes at most by the planner's budget."""
+        """Return the bytes of the whole run without headroom. They include all memory that slots may borrow."""
         return super().total_bytes() + self.grammars_bytes + self.templates_bytes + self.slots_bytes
 
 
 @frozen(kw_only=True)
 class Flash:
-    """The reads from flash: how many, how large, and what is read together."""
+    """The reads from flash: how many, how large, and which bytes are read together."""
 
     engine: str  # "io_uring" or "threads"
     depth: int  # maximum of reads in flight
     bundle: bool  # both parts of a cluster in one read; False: the trigger part, then the value part if it fires
     merge_gap_bytes: int  # clusters no further apart than this are read together: the gap costs less than a read
-    most_read_bytes: int  # the largest read, and the size of a staging buffer
-    prefetch_depth: int  # prefetches are issued while fewer reads than this are in flight
-    warm_up_reads: int  # long reads in flight during warm-up; 0: warm-up reads as everything else
-    warm_up_read_bytes: int  # the largest of these, and the size of each of their staging buffers
+    most_read_bytes: int  # maximum of a read, and size of its staging buffer
+    prefetch_depth: int  # prefetches are issued while fewer reads than this are in flight; 0: none
+    warm_up_reads: int  # additional long reads in flight during warm-up; 0: warm-up uses the other reads
+    warm_up_read_bytes: int  # maximum of a long read, and size of its staging buffer
     reserved_triggers: int  # free slots that the cache provides to the loader in advance
     reserved_values: int
 
     @property
     def staging_bytes(self) -> int:
-        """Size of the staging buffers, where the bytes of reads are checked before they are copied to slots."""
+        """Size of all staging buffers, where bytes that were read are checked before they are copied to slots."""
         return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
 @frozen(kw_only=True)
 class Expected:
-    """The planner's expectation for one decoded token and for a prompt.
+    """The planner's expectation for one decoded token, at half of the context, and for a prompt of one prefill chunk.
 
-    A time is None if the device was not measured. miss_rate is the share of the cluster parts looked up by a token that
-    are not in memory; where a value part is read with its trigger part, only trigger parts count.
+    A time is None if something that it needs was not measured. miss_rate is the share of the cluster parts looked up
+    for a token that are not in memory; if value parts are read with trigger parts, only trigger parts count.
     """
 
     sequential_bytes_per_token: int  # from memory, sequentially
     neuron_bytes_per_token: int  # from memory, in pieces of `piece_bytes`
     piece_bytes: int
-    dram_bytes_per_token: int  # both
+    dram_bytes_per_token: int  # sum of both
     flash_reads_per_token: int
     flash_bytes_per_token: int
     sequential_ms_per_token: float | None
     neuron_ms_per_token: float | None
     overhead_ms_per_token: float  # processor time of reads, barriers, messages
     flash_ms_per_token: float | None
-    exposed_flash_ms_per_token: float | None  # not overlapped by computing
-    accelerator_ms_per_token: float | None  # of a measured accelerator, in parallel with the workers
+    exposed_flash_ms_per_token: float | None  # the part of it that no computing overlaps
+    accelerator_ms_per_token: float | None  # time of a measured accelerator, in parallel with the workers
     accelerator_wait_ms_per_token: float | None  # the part of it that workers wait for, or lose on shared cores
     tokens_per_s: float | None
     miss_rate: float
-    first_token_ms: float | None  # with a prompt of one prefill chunk
-    prefill_tokens_per_s: float | None  # of the same prompt
+    first_token_ms: float | None  # time of the prompt
+    prefill_tokens_per_s: float | None
 
 
 @frozen(kw_only=True)
 class Plan:
-    """One plan, identified by a hash of its content."""
+    """One plan. reasons: sentences on why it is as it is, and on what was assumed."""
 
     version: int
     package_id: str
@@ -247,7 +247,7 @@ class Plan:
 
     @property
     def id(self) -> str:
-        """Sixteen hexadecimal digits of the hash of all fields."""
+        """Sixteen hexadecimal digits of a hash of all fields."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -255,8 +255,10 @@ class Plan:
         return json.dumps({"id": self.id, **dataclasses.asdict(self)}, indent=2) + "\n"
 
     def check(self, *, package_id: str, device_id: str, where: str) -> None:
-        """Raise UserError if the plan was made for another package or device, with the command that makes the right
-        one."""
+        """Raise UserError, with the command that makes a new plan, if this one is for another package or device.
+
+        where: name of the plan's file
+        """
         for name, plan_id, run_id in (("package", self.package_id, package_id), ("device", self.device_id, device_id)):
             if plan_id != run_id:
                 raise UserError(
@@ -266,9 +268,9 @@ class Plan:
 
 
 def parse_plan(data: bytes, where: str) -> Plan:
-    """Parse a plan; `where` names its file in errors.
+    """Return the plan in the content of a file. `validate` checks it against its package.
 
-    Raises UserError naming the field.
+    Raises UserError, naming `where` and the field, if it is malformed or has another version, or if its id is wrong.
     """
     try:
         values = json_object(data, where)
@@ -276,7 +278,7 @@ def parse_plan(data: bytes, where: str) -> Plan:
             version = quoted(values.get("version"))
             raise UserError(f"{where}: field 'version': {version}, this program reads {VERSION}")
         plan_id = values.pop("id", None)
-        values.pop("search", None)  # an addition of `plan --json`
+        values.pop("search", None)  # `plan --json` adds it
         plan = from_json(Plan, values, where)
         if plan_id != plan.id:
             raise UserError(f"{where}: field 'id' does not match the content")

@@ -1,6 +1,6 @@
 """Memory that a run takes besides neurons, computed in the same way by the planner and by the validation of plan files.
 
-It is the sum of the layouts of segment_sizes.py and of memory without a layout.
+It consists of the layouts of segment_sizes.py and of memory without a layout, which was measured.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ from neuronpipe.plans.plan.segment_sizes import (
 )
 
 MIB = 1 << 20
-# Measured on the demo, with some room: see tests/bench/results/2026-11-23-process-memory.md.
+# Measured with the demo model and rounded up: see tests/bench/results/2026-11-23-process-memory.md.
 # Touched pages of the interpreter and its libraries. They are counted in full, though other programs often share them:
-# in a container no other program has them open, and a start would exceed its limit.
+# in a container no other program may use them, and a run would exceed its limit.
 LIBRARIES_BYTES = 15 * MIB
 INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
-GATEWAY_LIBRARIES_BYTES = 14 * MIB  # used by no other process
-REQUESTS_BYTES = 16 * MIB  # requests in flight: bodies, decoded requests, queued answers
+GATEWAY_LIBRARIES_BYTES = 14 * MIB  # libraries that only the gateway uses
+REQUESTS_BYTES = 16 * MIB  # requests in flight: bodies, decoded requests, queued responses
 GATEWAY_BYTES = 32 * MIB + REQUESTS_BYTES + GATEWAY_LIBRARIES_BYTES  # the HTTP server and request validation
 # A gateway runs the chat templates of packages, which are untrusted programs, in helper processes.
-TEMPLATE_HELPER_BYTES = 20 * MIB  # its interpreter and libraries
+TEMPLATE_HELPER_BYTES = 20 * MIB  # interpreter and libraries of a helper process
 MAX_TEMPLATE_HELPERS = 2  # of a gateway that serves several models
-# A helper process may grow beyond that by a share of the limit, which the kernel enforces. A constant would dominate
-# small limits. The minimum for grammars compiles an enumeration of 6000 values with the demo's vocabulary in 6 MiB.
+# The kernel enforces a maximum by which a helper process may grow beyond its interpreter. It is a share of the memory
+# limit, since a constant would dominate small limits. The minimum for grammars suffices: an enumeration of 6000 values
+# is compiled with the demo's vocabulary in 6 MiB.
 HELPER_SHARE = 16  # one part in 16
 MIN_GRAMMARS_BYTES = 8 * MIB
 MIN_TEMPLATES_BYTES = 24 * MIB
 MAX_HELPER_GROWTH_BYTES = 64 * MIB
-# Reading a tokenizer takes 14 times its file, of which 7 remain (measured with 32,000 and 128,000 tokens).
+# Reading a tokenizer takes 14 times the bytes of its file; 7 times remain (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: 236 to 253 MiB measured with PoCL 3.1.
 DRIVER_BYTES = 272 * MIB
-# One token of the vocabulary in the coordinator's helper process for grammars, while the library reads it (measured:
-# 303 and 315 bytes with the tokens of Llama 3 and Llama 2, of which 187 and 267 remain).
+# Growth of the coordinator's helper process for grammars, for each token of the vocabulary that its library reads
+# (measured: 303 and 315 bytes with the tokens of Llama 3 and Llama 2, of which 187 and 267 remain).
 GRAMMAR_TOKEN_BYTES = 320
-HEADROOM_PERCENT = 2  # added to the budget for memory without an item
-# One cluster, besides its two entries (8) in the residency segment: the loader's two checksums (8), its lists of free
-# slots (8), bits for resident and warming clusters (less than 1); the cache's free slots (2) and its warm-up requests
-# in flight (4).
+HEADROOM_PERCENT = 2  # added to the budget for memory that has no item in it
+# State of a cluster in loader and cache, besides its two entries in the residency segment. Loader: two checksums (8),
+# lists of free slots (8), bits for resident and warming clusters (less than 1). Cache: free slots (2), requests of
+# warm-up in flight (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
-OPEN_CLUSTER_BYTES = 13  # state, slots of its parts, requests
-LOADER_QUEUES = 9  # of three kinds and three priorities
-MAX_QUEUED_CLUSTERS = 32768  # per queue: two layers of a 7B model; the workers' rings store the rest
+OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, slots of its parts, requests
+LOADER_QUEUES = 9  # three kinds of requests with three priorities
+MAX_QUEUED_CLUSTERS = 32768  # of each queue: two layers of a 7B model; further requests stay in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, and rounding by allocators
-# The smallest limit is computed with these; with a larger one there is more of both.
+# The smallest limit is computed with these. With a larger limit, plans have more of both.
 MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
 
@@ -68,26 +69,26 @@ MIN_DEPTH = 8
 def gateway_bytes(chat_models: int, growth_bytes: int) -> int:
     """Return the bytes of a gateway and its helper processes.
 
-    chat_models: how many of its models have a chat template
-    growth_bytes: the bytes by which chat templates may make one helper process grow
+    chat_models: number of its models that have a chat template
+    growth_bytes: maximum of bytes by which chat templates may make one helper process grow
     """
     return GATEWAY_BYTES + min(chat_models, MAX_TEMPLATE_HELPERS) * (TEMPLATE_HELPER_BYTES + growth_bytes)
 
 
 def grammars_bytes(limit_bytes: int) -> int:
-    """Return by how many bytes grammars may make their helper process grow in a run with this memory limit."""
+    """Return the bytes by which grammars may make their helper process grow in a run with this memory limit."""
     return min(max(MIN_GRAMMARS_BYTES, usable_bytes(limit_bytes) // HELPER_SHARE), MAX_HELPER_GROWTH_BYTES)
 
 
 def templates_bytes(limit_bytes: int) -> int:
-    """Return by how many bytes chat templates may make one helper process grow within this memory limit."""
-    # Rounded up, while grammars are rounded down: both never grow at the same byte of the limit, so the remaining
-    # memory never shrinks while the limit grows.
+    """Return the bytes by which chat templates may make one helper process grow within this memory limit."""
+    # This is rounded up, and the bytes for grammars are rounded down. So the two never grow at the same byte of the
+    # limit, and the remaining memory never shrinks while the limit grows.
     return min(max(MIN_TEMPLATES_BYTES, -(-usable_bytes(limit_bytes) // HELPER_SHARE)), MAX_HELPER_GROWTH_BYTES)
 
 
 def untrusted_bytes(manifest: Manifest, shape: RunShape, limit_bytes: int) -> dict[str, Any]:
-    """Return the memory reserved for untrusted programs (grammars, chat templates), by the fields of `Memory`."""
+    """Return the bytes reserved for untrusted programs (grammars, chat templates), by the fields' names in `Memory`."""
     has_templates = manifest.chat is not None and shape.gateways > 0
     return {
         "grammars_bytes": grammars_bytes(limit_bytes),
@@ -96,30 +97,30 @@ def untrusted_bytes(manifest: Manifest, shape: RunShape, limit_bytes: int) -> di
 
 
 def trusted_bytes(manifest: Manifest, shape: RunShape, limit_bytes: int) -> int:
-    """Return the memory of a limit without headroom and untrusted programs. It never shrinks while the limit grows."""
+    """Return the bytes of a limit less headroom and untrusted programs. They never shrink while the limit grows."""
     reserved_bytes: int = sum(untrusted_bytes(manifest, shape, limit_bytes).values())
     return usable_bytes(limit_bytes) - reserved_bytes
 
 
 def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
-    """Return the bytes of the largest read of one cluster: of both parts, or of the larger part."""
+    """Return the bytes of the largest read of one cluster: of both parts (`bundle`), or of the larger part."""
     return layout.cluster_stride_bytes if bundle else max(layout.trigger_part_bytes, layout.value_part_bytes)
 
 
 def queue_clusters(manifest: Manifest) -> int:
-    """Return the maximum of clusters of one kind and priority that wait in the loader."""
+    """Return the capacity, in clusters, of each of the loader's queues."""
     return min(manifest.clusters + 64, MAX_QUEUED_CLUSTERS)
 
 
 def vocabulary_bytes(manifest: Manifest) -> int:
-    """Return by how much the grammar helper process may grow while it reads the vocabulary."""
+    """Return the bytes by which the helper process for grammars grows while it reads the vocabulary."""
     return GRAMMAR_TOKEN_BYTES * manifest.model.vocabulary
 
 
 def memory_budget(
     manifest: Manifest, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int
 ) -> MemoryBudget:
-    """Return the budget of a run of this shape, with this prefill chunk and these staging buffers."""
+    """Return the memory budget of a run with this shape, this prefill chunk and staging buffers of this size."""
     layouts = fixed_layouts(manifest, shape) | prefill_layouts(manifest, shape, prefill_chunk_tokens)
     prefill_tokens = shape.prefill_tokens(prefill_chunk_tokens)
     product_neurons = product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
@@ -145,7 +146,7 @@ def memory_budget(
 
 
 def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
-    """Return the memory of the accelerator's device for offloaded weights and for steps."""
+    """Return the bytes that offloaded weights, and steps with them, take of the device's memory; 0 without one."""
     if not shape.max_offloaded_blocks:
         return 0
     blocks, batch = shape.max_offloaded_blocks, shape.sequences
@@ -154,7 +155,7 @@ def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
 
 
 def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
-    """Return the memory of the accelerator's driver, or of its runtime with its graphs."""
+    """Return the bytes of the accelerator's driver, or of its runtime with its graphs; 0 without an accelerator."""
     if not shape.max_offloaded_blocks:
         return 0
     if not runtime_of(shape.accelerator_backend):
@@ -164,10 +165,12 @@ def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
 
 
 def peak_bytes(manifest: Manifest, plan: Plan, *, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
-    """Return the peak memory of a run with this plan, after this maximum of sequences and of their lengths.
+    """Return the expected peak memory, in bytes, of a run with this plan.
 
-    Pages of the KV cache and of a prompt's stage count when they are first written, or borrowed for slots.
+    Pages of the KV cache and of a prompt's stage count if they were written, or borrowed for slots.
 
+    sequences: maximum of sequences at the same time
+    sequence_tokens: length of the longest sequence
     prompt_tokens: length of the longest prompt
     """
     borrowable = BorrowableMemory.of(manifest, plan.compute, plan.memory)
@@ -188,7 +191,7 @@ def _borrowed_bytes(manifest: Manifest, plan: Plan, borrowable: BorrowableMemory
 
 
 def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens: int, prompt_tokens: int) -> int:
-    """Return the written bytes of the KV cache and of a prompt's stage."""
+    """Return the bytes of the KV cache and of a prompt's stage that were written. Parameters are as in `peak_bytes`."""
     shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
     page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.head_width))  # of one head's keys or values
     used_tokens = min(shape.context_tokens, -(-sequence_tokens // page_tokens) * page_tokens)
@@ -198,10 +201,10 @@ def _used_bytes(manifest: Manifest, plan: Plan, sequences: int, sequence_tokens:
 
 
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:
-    """Return the private memory of participants.
+    """Return the bytes of the participants' private memory.
 
-    It has prepared vectors of each token (in two types, if predictors need another), results of rows, attention scores,
-    and the state of a mixture's open clusters.
+    It has each token's vectors as kernels need them (in two types, since a predictor may need another one), results of
+    rows, attention scores, and the state of a mixture's open clusters.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(model.width, model.query_width)
@@ -214,15 +217,19 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
 
 
 def min_chunk_tokens(shape: RunShape) -> int:
-    """Return the smallest chunk that a plan takes unless asked: of a runtime its shortest graph, which fewer tokens
-    would only pad."""
+    """Return the smallest prefill chunk, unless a smaller one is requested.
+
+    For a runtime it is the shortest graph, since a smaller chunk would only be padded.
+    """
     min_tokens = GRAPH_TOKENS[0] if runtime_of(shape.prefill_backend) else MIN_CHUNK_TOKENS
     return min(min_tokens, shape.context_tokens)
 
 
 class Budgets:
-    """A cache of memory budgets of one package, for a planner that makes many plans: each shape and chunk is laid
-    out once."""
+    """A cache of the memory budgets of one package, for a planner that makes many plans.
+
+    Layouts are computed once for each shape and chunk.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -232,7 +239,6 @@ class Budgets:
         self._min_limits: dict[RunShape, int] = {}
 
     def of(self, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int) -> MemoryBudget:
-        """Return the budget that `memory_budget` computes, laid out once for all staging sizes."""
         key = shape, prefill_chunk_tokens
         if key not in self._budgets:
             self._budgets[key] = memory_budget(
@@ -242,7 +248,7 @@ class Budgets:
         return dataclasses.replace(budget, staging_bytes=staging_bytes) if staging_bytes else budget
 
     def min_budget(self, shape: RunShape) -> MemoryBudget:
-        """Return the budget with the smallest chunk and the fewest staging buffers, below which no limit may be."""
+        """Return the budget with the smallest chunk and the fewest staging buffers."""
         if shape not in self._min_budgets:
             self._min_budgets[shape] = self.of(
                 shape,
@@ -252,8 +258,10 @@ class Budgets:
         return self._min_budgets[shape]
 
     def min_slots_bytes(self, workers: int) -> int:
-        """Return the bytes of the fewest slots: every worker has one block open, and an equal number is free or
-        being read."""
+        """Return the bytes of the fewest slots: each worker has a block open, and as many are free or being read.
+
+        workers: decode workers
+        """
         if workers not in self._min_slots:
             slots = 2 * workers * self._manifest.layout.block_clusters
             self._min_slots[workers] = slots_layout(self._manifest, slots, slots).total_bytes
@@ -265,7 +273,7 @@ class Budgets:
         return slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes
 
     def min_limit_bytes(self, shape: RunShape) -> int:
-        """Return the smallest limit whose `trusted_bytes` fit the smallest budget and the fewest slots."""
+        """Return the smallest memory limit whose `trusted_bytes` fit the smallest budget and the fewest slots."""
         if shape not in self._min_limits:
             needed_bytes = self.min_budget(shape).total_bytes() + self.min_slots_bytes(shape.workers)
             sufficient_bytes = -(-(needed_bytes + 2 * MAX_HELPER_GROWTH_BYTES) * (100 + HEADROOM_PERCENT) // 100)
@@ -278,8 +286,8 @@ class Budgets:
 
 
 def usable_bytes(limit_bytes: int) -> int:
-    """Return the bytes that may be accounted for under a limit.
+    """Return the bytes of a memory limit without headroom.
 
-    Whole numbers throughout make the smallest limit exact.
+    Integer arithmetic makes the smallest limit exact.
     """
     return limit_bytes * 100 // (100 + HEADROOM_PERCENT)

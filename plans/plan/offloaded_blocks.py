@@ -1,7 +1,4 @@
-"""Offloaded weights of an accelerator: the first blocks of every feed-forward, and whole matrices.
-
-The matrices are attention's of every layer, and that of the logits.
-"""
+"""Offloaded weights of an accelerator: the first blocks of every feed-forward, and whole matrices."""
 
 from __future__ import annotations
 
@@ -18,19 +15,20 @@ from neuronpipe.plans.plan.segment_sizes import RunShape, offloaded_product_bloc
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-SHARED_PART = 4  # a device may take one part in 4 of the run's limit of memory that it shares
-OWN_PERCENT = 90  # of a device's own memory
-NEURON_BYTES = 3 * 4 + 2  # of a runtime: scales of three rows, and a factor
+SHARED_PART = 4  # a device that shares this machine's memory may take one part in 4 of the run's limit
+OWN_PERCENT = 90  # usable share of a device's memory
+NEURON_BYTES = 3 * 4 + 2  # for each neuron that a runtime stores, besides weights: scales of three rows, and a factor
 MATRICES = ("output", "qkv", "attention_output")
-"""Matrices that may be offloaded, by the names of their tensors: the first exists once, the others in every layer."""
+"""Matrices that may be offloaded, by their tensors' names. "output" exists once, the others in every layer."""
 
 
 @frozen(kw_only=True)
 class Accelerator:
     """A device that computes the hottest blocks of decode steps.
 
+    shares_memory: its memory is that of this machine
     is_processor: it computes on the decode workers' cores
-    limit_bytes: maximum of its memory that it may take, by request
+    limit_bytes: requested maximum of its memory to use
     """
 
     name: str
@@ -42,15 +40,15 @@ class Accelerator:
 
 
 def offloaded_clusters(layout: Layout, blocks: int) -> int:
-    """Return the clusters of the first blocks of one feed-forward, whose last block may be short."""
+    """Return the number of clusters in the first `blocks` blocks of one feed-forward. Its last block may be short."""
     return min(layout.clusters, blocks * layout.block_clusters)
 
 
 def offloaded_weights_bytes(manifest: Manifest, blocks: int, backend: str = "") -> int:
-    """Return the bytes of the first blocks of every feed-forward.
+    """Return the bytes of the first `blocks` blocks of every feed-forward, as the device stores them.
 
-    They are stored as in slots. A runtime has signed bytes, padded to whole products, with three scales and a factor
-    for each neuron.
+    They are stored as in slots. A runtime stores one signed byte for a weight, and three scales and a factor for each
+    neuron; blocks are padded to whole products.
     """
     model, layout = manifest.model, manifest.layout
     if runtime_of(backend) is None:
@@ -77,7 +75,7 @@ def matrix_bytes(manifest: Manifest, name: str) -> int:
 
 
 def offloaded_matrices_bytes(manifest: Manifest, matrices: Sequence[str], batch: int) -> int:
-    """Return the bytes of these matrices in all layers, with the biases, vectors and products of steps of `batch`
+    """Return the bytes of these matrices in all layers, with biases, and with vectors and products of `batch`
     sequences."""
     if not matrices:
         return 0
@@ -91,10 +89,10 @@ def offloaded_matrices_bytes(manifest: Manifest, matrices: Sequence[str], batch:
 
 
 def offload_scratch_bytes(manifest: Manifest, blocks: int, batch: int, backend: str = "") -> int:
-    """Return the bytes that steps of `batch` sequences need besides weights: vectors, values, lists of neurons, block
-    sums.
+    """Return the bytes that steps of `batch` sequences with offloaded blocks need besides weights.
 
-    runtime_memory.py counts a runtime's graphs; here are the clusters of one layer that it converts to signed bytes.
+    These are vectors, values, lists of neurons and block sums. For a runtime they are the clusters of one layer, which
+    it converts to signed bytes; runtime_memory.py counts its graphs.
     """
     model, layout = manifest.model, manifest.layout
     if runtime_of(backend) is not None:
@@ -115,16 +113,15 @@ def offload_bytes(manifest: Manifest, blocks: int, batch: int, backend: str) -> 
 
 
 def blocks_within(manifest: Manifest, limit_bytes: int, batch: int, backend: str = "") -> int:
-    """Return the maximum of blocks of every feed-forward that fit the limit with steps of `batch` sequences; may be
-    0."""
+    """Return how many blocks of every feed-forward fit the limit, with scratch for `batch` sequences; may be 0."""
     numbers = range(manifest.layout.blocks, 0, -1)
     return next((blocks for blocks in numbers if offload_bytes(manifest, blocks, batch, backend) <= limit_bytes), 0)
 
 
 def device_usable_bytes(accelerator: Accelerator, run_bytes: int) -> int:
-    """Return the bytes of the device's memory that may be used.
+    """Return the bytes of the device's memory that offloading may take.
 
-    run_bytes: the run's limit
+    run_bytes: the run's memory limit
     """
     usable = accelerator.memory_bytes * OWN_PERCENT // 100
     if accelerator.limit_bytes is not None:
@@ -135,11 +132,11 @@ def device_usable_bytes(accelerator: Accelerator, run_bytes: int) -> int:
 def max_blocks(
     manifest: Manifest, accelerator: Accelerator, run_bytes: int, shape: RunShape, matrices: Sequence[str] = ()
 ) -> int:
-    """Return the maximum of blocks of every feed-forward that fit the device besides these matrices.
+    """Return how many blocks of every feed-forward fit the device besides these matrices.
 
-    run_bytes: the run's limit
+    run_bytes: the run's memory limit
 
-    Raises UserError if not one block fits.
+    Raises UserError if not even one block fits.
     """
     batch, backend = shape.sequences, shape.accelerator_backend
     remaining = device_usable_bytes(accelerator, run_bytes) - offloaded_matrices_bytes(manifest, matrices, batch)
@@ -157,9 +154,11 @@ def max_blocks(
 def matrices_besides_all_blocks(
     manifest: Manifest, accelerator: Accelerator, run_bytes: int, shape: RunShape
 ) -> tuple[str, ...]:
-    """Return the matrices for which an unmeasured device has room besides all blocks.
+    """Return the matrices that fit a device besides all blocks, in the order of MATRICES.
 
-    A runtime computes blocks alone.
+    Empty if not all blocks fit, and for a runtime, which computes blocks only.
+
+    run_bytes: the run's memory limit
     """
     blocks, batch, backend = manifest.layout.blocks, shape.sequences, shape.accelerator_backend
     if runtime_of(backend) is not None or max_blocks(manifest, accelerator, run_bytes, shape) < blocks:
@@ -183,12 +182,13 @@ def offload_shape(
     blocks: tuple[int, ...] | None,
     matrices: tuple[str, ...] | None,
 ) -> RunShape:
-    """Return the shape with the blocks and matrices that the accelerator is to have room for.
+    """Return the shape of a run with the offloaded blocks and matrices for which the accelerator has room.
 
-    blocks, matrices: the requested ones, in the form of `Compute.held_blocks` and `Compute.held_matrices`; None: the
-        blocks that fit and, for an unmeasured device, the matrices that fit besides all blocks
+    run_bytes: the run's memory limit
+    blocks: maximum, in the form of `Compute.held_blocks`; None: as many as fit
+    matrices: None: for an unmeasured accelerator, those that fit besides all blocks, else none
 
-    Raises UserError if not one block fits.
+    Raises UserError if not even one block fits.
     """
     if matrices is None:
         measured = was_measured(accelerator, profile)
@@ -219,7 +219,7 @@ def offload_reasons(
     memory: Memory,
     profile: DeviceProfile | None,
 ) -> tuple[str, ...]:
-    """Return the reason of a plan that names offloaded weights."""
+    """Return the reason of a plan that names the offloaded weights; empty without an accelerator."""
     if accelerator is None:
         return ()
     location = ", which is this machine's memory" if accelerator.shares_memory else " of its own memory"

@@ -1,8 +1,8 @@
 """Pinned clusters: how many of the first clusters of each feed-forward stay in memory, as a plan states it.
 
-A feed-forward is one (layer, expert), in the order of the package; its first clusters are its hottest. Counts are
-written as runs, since a mixture has thousands of feed-forwards and most have equal counts: "12" is 12 of each, "12x3
-0x5" is 12 of each of the first three and none of the next five.
+There is a feed-forward for each layer and expert, in the order of the package; its first clusters are its hottest.
+Counts are written as runs, since a mixture has thousands of feed-forwards and most have equal counts: "12" means 12 of
+each, "12x3 0x5" means 12 of each of the first three feed-forwards and none of the next five.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ RUN = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 @frozen(kw_only=True)
 class Pins:
-    """The pinned clusters while steps compute at least `texts` sequences."""
+    """The pinned clusters while steps compute at least `texts` sequences, and fewer than in a plan's next entry."""
 
     texts: int
     triggers: str
     values: str
 
     def counts(self, ffns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the pinned triggers and the pinned values of each of `ffns` feed-forwards.
-
-        Raises ValueError.
-        """
+        """Return the pinned triggers and the pinned values of each of `ffns` feed-forwards. Raises as `read_counts`."""
         return read_counts(self.triggers, ffns), read_counts(self.values, ffns)
 
 
@@ -44,10 +41,7 @@ def write_counts(counts: Iterable[int]) -> str:
 
 @lru_cache(maxsize=16)
 def read_counts(text: str, ffns: int) -> tuple[int, ...]:
-    """Return one count for each of `ffns` feed-forwards.
-
-    Raises ValueError with the problem.
-    """
+    """Return the count of each of `ffns` feed-forwards. Raises ValueError if `text` does not state exactly these."""
     if re.fullmatch(r"\d{1,7}", text):
         return (int(text),) * ffns
     counts: list[int] = []
@@ -65,10 +59,11 @@ def read_counts(text: str, ffns: int) -> tuple[int, ...]:
 
 
 def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, ...]:
-    """Return how many first clusters of each feed-forward to load before anybody needs them.
+    """Return how many first clusters of each feed-forward to load during warm-up.
 
-    These are all pinned clusters, and as many of every feed-forward as slots allow.
+    These are all pinned clusters and, of every feed-forward, as many clusters as slots allow, the same number of each.
 
+    pinned: pinned clusters of each feed-forward
     clusters: clusters of one feed-forward
     """
     low, high = 0, clusters
@@ -82,10 +77,10 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
 
 
 def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:
-    """Return the clusters that stay pinned when there are fewer slots than the plan has.
+    """Return the counts of clusters that stay pinned if there are only `slots` slots.
 
-    The counts of all feed-forwards shrink by the same share, so that `moving` slots remain unpinned. If every cluster
-    has a slot, all pins stay.
+    If fewer than `moving` slots would be unpinned, the counts of all feed-forwards shrink by the same share. If every
+    cluster has a slot, all pins stay.
 
     clusters: clusters of the whole model
     """

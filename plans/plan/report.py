@@ -22,7 +22,7 @@ def _size(size_bytes: int) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """Return several lines: memory as a picture, processes, expectations, reasons."""
+    """Return a plan as lines of text: memory with bars, processes, reads, expectations, reasons."""
     memory, compute = plan.memory, plan.compute
     parts = [
         ("interpreters", memory.interpreters_bytes),
@@ -91,7 +91,7 @@ def explain(plan: Plan) -> str:
 
 
 def _pins_line(entry: Pins) -> str:
-    """Return the pins of each feed-forward for this many sequences, as a number or a range."""
+    """Return a line on the pins of a feed-forward, as a number, or a range if they differ."""
     from_texts = "" if entry.texts == 1 else f", from {entry.texts} texts on"
     return f"pinned of each feed-forward: {_range(entry.triggers)} gate, {_range(entry.values)} up/down{from_texts}"
 
@@ -139,7 +139,8 @@ def _expectation_lines(plan: Plan) -> list[str]:
 
 
 def difference(old_plan: Plan, new_plan: Plan) -> str:
-    """Return a line for each field that differs: name, old value, new value, and a number's change in percent."""
+    """Return a line for each field that differs, with the change of a number in percent, and for each reason that only
+    one plan has."""
     if old_plan == new_plan:
         return f"the plans are the same: {old_plan.id}\n"
     old, new = (dict(_fields(dataclasses.asdict(plan), "")) for plan in (old_plan, new_plan))

@@ -1,4 +1,5 @@
-"""Memory of a runtime that computes the products of prompts, or an accelerator's blocks (services/offload/npu/).
+"""Memory of an external runtime that computes the products of prompts, or an accelerator's blocks
+(services/offload/npu/). A runtime computes graphs, each for a fixed number of tokens.
 
 The figures are measured and rounded up. `python -m tests.bench.npu_memory` measures them again.
 """
@@ -12,30 +13,26 @@ from neuronpipe.protocol.frozen import frozen
 
 MIB = 1 << 20
 GRAPH_TOKENS = (64, 128, 512)
-"""Tokens of a graph. Unused rows are padded with zeros."""
+"""Numbers of tokens for which there are graphs in prefill. Unused rows are padded with zeros."""
 
 START_TOKENS = 32
-"""Fixed cost of a graph, in tokens: submitting it and reading its rows takes as long as computing these tokens."""
+"""Fixed cost of a graph, in tokens: submitting it and reading its weights takes as long as computing these tokens."""
 
 OFFLOAD_GRAPH_TOKENS = (1, 2, 4)
-"""Tokens of an accelerator's graphs. Steps with more sequences run several graphs in turn."""
+"""The same for an accelerator's decode steps. Steps with more sequences run several graphs in turn."""
 
-MAX_PRODUCT_NEURONS = 2048  # of one external matrix product
+MAX_PRODUCT_NEURONS = 2048  # maximum of neurons in one external matrix product
 FLOAT_BYTES = 4
 
 
 @frozen(kw_only=True)
 class RuntimeCost:
-    """Memory of one runtime, in bytes.
+    """Memory of one runtime."""
 
-    Some runtimes store a graph's weights as long as the graph exists (`keeps`); others free them after each product, so
-    that only the largest counts, once.
-    """
-
-    base_bytes: int  # libraries, with numpy
-    keeps: bool
+    base_bytes: int  # libraries, including numpy
+    keeps: bool  # each graph has memory for its weights; False: it is freed after a product, so only the largest counts
     matrix_weight_bytes: float  # for each weight of an attention matrix
-    neuron_weight_bytes: float  # for each weight of gate, up and down
+    neuron_weight_bytes: float  # for each weight of Gate, Up and Down
     value_bytes: int  # for each value of a token: inputs, outputs and intermediate values
 
 
@@ -47,26 +44,28 @@ RUNTIMES = {
     "onnx:qnn-emulated": QNN,
     "onnx:qnn": QNN,
 }
-"""Costs by backend, whatever the chip. QNN on a device was never measured: its emulator's figures are used."""
+"""Costs by backend, for all chips. QNN was never measured on a device: it has the figures of its emulator."""
 
 
 def runtime_of(backend: str) -> RuntimeCost | None:
-    """Return the runtime that computes products for this backend, or None if the engine computes them itself."""
+    """Return the cost of the runtime that computes products for this backend; None if the engine computes them."""
     return RUNTIMES.get(":".join(backend.split(":")[:2]))
 
 
 def graph_tokens(max_tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the graphs for steps of up to `max_tokens` tokens. Longer steps run several graphs in
-    turn."""
+    """Return the lengths of the graphs for prefill steps of up to `max_tokens` tokens, ascending.
+
+    Steps longer than the longest graph run several graphs in turn.
+    """
     shorter = [tokens for tokens in GRAPH_TOKENS if tokens < max_tokens]
     return (*shorter, *GRAPH_TOKENS[len(shorter) : len(shorter) + 1])
 
 
 def graphs_for(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Return the lengths of the graphs that compute these tokens one after the other.
+    """Return the lengths of the graphs that compute `tokens` tokens one after the other.
 
-    The longest graph is used while it is full. The remaining tokens take the shortest graph that fits them, or several
-    of the next shorter one if these cost less.
+    The longest graph is used as long as it is full. The remaining tokens take the shortest graph that fits them, or
+    several shorter ones if these cost less.
 
     lengths: available lengths, ascending
     """
@@ -88,15 +87,17 @@ def _next_graph(tokens: int, lengths: Sequence[int]) -> int:
 
 
 def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int) -> int:
-    """Return the bytes that a runtime adds to a prefill process in steps of up to `tokens` tokens; 0 for the engine.
+    """Return the bytes that a runtime adds to the prefill process; 0 if the engine computes products itself.
 
-    neurons: neurons of one graph
+    neurons: neurons of one product
+    tokens: maximum of tokens in a step
     """
     if (cost := runtime_of(backend)) is None:
         return 0
     model = manifest.model
     matrices, ffn = (model.qkv_rows * model.width, model.width * model.query_width), 3 * neurons * model.width
-    rows = 2 * ffn + sum(matrices)  # one byte a weight, in permanent buffers; neurons of two products alternate
+    # One byte for a weight, in permanent buffers. Products of neurons alternate between two buffers.
+    rows = 2 * ffn + sum(matrices)
     matrix_values, ffn_values = model.width + model.qkv_rows, 2 * model.width + 3 * neurons
     exchanged_values = max(model.width, model.query_width) + max(model.qkv_rows, model.width)  # from and to the engine
     lengths = graph_tokens(tokens)
@@ -113,9 +114,9 @@ def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int
 
 
 def offload_runtime_bytes(manifest: Manifest, backend: str, *, neurons: int) -> int:
-    """Return the bytes that a runtime adds to an accelerator process, besides the offloaded weights; 0 for the engine.
+    """Return the bytes that a runtime adds to the accelerator process besides offloaded weights; 0 without a runtime.
 
-    neurons: neurons of one graph
+    neurons: neurons of one product
     """
     if (cost := runtime_of(backend)) is None:
         return 0
@@ -123,6 +124,6 @@ def offload_runtime_bytes(manifest: Manifest, backend: str, *, neurons: int) -> 
     graph = cost.neuron_weight_bytes * 3 * neurons * width
     values = (2 * width + 3 * neurons) * cost.value_bytes
     if cost.keeps:
-        in_floats = FLOAT_BYTES * neurons * width  # of one matrix, if a product is computed again
+        in_floats = FLOAT_BYTES * neurons * width  # one matrix as floats, if a product is computed again
         return cost.base_bytes + int(len(OFFLOAD_GRAPH_TOKENS) * graph) + sum(OFFLOAD_GRAPH_TOKENS) * values + in_floats
     return cost.base_bytes + int(graph) + max(OFFLOAD_GRAPH_TOKENS) * values

@@ -1,7 +1,7 @@
-"""Memory layouts of a run: every segment, and the private memory of processes. They are computed in no other place.
+"""Memory layouts of a run: every segment, and the private memory of processes. They are computed only here.
 
-The planner budgets with these layouts before a run exists, the supervisor creates the segments from them and states
-them in run.json, and every process that attaches maps the layouts stated there.
+The planner budgets memory with these layouts. The supervisor creates the segments from them and states them in
+run.json; every process that attaches maps the layouts stated there.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.memory.layout import Layout
 
 WORD_BYTES = 4
-PARTIAL_TOKENS = 64  # tokens whose block sums a step stores at once; more are summed in turns
+PARTIAL_TOKENS = 64  # maximum of tokens whose block sums a prefill step stores at once; more are computed in turns
 
 
 @frozen(kw_only=True)
 class RunShape:
-    """The choices of a plan that size its memory, without neurons, prefill chunk and staging."""
+    """The choices of a plan that determine the size of its memory, except neurons, prefill chunk and staging.
+
+    Fields that `Compute` has, too, are explained there.
+    """
 
     mode: Mode
-    processes: int
-    workers: int  # decode
+    processes: int  # number of all processes
+    workers: int  # number of decode workers
     prefill_threads: int
     sequences: int
     context_tokens: int
     logit_rows: int
-    gateways: int = 0  # of the processes
+    gateways: int = 0  # number of gateways among the processes
     hints: bool = False
     prefill_backend: str = DEFAULT_BACKEND
     max_offloaded_blocks: int = 0  # of each feed-forward; 0: there is no accelerator
@@ -59,26 +62,28 @@ class RunShape:
 
     @property
     def predicts(self) -> bool:
-        """True if decode steps use a predictor."""
+        """True if decode steps may use a predictor, to decide or for hints."""
         return self.mode == "predicted" or self.hints
 
     def prefill_tokens(self, chunk_tokens: int) -> int:
-        """Return the maximum of tokens in one prefill step, which may also compute logits of `logit_rows` tokens at
-        once."""
+        """Return the maximum of tokens in one prefill step: a chunk, or `logit_rows` tokens if that is more."""
         return max(chunk_tokens, self.logit_rows)
 
 
 def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
-    """Return the blocks of neurons in one external matrix product.
+    """Return the number of blocks in one external matrix product of prefill.
 
-    All products of a layer have nearly the same size, since their graphs have one size. A small block window limits it.
+    Products of a layer share a graph, whose size is fixed, so they have nearly the same size. A small block window
+    limits it.
     """
     return min(_even_blocks(layout, layout.blocks), window_blocks)
 
 
 def offloaded_product_blocks(layout: ClusterLayout, blocks: int) -> int:
-    """Return the blocks in one product of an accelerator that computes the first `blocks`, for which it needs no
-    window."""
+    """Return the number of blocks in one product of an accelerator that computes the first `blocks` blocks.
+
+    No block window limits it.
+    """
     return _even_blocks(layout, blocks)
 
 
@@ -88,10 +93,11 @@ def _even_blocks(layout: ClusterLayout, blocks: int) -> int:
 
 
 def open_clusters(manifest: Manifest, compute: Compute) -> int:
-    """Return how many clusters of either part may be open at once, that is in use by a step that is being computed."""
+    """Return how many clusters of either part may be open, that is in use by the step being computed, at once."""
     layout, experts = manifest.layout, manifest.model.experts
     return max(
-        # A barrier separates layers, so windows of a whole layer are the same window; windows of experts are not.
+        # A barrier separates layers, so participants with windows of a whole layer all have the same one open. Windows
+        # of feed-forwards may differ.
         experts * layout.clusters
         if window_blocks == experts * layout.blocks
         else min(manifest.clusters, participants * window_blocks * layout.block_clusters)
@@ -105,7 +111,7 @@ def open_clusters(manifest: Manifest, compute: Compute) -> int:
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """Return the layout of every segment of a run, by name.
 
-    Slots include the borrowed ones: pages that nobody touches take no memory.
+    The slots' segment includes borrowed slots: pages that are not touched take no memory.
     """
     fixed, memory = fixed_layouts(manifest, RunShape.of(plan.compute)), plan.memory
     triggers, values = memory.trigger_slots + memory.lent_trigger_slots, memory.value_slots + memory.lent_value_slots
@@ -113,15 +119,12 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
 
 
 def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
-    """Return the private layouts of this run's processes, by name."""
+    """Return the layouts of private memory of a run's processes, by name."""
     return prefill_layouts(manifest, RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens)
 
 
 def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, moved: bool = False) -> Layout:
-    """Return the segment of the neurons with these numbers of slots.
-
-    moved: True if scales are co-located, as in `Layout.slots`
-    """
+    """Return the layout of the segment with these numbers of slots. moved: scales are co-located."""
     places = manifest.slots(moved=moved)
     return layouts.slots(
         trigger_slots=trigger_slots,
@@ -132,7 +135,7 @@ def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, mo
 
 
 def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
-    """Return the segments whose size depends on neither slots nor chunks: all but that of the neurons."""
+    """Return the layouts of all segments but that of the slots, by name. They depend on neither slots nor chunk."""
     model = manifest.model
     segments = (
         layouts.fixed(
@@ -162,10 +165,10 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
 
 
 def prefill_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
-    """Return the private layouts of the prefill process: the stage of its steps, which only its threads use."""
+    """Return the layout of the prefill process's private memory, by name: the stage of its steps."""
     tokens, partial_tokens = shape.prefill_tokens(prefill_chunk_tokens), PARTIAL_TOKENS
     lengths = _stage_lengths(manifest, tokens, predicts=shape.mode == "predicted")
-    if runtime_of(shape.prefill_backend):  # the runtime stores the values inside a feed-forward
+    if runtime_of(shape.prefill_backend):  # the runtime has memory of its own for values inside a feed-forward
         lengths |= {"neurons": 0, "rank": 0}
         partial_tokens = 0
     stage = layouts.prefill_stage(tokens=tokens, partial_tokens=min(tokens, partial_tokens), **lengths)
@@ -173,9 +176,9 @@ def prefill_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: i
 
 
 def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[str, int]:
-    """Return the lengths that all stages of steps with this number of tokens have in common.
+    """Return the lengths of arrays in the stage of a step with `tokens` tokens, in decode as in prefill.
 
-    predicts: True if a predictor is used, for hints or to decide
+    predicts: a predictor is used, to decide or for hints
     """
     model, layout = manifest.model, manifest.layout
     return {

@@ -1,4 +1,4 @@
-"""Assumptions of a plan about what was not measured: a reason each, with the command that measures it."""
+"""Assumptions of a plan about what was not measured: one reason for each, with the command that measures it, if any."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def assumptions(
     profile: DeviceProfile | None,
     prompts_by: str = DEFAULT_BACKEND,
 ) -> tuple[str, ...]:
-    """Return the assumptions on the package, then those on the device.
+    """Return the assumptions on the package, then those on the device; empty if nothing was assumed.
 
-    all_resident: nothing misses
-    prompts_by: the backend of prompts
+    all_resident: every cluster has a slot, so no misses are assumed
+    prompts_by: backend of the prefill process
     """
     if profile is not None and not profile.decode and not profile.panels:
-        profile = None  # of memory alone, as a start measures it for a small package
+        profile = None  # it covers memory alone, as a start measures it for a small package
     return (
         *_of_package(manifest, mode, all_resident),
         *_of_device(curve, speed, profile),
@@ -99,7 +99,7 @@ def _of_kernels(manifest: Manifest, profile: DeviceProfile | None) -> Iterator[s
     tokens, panels, reused = (
         {point.quantization for point in points} for points in (profile.decode, profile.panels, profile.reused)
     )
-    # A device file has no decode kernels at all: its cores' speed is memory's.
+    # The file of a simulated device may have no decode kernels at all: its cores compute as fast as memory is read.
     assumed = ["computing keeps up with memory"] if tokens and quantization not in tokens else []
     assumed += [] if quantization in panels & reused else [_PROMPTS]
     if assumed:

@@ -1,4 +1,4 @@
-"""Candidates of the search: the request to be fast, the allowed choices, a choice with its plan, and the result."""
+"""Data of the search: the request to be fast, the allowed choices, a choice with its plan, and the result."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from neuronpipe.protocol.frozen import frozen
 
 @frozen(kw_only=True)
 class Request:
-    """A request to be fast: the tokens of its prompt and of its answer."""
+    """A request whose expected time the search minimizes."""
 
     prompt_tokens: int
     answer_tokens: int
 
     def ms(self, expected: Expected) -> float:
-        """Return the time of the request by itself; infinite if that was not measured. All chunks of the prompt take
-        equally long."""
+        """Return the expected time of the request alone on the device; infinite if a speed that it needs is unknown.
+
+        All chunks of the prompt are assumed to take equally long.
+        """
         if not expected.tokens_per_s or (self.prompt_tokens and not expected.prefill_tokens_per_s):
             return math.inf
         prompt_s = self.prompt_tokens / expected.prefill_tokens_per_s if expected.prefill_tokens_per_s else 0.0
         return 1e3 * (prompt_s + self.answer_tokens / expected.tokens_per_s)
 
 
-USUAL = Request(prompt_tokens=512, answer_tokens=128)  # llama-bench's pp512 and tg128, one after the other
+# The request for which plans are chosen by default: llama-bench's tests pp512 and tg128, one after the other.
+USUAL = Request(prompt_tokens=512, answer_tokens=128)
+# Compares the speed of decoding alone: for a target speed, and where the speed of prompts is unknown.
 ANSWER = Request(prompt_tokens=0, answer_tokens=1)
 
 
 @frozen(kw_only=True)
 class Space:
-    """The allowed choices. The first mode and the first number of workers are those of the rules.
+    """The modes and numbers of decode workers that the search may choose. The rules take the first of each.
 
-    place: returns the device with this number of decode workers on its cores
-    more: the same with cores that were excluded by request; None if there is no core for them
+    place: assigns this number of decode workers and the other processes to the allowed cores
+    more: the same with cores that the user excluded; None if the device has too few fast cores for these workers
     """
 
     modes: tuple[Mode, ...]
@@ -49,7 +53,10 @@ class Space:
 
 @frozen(kw_only=True)
 class Variant:
-    """A mode, a number of workers and a way to read: a choice that must be clearly faster than the rules'."""
+    """A choice that replaces that of the rules only if it is expected to be clearly faster.
+
+    bundle: both parts of a cluster are read together
+    """
 
     mode: Mode
     workers: int
@@ -58,7 +65,7 @@ class Variant:
 
 @frozen(kw_only=True)
 class Candidate:
-    """A choice: the device and the options that make it, and its plan."""
+    """A plan, with the device facts and the options it was made from."""
 
     device: DeviceFacts
     options: PlanOptions
@@ -66,12 +73,11 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Expected speed; None if something was not measured."""
+        """Expected speed of decoding one sequence; None if something was not measured."""
         return self.plan.expected.tokens_per_s
 
     @property
     def workers(self) -> int:
-        """Number of decode workers of the plan."""
         return len(self.plan.compute.decode_workers())
 
     @property
@@ -80,7 +86,7 @@ class Candidate:
 
     @property
     def reads(self) -> str:
-        """Text that says whether clusters or parts are read."""
+        """Words that tell whether both parts of a cluster are read together."""
         return "clusters whole" if self.plan.flash.bundle else "parts apart"
 
     def description(self) -> str:
@@ -92,12 +98,12 @@ class Candidate:
 class SearchResult:
     """The candidates within a limit, and the chosen one.
 
-    candidates: the best of each variant
+    candidates: the fastest candidate of each variant
     points: number of plans compared
-    rules: the best of the rules' variant; None if it does not fit
-    by_rules: the rules' variant with the rules' chunk and depth
-    target: tokens/s to be reached; None if the request is to be fast
-    smaller_limit_bytes: the smaller limit for which the chosen plan was made, if no plan of this limit is as fast
+    rules: the fastest candidate of the rules' variant; None if that variant does not fit
+    by_rules: the candidate with the variant, the chunk and the depth of the rules; None if it does not fit
+    target: requested tokens/s; None if the time of the request is minimized
+    smaller_limit_bytes: the limit for which the chosen plan was made, if it is faster than all plans of a larger one
     """
 
     candidates: tuple[Candidate, ...]
@@ -109,7 +115,7 @@ class SearchResult:
     smaller_limit_bytes: int | None = None
 
     def reasons(self) -> tuple[str, ...]:
-        """Return why the choice is not that of the rules; empty if it is."""
+        """Return why the chosen plan is not that of the rules; empty if it is."""
         chosen, rules = self.chosen, self.rules
         if rules is None:
             return (f"{chosen.description()}: the limit is too small for what is chosen otherwise",)

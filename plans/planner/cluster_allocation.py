@@ -1,8 +1,8 @@
-"""Pinned clusters, for every number of sequences in a step: the problem in cluster_ranking.py.
+"""Choice of the pinned clusters of a plan, by the number of sequences in a step.
 
-In a package with an activity profile, a slot goes to the cluster that saves most misses
-(plans/cost/cluster_ranking.py), in any layer and expert. In others, every feed-forward has equal numbers, by the
-assumed curve.
+With an activity profile, the hottest clusters of all layers and experts are pinned, as many as save misses
+(plans/cost/cluster_ranking.py states the problem). Without one, every feed-forward gets the same number of pins, by the
+assumed curve of activations.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from neuronpipe.plans.plan.document import Mode
 from neuronpipe.plans.plan.pinned_clusters import Pins, write_counts
 from neuronpipe.protocol.frozen import frozen
 
-# Clusters used by half of all tokens stay by themselves under any policy: pinning them only saves bookkeeping.
+# Without a profile, clusters that this share of all tokens use are pinned. Any policy would keep them in the cache, so
+# that pinning them only saves bookkeeping.
 PINNED_FROM = 0.5
-# A number of sequences has its own pins if they save at least these shares of its misses, and of its accesses.
+# A number of sequences gets its own pins if these save more than this share of the bytes that it misses with the pins
+# for fewer sequences, and of the bytes that it accesses.
 TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 
@@ -29,10 +31,10 @@ TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 class PartSlots:
     """The slots of one part.
 
-    count: number of slots, borrowed ones included
+    count: number of slots, including borrowed ones
     moving: minimum of unpinned slots
-    reserved: slots among the moving ones that are freed in advance
-    borrowed: slots that may be reclaimed (plans/plan/borrowed_memory.py)
+    reserved: slots that the cache frees in advance, out of the moving ones
+    borrowed: slots that sequences may reclaim (plans/plan/borrowed_memory.py)
     """
 
     part: str  # "trigger" or "value"
@@ -43,9 +45,11 @@ class PartSlots:
     borrowed: int = 0
 
     def safe_for(self, accesses: float) -> PartSlots:
-        """Return the slots without borrowed ones if the remaining ones would not store what a step accesses.
+        """Return the slots to choose pins for: without borrowed ones if the others store less than a step accesses.
 
-        Pins must leave the cache enough slots when borrowed ones are reclaimed.
+        The cache must have enough unpinned slots when borrowed ones are reclaimed.
+
+        accesses: clusters that a step accesses
         """
         if accesses < self.count - self.borrowed:
             return self
@@ -53,7 +57,7 @@ class PartSlots:
 
     @property
     def occupied_slots(self) -> int:
-        """Slots with a cluster, on average."""
+        """Average number of slots that store a cluster."""
         return occupied_slots(self.count, self.reserved)
 
     @property
@@ -63,7 +67,10 @@ class PartSlots:
 
 @frozen(kw_only=True)
 class PinAllocation:
-    """Pins by number of sequences, the maximum of pinned clusters (triggers, values), and the reasons."""
+    """The pins by number of sequences, the first for one, and the reasons for them.
+
+    max_pinned: maximum, over the entries, of all pinned triggers and of all pinned values
+    """
 
     pins: tuple[Pins, ...]
     max_pinned: tuple[int, int]
@@ -72,7 +79,7 @@ class PinAllocation:
 
 @frozen
 class _PartPins:
-    """The pinned clusters of one part, by feed-forward. ranking: the ranking that chose them."""
+    """The numbers of pinned clusters of one part, by feed-forward. ranking: what chose them; None without a profile."""
 
     slots: PartSlots
     counts: tuple[int, ...]
@@ -83,7 +90,7 @@ class _PartPins:
         return sum(self.counts)
 
     def missed_bytes(self, pinned: int) -> float:
-        """Return the bytes of a step's misses if `pinned` clusters were pinned."""
+        """Return the bytes that a step misses if the `pinned` hottest clusters are pinned; 0 without a ranking."""
         if self.ranking is None:
             return 0.0
         return self.slots.slot_bytes * self.ranking.accesses * self.ranking.miss_rate(self.slots.occupied_slots, pinned)
@@ -100,7 +107,11 @@ def allocate_pins(
 ) -> PinAllocation:
     """Choose the pins of both parts for steps of one to `max_batch` sequences.
 
-    whole: a neuron is read whole or not at all
+    The first entry is for one sequence. More sequences, up to the maximum of BATCHES, get an entry only if it saves
+    misses (TABLE_GAIN); otherwise that for fewer sequences applies.
+
+    whole: both parts of a neuron are always used together
+    slots: of triggers, and of values
     """
     return _PinAllocator(manifest, rates, mode, whole, slots).allocate(max_batch)
 
@@ -143,9 +154,9 @@ class _PinAllocator:
     def _part_pins(self, slots: PartSlots, batch: int) -> _PartPins:
         everything = slots.count >= self._manifest.clusters
         if self._mode != "predicted" and not self._mixture and (slots.part == "trigger" or self._whole):
-            # Every cluster in turn, for every token: an unpinned cluster is evicted before its next access.
+            # Every token reads every cluster in turn, so an unpinned cluster is evicted before its next access.
             return self._equal_pins(slots, self._clusters if everything else slots.max_pinned // self._ffns)
-        # Without slots of its own, the cache would have none when borrowed slots are reclaimed.
+        # If borrowed slots are needed for everything, the cache must have unpinned slots left when they are reclaimed.
         if everything and not slots.borrowed:
             return self._equal_pins(slots, self._clusters)
         ranked = self._ranking(slots, batch)
@@ -166,10 +177,10 @@ class _PinAllocator:
     def _unmeasured_pins(self, slots: PartSlots) -> int:
         """Return how many clusters of each feed-forward are pinned without an activity profile.
 
-        These are all that may be, or the few that are active in half of all tokens (of a mixture none), whichever is
-        expected to miss less. Pins take slots from the cache, and a cache with fewer slots than a token's accesses
-        never hits. So everything is pinned only if the cache would be too small without pins, too. Half of the borrowed
-        slots count as reclaimed, as in the middle of a sequence.
+        This is the allowed maximum, or the few clusters that are active in half of all tokens (none in a mixture),
+        whichever is expected to miss less. Pins take slots from the cache, and a cache with fewer slots than a token
+        accesses never hits. So the maximum is only chosen if the cache would be too small without pins as well. Half of
+        the borrowed slots count as reclaimed, as in the middle of a sequence.
         """
         average_slots = dataclasses.replace(slots, count=slots.count - slots.borrowed // 2, borrowed=0)
         max_each = slots.max_pinned // self._ffns
@@ -188,30 +199,33 @@ class _PinAllocator:
 
     # ---- several sequences -----------------------------------------------------------------------------------
     def _saves(self, pins: tuple[_PartPins, _PartPins], fewer_pins: tuple[_PartPins, _PartPins]) -> bool:
-        """Return True if more sequences need pins of their own. These are more pins, so that pins for fewer
-        sequences stay."""
+        """Return True if a number of sequences gets these pins instead of those for fewer sequences.
+
+        They must save enough misses, and pin no fewer clusters of either part, so that clusters stay pinned when the
+        number of sequences grows.
+        """
         if any(more.total < less.total for more, less in zip(pins, fewer_pins, strict=True)):
             return False
-        bytes_with_pins = sum(share.missed_bytes(share.total) for share in pins)
+        bytes_with_pins = sum(part.missed_bytes(part.total) for part in pins)
         bytes_with_fewer = sum(more.missed_bytes(less.total) for more, less in zip(pins, fewer_pins, strict=True))
-        accessed_bytes = sum(share.slots.slot_bytes * share.ranking.accesses for share in pins if share.ranking)
+        accessed_bytes = sum(part.slots.slot_bytes * part.ranking.accesses for part in pins if part.ranking)
         return bytes_with_pins < min(
             (1 - TABLE_GAIN) * bytes_with_fewer, bytes_with_fewer - TABLE_GAIN_RATE * accessed_bytes
         )
 
     # ---- reasons ---------------------------------------------------------------------------------------------
-    def _reason(self, shares: tuple[_PartPins, _PartPins]) -> str:
-        triggers, values = shares
-        ranked = self._missing_part(shares)
+    def _reason(self, pins: tuple[_PartPins, _PartPins]) -> str:
+        triggers, values = pins
+        ranked = self._missing_part(pins)
         if ranked.ranking is not None:
             slots = ranked.slots.occupied_slots
             if not ranked.total:
                 return (
-                    f"{self._fit(shares)}, and stay while they are used: {ranked.ranking.miss_rate(slots, 0):.1%} of "
+                    f"{self._fit(pins)}, and stay while they are used: {ranked.ranking.miss_rate(slots, 0):.1%} of "
                     "what a token wants is missed, and pinning would save hardly any of that"
                 )
             return (
-                f"{self._fit(shares)}; by worth per byte {ranked.total} of {slots} slots are for the hottest of all "
+                f"{self._fit(pins)}; by worth per byte {ranked.total} of {slots} slots are for the hottest of all "
                 f"layers and the cache has the others: {ranked.ranking.miss_rate(slots, ranked.total):.1%} of what a "
                 f"token wants is missed, {ranked.ranking.miss_rate(slots, 0):.1%} were nothing pinned"
             )
@@ -221,9 +235,9 @@ class _PinAllocator:
                 "token: memory does not hold all triggers"
             )
         if not values.total:
-            return f"{self._fit(shares)}, and stay while they are used"
+            return f"{self._fit(pins)}, and stay while they are used"
         hottest = f"the {values.counts[0]} hottest of the {self._clusters} of each layer stay"
-        return f"{self._fit(shares)}; {hottest}, {self._why(values)}"
+        return f"{self._fit(pins)}; {hottest}, {self._why(values)}"
 
     def _why(self, values: _PartPins) -> str:
         max_each = values.slots.max_pinned // self._ffns
@@ -231,8 +245,8 @@ class _PinAllocator:
             return "the others are read for every token: a token wants more than fits"
         return f"which fire in {PINNED_FROM:.0%} of all tokens, the others stay while they are used"
 
-    def _fit(self, shares: tuple[_PartPins, _PartPins]) -> str:
-        triggers, values = (share.slots.count for share in shares)
+    def _fit(self, pins: tuple[_PartPins, _PartPins]) -> str:
+        triggers, values = (part.slots.count for part in pins)
         if self._mode == "predicted":
             return f"{triggers} of {self._manifest.clusters} bundles fit"
         if triggers >= self._manifest.clusters:
@@ -253,11 +267,11 @@ class _PinAllocator:
             )
         )
 
-    def _single_entry_reason(self, shares: tuple[_PartPins, _PartPins]) -> str:
-        if self._missing_part(shares).ranking is None:
+    def _single_entry_reason(self, pins: tuple[_PartPins, _PartPins]) -> str:
+        if self._missing_part(pins).ranking is None:
             return "the same stays for several texts: how often neurons are wanted was not measured"
         return f"the same stays for several texts: pins of their own would save less than {TABLE_GAIN:.0%} of misses"
 
-    def _missing_part(self, shares: tuple[_PartPins, _PartPins]) -> _PartPins:
-        """Return the pins of the part that misses most."""
-        return max(shares, key=lambda share: share.missed_bytes(share.total) if share.ranking else -1.0)
+    def _missing_part(self, pins: tuple[_PartPins, _PartPins]) -> _PartPins:
+        """Return the pins of the part that misses most bytes."""
+        return max(pins, key=lambda part: part.missed_bytes(part.total) if part.ranking else -1.0)

@@ -18,20 +18,20 @@ MEMORY_SHARE = 0.7  # of the memory available now, if the user names no limit
 
 @frozen(kw_only=True)
 class DeviceFacts:
-    """The facts of a device for the planner; a curve or a speed is None if it was not measured."""
+    """The facts of a device that the planner uses. `flash`, `memory_speed` and `profile` are None if not measured."""
 
     id: str
-    memory_bytes: int  # the limit if the user names none
+    memory_bytes: int  # the memory limit, unless the user sets one
     flash_engine: str
     processes: tuple[ProcessSpec, ...]
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None
-    profile: DeviceProfile | None = None  # of `neuronpipe profile device`, while it is valid
-    accelerator: Accelerator | None = None  # for decode steps
+    profile: DeviceProfile | None = None  # of `neuronpipe profile device` while it is valid, else measured at a start
+    accelerator: Accelerator | None = None  # computes blocks of decode steps; None: no accelerator process
 
     @property
     def measured(self) -> Measurements:
-        """Measurements as the cost model takes them."""
+        """The measurements, in the order of the cost model's parameters."""
         return self.flash, self.memory_speed, self.profile
 
 
@@ -44,11 +44,11 @@ def device_facts(
     cores: Sequence[Core] | None = None,
     accelerator: Accelerator | None = None,
 ) -> DeviceFacts:
-    """Return the facts of a device with a placement of roles on its cores.
+    """Return the facts of a device, with the processes of a run assigned to its cores.
 
-    workers: decode workers (default: one per fast core)
-    backends: the backends of roles that do not have the default
-    cores: the cores to use instead of all cores of the device
+    workers: number of decode workers (default: `default_decode_workers`)
+    backends: backends by role; other roles have the default
+    cores: used instead of the device's cores
     accelerator: adds an accelerator process
     """
     cores = device.cores if cores is None else cores

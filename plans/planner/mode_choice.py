@@ -10,13 +10,16 @@ from neuronpipe.plans.plan.document import Mode
 from neuronpipe.protocol.errors import UserError
 
 Quality = Literal["exact", "predicted"] | float
-"""A number is the share by which the perplexity of the package's held-out text may grow."""
+"""The allowed loss: none, any loss of a predictor, or the share by which the perplexity of held-out text may grow."""
 
 
 def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
-    """Return the allowed modes, exact first. `predicted` needs no measurement; a loss does.
+    """Return the allowed modes of this package, exact first.
 
-    Raises UserError if a loss was never measured, with the command that measures it.
+    Quality `predicted` allows the predictor without a measurement. A number allows predicted and thresholded mode if
+    their measured loss is no larger.
+
+    Raises UserError if the predictor's loss would have to be known and was not measured.
     """
     predictor, silent = manifest.predictor, manifest.silent
     modes: list[Mode] = ["exact"]
@@ -49,7 +52,7 @@ def show_quality(quality: Quality) -> str:
 
 
 def mode_reason(manifest: Manifest, mode: Mode, rates: ActivationRates) -> str:
-    """Return the reason of a plan that says what decides which neurons are computed."""
+    """Return the reason that states, in a plan, what decides which neurons are computed."""
     if mode == "thresholded" and manifest.silent is not None:
         return (
             f"every gate is computed; up and down rows of the {rates.value_read:.1%} of the neurons that do "

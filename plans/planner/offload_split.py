@@ -1,12 +1,12 @@
 """The split of feed-forward blocks between an accelerator and the workers, for each number of sequences in a step.
 
 Device and workers compute in parallel, so the best split is near the point where both take equally long. All numbers of
-blocks are tried, since some are better than their neighbours (sums of eight blocks are returned as one, those of seven
-as three). Offloaded blocks are not read from flash: where flash is the bottleneck, they are worth as much as memory. If
-the device shares this machine's memory, blocks that it does not take become slots.
+blocks are tried, since some are better than their neighbours: the device returns the sums of eight blocks as one
+vector, those of seven as three. Offloaded blocks are not read from flash, so where flash is the bottleneck they save
+reads as slots do. If the device shares this machine's memory, memory of blocks that it does not take becomes slots.
 
-Matrices are offloaded by what each saves for its bytes: those that save time are added one by one, in place of blocks
-if there is no room for both, as long as the plan becomes faster.
+Matrices that save time are ranked by the time saved per byte. Plans with the first one, two, and so on are compared; if
+there is no room for both, matrices replace blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 StepMs = Callable[[int, int], float | None]
-"""The expected time of a step, by offloaded blocks and sequences; None if it is not known."""
+"""Returns the expected time of a step, given the numbers of offloaded blocks and of sequences; None if unknown."""
 
 
 Make = Callable[[tuple[int, ...] | None, tuple[str, ...] | None], Plan]
@@ -35,7 +35,7 @@ Make = Callable[[tuple[int, ...] | None, tuple[str, ...] | None], Plan]
 
 @frozen
 class BestSplit:
-    """The search for the best split. `make` returns plans with other splits."""
+    """The search for the best split of the work between one accelerator and the workers."""
 
     manifest: Manifest
     rates: ActivationRates
@@ -44,10 +44,9 @@ class BestSplit:
     make: Make
 
     def of(self, max_plan: Plan) -> Plan:
-        """Return the fastest plan.
+        """Return the fastest plan, or `max_plan` if the device was not measured.
 
-        max_plan: the plan with as many blocks as fit, and with matrices only if the device was not measured; then it is
-        final
+        max_plan: the plan with as many blocks as fit; it has matrices only if the device was not measured
         """
         saved_ms = matrices_saved_ms(
             self.manifest, self.rates, max_plan.compute, max_plan.memory, max_plan.flash, self.measured
@@ -56,12 +55,12 @@ class BestSplit:
         worth.sort(key=lambda name: saved_ms[name] / offloaded_matrices_bytes(self.manifest, (name,), 1), reverse=True)
         choices = [max_plan]
         for count in range(1, len(worth) + 1):
-            with contextlib.suppress(UserError):  # no block fits beside them
+            with contextlib.suppress(UserError):  # no block fits besides these matrices
                 choices.append(self.make(None, tuple(name for name in MATRICES if name in worth[:count])))
         return max(map(self.with_best_blocks, choices), key=lambda plan: plan.expected.tokens_per_s or 0.0)
 
     def with_best_blocks(self, plan: Plan) -> Plan:
-        """Return this plan with the blocks that make steps shortest, or unchanged if that is not known."""
+        """Return this plan with the offloaded blocks that make steps shortest; unchanged if times are not known."""
         blocks = best_offloaded_blocks(self.manifest, self.rates, plan, self.measured)
         return plan if blocks in (None, plan.compute.held_blocks) else self.make(blocks, plan.compute.held_matrices)
 
@@ -69,7 +68,10 @@ class BestSplit:
 def best_offloaded_blocks(
     manifest: Manifest, rates: ActivationRates, plan: Plan, measured: Measurements
 ) -> tuple[int, ...] | None:
-    """Return the best `Compute.held_blocks` up to the plan's, or None if the device was not measured."""
+    """Return the `Compute.held_blocks` with the shortest steps, with at most as many blocks as the plan has.
+
+    None if the device was not measured.
+    """
     compute, max_blocks = plan.compute, plan.compute.max_offloaded_blocks()
     if AcceleratorCost.of(manifest, compute, measured[2]) is None:
         return None
@@ -85,9 +87,11 @@ def best_offloaded_blocks(
 
 
 def best_blocks_by_batch(step_ms: StepMs, max_blocks: int, sequences: int) -> tuple[int, ...] | None:
-    """Return `Compute.held_blocks` with the shortest steps of one sequence, two, and so on up to MAX_SEQUENCES.
+    """Return the `Compute.held_blocks` with the shortest steps of one sequence, two, and so on up to MAX_SEQUENCES.
 
-    At least one number is not 0. None if no time is known.
+    At least one number is not 0; equal numbers at the end are given once. None if no time is known.
+
+    max_blocks: maximum of offloaded blocks of a feed-forward
     """
     if step_ms(0, 1) is None:
         return None
@@ -104,8 +108,10 @@ def best_blocks_by_batch(step_ms: StepMs, max_blocks: int, sequences: int) -> tu
 
 
 def with_fewer_offloaded_blocks(manifest: Manifest, memory: Memory, fewer_blocks: int) -> Memory:
-    """Return a plan's memory if a device that shares it takes fewer blocks of every feed-forward: their bytes become
-    slots."""
+    """Return the memory of a plan whose accelerator shares this machine's memory, with fewer offloaded blocks.
+
+    The memory of `fewer_blocks` blocks of every feed-forward becomes slots.
+    """
     added_slots = manifest.model.ffns * fewer_blocks * manifest.layout.block_clusters
     clusters = manifest.clusters
     return dataclasses.replace(

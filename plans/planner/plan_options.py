@@ -15,7 +15,7 @@ BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
 
 
 class LimitTooSmall(UserError):
-    """A memory limit below the smallest that these options allow."""
+    """The memory limit is below `min_bytes`, the smallest that package and options allow."""
 
     def __init__(self, message: str, min_bytes: int) -> None:
         super().__init__(message)
@@ -24,22 +24,22 @@ class LimitTooSmall(UserError):
 
 @frozen(kw_only=True)
 class PlanOptions:
-    """The options of a plan. Bytes and shares are limits; None leaves the choice to the planner.
+    """The options of a plan. None leaves the choice to the planner.
 
     `without` and `baseline` are for experiments: they disable techniques.
     """
 
-    memory_bytes: int | None = None
-    ffn_resident_share: float | None = None  # 0..1 of all feed-forward bytes
+    memory_bytes: int | None = None  # limit of the whole run
+    ffn_resident_share: float | None = None  # maximum of resident feed-forward bytes, as a share (0..1) of all
     follows: bool = False  # the run takes what is available, up to memory_bytes
     context_tokens: int | None = None
     sequences: int = 1
     mode: Mode | None = None
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
-    hints: bool = False  # of the package's predictor or routers, in exact mode
+    hints: bool = False  # exact mode reads early what the package's predictor or routers will probably choose
     bundle: bool | None = None  # both parts of a cluster are read together
-    prefill_chunk_tokens: int | None = None  # maximum; less if the limit is small, but 8 at least
-    depth: int | None = None  # maximum of reads at once; less if staging is small
+    prefill_chunk_tokens: int | None = None  # maximum; the chunk is smaller if the memory limit is small
+    depth: int | None = None  # maximum of reads at once; there are fewer if staging is small
     offloaded_blocks: tuple[int, ...] | None = None  # as `Compute.held_blocks`; None: the fastest split
     offloaded_matrices: tuple[str, ...] | None = None  # as `Compute.held_matrices`; None: the fastest split

@@ -42,12 +42,13 @@ from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.slot_regions import NOTHING_PINNED, Regions, allocate_slots
 from neuronpipe.protocol.errors import UserError
 
-# A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
+# Every chunk of a prompt reads all weights once, so a chunk is as large as memory allows.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
-PREFILL_SHARE = 1 / 8
-STAGING_SHARE = 1 / 32  # of the limit, and
-STAGING_SPARE_SHARE = 1 / 8  # of the memory that remains for neurons, at most
-BASELINE_CACHE_TOKENS = 5  # the baseline keeps the clusters of this many tokens
+PREFILL_SHARE = 1 / 8  # maximum of a chunk's buffers, as a share of the memory limit
+# Staging beyond the minimum is limited to both of these.
+STAGING_SHARE = 1 / 32  # of the memory limit
+STAGING_SPARE_SHARE = 1 / 8  # of the memory that remains for neurons
+BASELINE_CACHE_TOKENS = 5  # the baseline has slots for what this many tokens use
 
 
 def make_plan(
@@ -57,12 +58,12 @@ def make_plan(
     budgets: Budgets | None = None,
     frequencies: AccessFrequencies | None = None,
 ) -> Plan:
-    """Make one plan by the rules; the search compares many.
+    """Make one plan for these options by rules, with the fastest split if the device has an accelerator.
 
-    budgets: memory budgets of this package, laid out by earlier calls; None: laid out anew
-    frequencies: the access frequencies of its clusters, if they were measured
+    budgets: cache of this package's memory budgets, shared by several calls (default: a new one)
+    frequencies: access frequencies of the clusters, if they were measured
 
-    Raises LimitTooSmall with the smallest limit and its items, and UserError for options that cannot be combined.
+    Raises LimitTooSmall with the smallest limit, and UserError for options that cannot be combined or obeyed.
     """
     options, budgets = _as_baseline(options), budgets or Budgets(manifest)
 
@@ -80,8 +81,10 @@ def make_plan(
 
 
 def _as_baseline(options: PlanOptions) -> PlanOptions:
-    """Return the options of a baseline: a windowed cache, up and down in one read, a predictor; no pipeline, no
-    prefetch."""
+    """Return the options with those of a baseline: predicted mode without bundles, pipeline and prefetch.
+
+    Its cache of recent tokens follows from `options.baseline`. Raises UserError for options that contradict it.
+    """
     if options.baseline is None:
         return options
     if options.mode not in (None, "predicted") or options.without:
@@ -125,7 +128,7 @@ class _PlanBuilder:
         self._usable_bytes = trusted_bytes(manifest, self._shape, self._limit_bytes)
 
     def _offload_shape(self, accelerator: Accelerator) -> RunShape:
-        """Return the shape with as many offloaded blocks as the device has room for."""
+        """Return the shape with the requested offloaded blocks and matrices, or those that the device has room for."""
         if "pipeline" in self._options.without:
             raise UserError("--without pipeline and an accelerator: it is part of the pipeline; leave one of them out")
         room = accelerator, self._device.profile, self._limit_bytes, self._shape
@@ -175,7 +178,7 @@ class _PlanBuilder:
         )
         sums_by_turns = not runtime_of(shape.prefill_backend) and chunk_tokens > PARTIAL_TOKENS
         if sums_by_turns and regions.window_blocks < manifest.layout.blocks:
-            # Block sums in turns need all neurons of a layer open.
+            # Block sums of more than PARTIAL_TOKENS tokens are computed in turns, with all neurons of a layer open.
             chunk_tokens, read_sizes, budget, regions = self._fitted(min_budget, min_slots_bytes, PARTIAL_TOKENS)
         memory = self._memory(budget, regions)
         compute = Compute(
@@ -231,9 +234,9 @@ class _PlanBuilder:
     def _fitted(
         self, min_budget: MemoryBudget, min_slots_bytes: int, max_chunk_tokens: int | None
     ) -> tuple[int, ReadSizes, MemoryBudget, Regions]:
-        """Return the chunk, the reads, the budget with both, and the slots in the remaining memory.
+        """Return the chunk, the reads, the memory budget with both, and the slots in the remaining memory.
 
-        A requested chunk has priority over more staging.
+        max_chunk_tokens: a requested maximum, which has priority over more staging; None: the rules choose
         """
         if max_chunk_tokens is not None:
             chunk_tokens = self._chunk(min_budget.staging_bytes, min_slots_bytes, max_chunk_tokens)
@@ -248,8 +251,7 @@ class _PlanBuilder:
         return chunk_tokens, read_sizes, budget, self._regions(budget, min_slots_bytes, read_sizes)
 
     def _read_sizes(self, min_budget: MemoryBudget) -> ReadSizes:
-        """Return the reads, with staging besides the smallest budget: a share of the limit, and no less than that
-        budget has."""
+        """Return the reads. Their staging is at most that of `min_budget` and a share of the memory that is left."""
         manifest, options = self._manifest, self._options
         spare_bytes = self._usable_bytes - min_budget.total_bytes() - self._budgets.min_slots_bytes(self._shape.workers)
         slots_bytes = spare_bytes
@@ -268,9 +270,9 @@ class _PlanBuilder:
         )
 
     def _chunk(self, staging_bytes: int, min_slots_bytes: int, max_tokens: int | None) -> int:
-        """Return the largest chunk that leaves room for the fewest slots.
+        """Return the largest chunk that leaves room for staging and for the fewest slots, or the smallest chunk.
 
-        It is at most `max_tokens` or, without that, its buffers take a small share of the limit.
+        max_tokens: maximum; None: the chunk's buffers take at most PREFILL_SHARE of the limit
         """
         context = self._shape.context_tokens
         min_tokens = min_chunk_tokens(self._shape)
@@ -281,7 +283,7 @@ class _PlanBuilder:
         for tokens in (min(size, context) for size in sizes):
             budget = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
             fits = budget.total_bytes() + staging_bytes + min_slots_bytes <= self._usable_bytes
-            # A runtime takes its memory with any chunk, so it does not count as a buffer.
+            # A runtime needs its own memory with any chunk, so this does not count as a buffer.
             buffers_bytes = budget.private_bytes - fixed_runtime_bytes + budget.prefill_stage_bytes
             if fits and (max_tokens is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
                 return tokens
@@ -290,7 +292,7 @@ class _PlanBuilder:
     def _regions(self, budget: MemoryBudget, min_slots_bytes: int, read_sizes: ReadSizes) -> Regions:
         manifest, options = self._manifest, self._options
         usable = self._usable_bytes - budget.total_bytes() - (read_sizes.set_aside_bytes - read_sizes.staging_bytes)
-        # The segment begins with a page, and is whole pages.
+        # The slots' segment has a page before the first slot, and consists of whole pages.
         slots_budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
         ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
         if options.ffn_resident_share is not None and options.ffn_resident_share < 1:
@@ -319,10 +321,9 @@ class _PlanBuilder:
         )
 
     def _without_offloaded_pins(self, regions: Regions) -> Regions:
-        """Return the slots without pins if an accelerator computes the hottest clusters and memory does not fit
-        everything.
+        """Return the slots without pins if an accelerator computes blocks and not every cluster has a slot.
 
-        The hottest remaining clusters stay in the cache by being used.
+        The accelerator computes the hottest clusters, and the hottest others stay in the cache by being used.
         """
         if not self._shape.max_offloaded_blocks or min(regions.triggers, regions.values) == self._manifest.clusters:
             return regions

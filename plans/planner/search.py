@@ -1,19 +1,20 @@
-"""The search: of all allowed choices, the one whose plan is expected to be fastest.
+"""The search: it makes a plan of every allowed choice and returns the one that is expected to be fastest.
 
     minimize    the time of a request: of a usual one, or of its answer alone if a target speed is set
     over        variants (mode x decode workers x bundles or parts), and for each variant
                 prefill chunk x reads at once
-    subject to  the plan takes no more than the limit
+    subject to  the plan takes no more than the memory limit
 
-`make_plan` makes a whole plan of each choice and decides the rest by rules. The search also works the other way round:
-the smallest limit with which a speed is expected. It is pure, as the planner is.
+`make_plan` makes a whole plan of each choice and decides everything else by rules. The search also finds the smallest
+limit with which a given speed is expected. It reads no files and measures nothing.
 
-More memory is never expected to be slower. Each choice by itself gains from memory, so the best of them does; but a
-variant other than the rules' must be clearly faster, and where it ceases to be, returning to the rules would lose
-speed. So variants are chosen at fixed limits, upwards from the smallest, and the search returns to the rules only where
-they are as fast. Between two of these limits the variant stays. Against small steps of the cost model, the search keeps
-the plan of a smaller limit, which fits as well, if that is faster. One leap is left: the smallest limit that the rules
-fit. Plans of still smaller limits are not kept beyond it, or a small error of the model would waste most of the memory.
+With more memory, the chosen plan is never expected to be slower. Each choice by itself gains from memory. But a variant
+other than the rules' is only chosen if it is clearly faster, and returning to the rules where it is no longer clearly
+faster would lose speed. So variants are chosen at fixed limits, from the smallest upwards, and the search returns to
+the rules only where they are as fast. Between two of these limits the variant does not change. The cost model has small
+steps; so if the plan of a smaller limit is faster, the search keeps that plan, which fits as well. There is one
+exception: from the smallest limit on that the rules' variant fits, plans of limits below it are not kept. Otherwise a
+small error of the model would leave most of the memory unused.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ from neuronpipe.plans.planner.planner import CHUNK_TOKENS, make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-# Expectations are off by up to a third in memory (tests/bench/README.md): for a smaller gain, plans would leave proven
-# rules for an error of the model, and change from start to start. This margin is for variants only. A chunk or depth
-# trades memory for neurons with the same kernels, so the model's errors are common to all choices.
+# How much faster a variant must be than the rules'. With weights in memory, expectations are wrong by up to a third
+# (tests/bench/README.md): a smaller gain may be an error of the model, and the choice would change from start to start.
+# Chunks and depths need no margin: all of them use the same kernels, so the model's errors are the same for all.
 MIN_GAIN = 0.3
-PRECISION = 0.01  # of the smallest limit
+PRECISION = 0.01  # relative, of the smallest limit that reaches a target speed
 PROMPT_ALLOWANCE = 0.05  # memory for faster prompts, relative to the smallest limit that reaches a target speed
-POINTS = 23  # limits at which variants are chosen, from the smallest to one with which everything is resident
+POINTS = 23  # number of limits at which variants are chosen
 UNLIMITED_BYTES = 1 << 60
 
 
 class Search:
-    """The search for one package, space and options, whose `memory_bytes` is ignored.
+    """The search for one package, with the choices of `space`.
 
-    request: the request that is to be fast
-    frequencies: access frequencies of the package
+    options: options of all plans; their `memory_bytes` and `mode` are ignored
+    request: the request whose expected time is minimized
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Search:
         self._limits: tuple[int, ...] | None = None
 
     def within(self, limit_bytes: int | None) -> SearchResult:
-        """Return the best choice within this limit (None: the device's share of available memory).
+        """Return the candidates within this limit and the chosen one.
 
-        Raises LimitTooSmall, and what `make_plan` raises for the choice of the rules.
+        limit_bytes: None: the device's share of the available memory
+
+        Raises LimitTooSmall if no choice fits, and what `make_plan` raises for the rules' mode and workers.
         """
         trial = self._try(limit_bytes)
         if limit_bytes is None:
@@ -101,20 +104,20 @@ class Search:
         return result if smaller is None else self._keeping(smaller, limit_bytes, result)
 
     def best(self, limit_bytes: int) -> Candidate:
-        """Return what `within` chooses, without making all plans again if the variant is already chosen. Raises as
-        it does."""
+        """Return what `within` chooses, but make plans of the chosen variant only. Raises what `within` raises."""
         chosen = self._choose(limit_bytes)
         smaller = self._faster_with_less(limit_bytes, chosen)
         return chosen if smaller is None else self._with_limit(smaller, limit_bytes)
 
     def ms(self, candidate: Candidate) -> float:
-        """Return the compared time: of the request, or of its answer alone if the speed of prompts is not known."""
+        """Return the time by which candidates are compared: that of the request or, if the speed of prompts is not
+        known, that of one token of an answer. Infinite if the speed of decoding is not known."""
         expected = candidate.plan.expected
         return (self.request if expected.prefill_tokens_per_s else ANSWER).ms(expected)
 
     def limits_bytes(self) -> tuple[int, ...]:
-        """Return limits at equal ratios, from the smallest of any choice to one with which everything is resident
-        with any choice."""
+        """Return POINTS limits at equal ratios, ascending: from the smallest that any choice fits to one with which
+        everything is resident with every choice."""
         if self._limits is None:
             plans = [candidate.plan for candidate in self._unlimited]
             max_total_bytes = max(start.memory.total_bytes() for start in plans) + MIB
@@ -126,13 +129,15 @@ class Search:
         return self._limits
 
     def reaching(self, tokens_per_s: float, max_bytes: int | None = None) -> SearchResult:
-        """Return the choice with the smallest limit within which this speed is expected.
+        """Return the choice within the smallest limit that reaches this expected speed, plus PROMPT_ALLOWANCE.
 
-        The limit is at most max_bytes and precise to PRECISION. With PROMPT_ALLOWANCE more, the choice is the one with
-        the fastest usual request that reaches the speed. This search must have the request ANSWER: its best speed grows
-        with memory.
+        The smallest limit is found up to PRECISION. Of the choices of the best variant that reach the speed, the one
+        with the fastest usual request is chosen. The request of the search must be ANSWER, whose speed grows with
+        memory.
 
-        Raises UserError with the fastest possible speed.
+        max_bytes: maximum of the limit
+
+        Raises UserError with the fastest possible speed if no limit reaches this one.
         """
         min_limit, *_, everything = self.limits_bytes()
         max_limit = everything if max_bytes is None else min(max_bytes, everything)
@@ -151,13 +156,13 @@ class Search:
         return self._reached_with_prompts(min(max_limit, int(high * (1 + PROMPT_ALLOWANCE))), tokens_per_s)
 
     def with_memory(self, result: SearchResult, limit_bytes: int) -> Candidate:
-        """Return the choice within another limit, for the same target. Raises as `within`."""
+        """Return the choice within another limit, with the target speed of `result`. Raises what `within` raises."""
         return self._with_fast_prompts(self.best(limit_bytes), result.target)
 
     def with_more_workers(self, result: SearchResult) -> Candidate | None:
-        """Return the best choice with the chosen variant and another worker on a core that no worker has.
+        """Return the best choice with the chosen options and one more decode worker.
 
-        None if there is no such core, or no memory for it.
+        Cores that the user excluded may be used. None if there is no core or no memory for the worker.
         """
         chosen = result.chosen
         device = self.space.more(chosen.workers + 1)
@@ -172,7 +177,7 @@ class Search:
         return self._with_fast_prompts(self._fastest(self.refinements(start)), result.target)
 
     def _choose(self, limit_bytes: int) -> Candidate:
-        """Return the choice by itself, whatever is expected of smaller limits."""
+        """Return the choice within this limit, without comparing it with those of smaller limits."""
         if limit_bytes not in self._chosen:
             variant = self._variant_within(limit_bytes)
             start = None
@@ -188,11 +193,12 @@ class Search:
 
     # ---- smaller limits --------------------------------------------------------------------------------------
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
-        """Return the fastest choice within a smaller limit if it is faster than this one, else None.
+        """Return the fastest choice within a smaller limit if it is faster than `chosen`, else None.
 
-        Smaller are the limits of `limits_bytes` where the same choice is faster, and all that this search has been
-        asked for; if the rules fit this limit, only those that they fit, too. With --ffn-resident, there is none: the
-        residency is given, and only the staging buffers would shrink with the limit.
+        Compared are the limits of `limits_bytes` with which the options of `chosen` are faster, and all limits that
+        this search has chosen for before. If the rules' variant fits this limit, limits that it does not fit are left
+        out. With --ffn-resident the result is None: the residency is given, and a smaller limit would only shrink
+        staging.
         """
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
@@ -206,10 +212,10 @@ class Search:
         return fastest if fastest is not None and self.ms(fastest) < self.ms(chosen) else None
 
     def _may_be_faster(self, limit_bytes: int, chosen: Candidate) -> bool:
-        """Return True if this choice is expected to be faster with a smaller limit. It is made for that limit as it is,
-        which takes one plan instead of hundreds."""
+        """Return True if the options of `chosen` are expected to be faster with a smaller limit, for which nothing was
+        chosen yet. This takes one plan, while choosing takes hundreds."""
         if limit_bytes in self._chosen:
-            return False  # it is compared anyway
+            return False  # the caller compares all that was chosen
         try:
             smaller = self._candidate(chosen.device, dataclasses.replace(chosen.options, memory_bytes=limit_bytes))
         except UserError:
@@ -218,13 +224,13 @@ class Search:
 
     @functools.cached_property
     def _unlimited(self) -> list[Candidate]:
-        """A candidate of every variant with memory for everything; those of the rules first."""
+        """A candidate of every variant, with memory for everything. That of the rules is first."""
         return self._starts(UNLIMITED_BYTES)
 
     def _with_limit(self, candidate: Candidate, limit_bytes: int) -> Candidate:
-        """Return the candidate with a larger limit than the one it was made for.
+        """Return the candidate with a larger limit than the one that it was made for.
 
-        Its plan fits: what remains besides memory for untrusted programs never shrinks while the limit grows.
+        Its plan still fits, since `trusted_bytes` never shrinks while the limit grows.
         """
         plan = candidate.plan
         untrusted = untrusted_bytes(self.manifest, RunShape.of(plan.compute), limit_bytes)
@@ -236,7 +242,10 @@ class Search:
         )
 
     def _keeping(self, smaller: Candidate, limit_bytes: int, result: SearchResult) -> SearchResult:
-        """Return this result with the choice of a smaller limit, in place of the candidate of the same variant."""
+        """Return this result with the choice of a smaller limit as the chosen one.
+
+        It replaces the candidate of the same variant.
+        """
         chosen = self._with_limit(smaller, limit_bytes)
         other_candidates = (candidate for candidate in result.candidates if candidate.variant != chosen.variant)
         rules = result.rules
@@ -261,8 +270,10 @@ class Search:
         return dataclasses.replace(result, candidates=candidates, rules=rules, chosen=chosen, target=tokens_per_s)
 
     def _with_fast_prompts(self, best: Candidate, tokens_per_s: float | None) -> Candidate:
-        """Return the choice of the same variant with the fastest usual request that reaches the speed, if one is
-        required."""
+        """Return the choice of the same variant with the fastest usual request among those that reach the speed.
+
+        tokens_per_s: None: return `best` itself
+        """
         if tokens_per_s is None:
             return best
         fast_enough = [
@@ -286,7 +297,7 @@ class Search:
         return self._variant_at(max(0, bisect.bisect_right(self.limits_bytes(), limit_bytes) - 1))
 
     def _variant_at(self, step: int) -> Variant | None:
-        """Return the variant chosen at one of the limits; None: the rules, if nothing can be compared."""
+        """Return the variant chosen at limit number `step`; None if nothing can be compared, and the rules decide."""
         if step not in self._variants:
             self._variants[step] = self._choose_variant(step)
         return self._variants[step]
@@ -294,7 +305,7 @@ class Search:
     def _choose_variant(self, step: int) -> Variant | None:
         try:
             trial = self._try(self.limits_bytes()[step])
-        except UserError:  # an --ffn-resident that not all choices can obey
+        except UserError:  # an --ffn-resident that is too small for the rules' choice
             return None
         if not trial.measured:
             return None
@@ -312,8 +323,10 @@ class Search:
         )
 
     def _previous_variant(self, step: int) -> Variant | None:
-        """Return the variant of the next smaller limit if the rules fitted there: otherwise it was not compared with
-        them."""
+        """Return the variant chosen at the next smaller limit.
+
+        None if the rules' variant did not fit there, since the two were then not compared.
+        """
         if step == 0 or self._try(self.limits_bytes()[step - 1]).rules is None:
             return None
         return self._variant_at(step - 1)
@@ -337,14 +350,15 @@ class Search:
             )
         return self._trials[limit_bytes]
 
-    def _fastest(self, variants: list[Candidate]) -> Candidate:
-        """The first of the fastest."""
-        return min(variants, key=self.ms)
+    def _fastest(self, candidates: list[Candidate]) -> Candidate:
+        return min(candidates, key=self.ms)
 
     def _starts(self, limit_bytes: int | None, variant: Variant | None = None) -> list[Candidate]:
-        """Return a candidate of every variant that fits, with the rules' chunk and depth; those of the rules first.
+        """Return a candidate of every variant that fits, with the rules' chunk and depth. The rules' variant is first.
 
-        variant: only those with its mode and workers
+        variant: restricts mode and workers to those of this variant
+
+        Raises LimitTooSmall if none fits.
         """
         candidates: list[Candidate] = []
         refused: list[LimitTooSmall] = []
@@ -369,9 +383,9 @@ class Search:
         return candidates
 
     def refinements(self, start: Candidate) -> list[Candidate]:
-        """Return the same variant with every chunk and depth, itself first.
+        """Return `start` and the candidates of the same variant with other chunks and depths.
 
-        Only itself if techniques are compared, or the speed of prompts is not known.
+        Only `start` if options disable techniques, or a speed is not known.
         """
         expected = start.plan.expected
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
@@ -396,7 +410,7 @@ class Search:
         return list(candidates.values())
 
     def _depths(self, start: Candidate) -> Iterable[int]:
-        """Return the measured depths, or only the rules' if nothing is read."""
+        """Return the measured depths, or only that of the rules if flash was not measured or nothing is read."""
         if start.device.flash is None or not start.plan.expected.flash_reads_per_token:
             return (start.plan.flash.depth,)
         return depths(start.device.flash)
@@ -406,7 +420,7 @@ class Search:
         return Candidate(device=device, options=options, plan=plan)
 
     def _may_change_reads(self, plan: Plan) -> bool:
-        """Return True if reads are measured, the plan reads, and no option says how."""
+        """Return True if bundles and parts can be compared: speeds are known, the plan reads, and no option decides."""
         options = self.options
         fixed = options.baseline is not None or "bundle" in options.without or options.bundle is not None
         return not fixed and plan.expected.tokens_per_s is not None and plan.expected.flash_reads_per_token > 0
@@ -414,7 +428,7 @@ class Search:
 
 @frozen(kw_only=True)
 class _Trial:
-    """The best candidate of each variant within a limit, the rules' first."""
+    """The fastest candidate of each variant within a limit, that of the rules first. Fields are as in SearchResult."""
 
     candidates: tuple[Candidate, ...]
     points: int
@@ -428,7 +442,8 @@ class _Trial:
 
 
 def _with_variant(variant: Variant | None, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the candidate of this variant; if nothing is read, the way to read does not matter."""
+    """Return the candidate of this variant, else one with its mode and workers (if nothing is read, there is no other
+    way to read to compare); None if there is neither."""
     exactly = (candidate for candidate in candidates if candidate.variant == variant)
     nearly = (
         candidate

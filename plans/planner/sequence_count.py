@@ -1,7 +1,7 @@
 """The number of sequences that a run has room for without `--sequences`: as many as hardly slow down a single one.
 
-Each sequence takes its KV cache from the neurons that stay in memory, even if it never comes. If memory is scarce, the
-KV cache of a fourth sequence can make a single one several times slower.
+The KV cache of each sequence takes memory from neurons, even if no such sequence ever runs. If memory is scarce, the KV
+cache of a fourth sequence can make a single one several times slower.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from neuronpipe.plans.planner.plan_options import LimitTooSmall, PlanOptions
 from neuronpipe.plans.planner.planner import make_plan
 
 MAX_SEQUENCES = 4  # `--sequences` allows more
-MAX_LOSS = 0.1  # of the speed of one sequence with room for no other
+MAX_LOSS = 0.1  # of the speed of one sequence in a plan with room for no other
 
 
 def plan_for_sequences(
     manifest: Manifest, device: DeviceFacts, options: PlanOptions, frequencies: AccessFrequencies | None = None
 ) -> Plan:
-    """Return the plan with room for the most sequences that costs a single one at most MAX_LOSS of its expected speed.
+    """Return the plan with room for as many sequences as cost a single one at most MAX_LOSS of its expected speed.
 
-    `options.sequences` is ignored; MAX_SEQUENCES is the limit. The first reason of the plan explains the number.
+    There are at most MAX_SEQUENCES, and `options.sequences` is ignored. The first reason of the plan explains the
+    number. If speeds are not known, the bytes read from flash are compared.
 
     Raises what `make_plan` raises for one sequence.
     """
     alone = chosen = make_plan(manifest, device, dataclasses.replace(options, sequences=1), frequencies=frequencies)
-    beyond: Plan | None = None  # the first that is too slow
+    beyond: Plan | None = None  # the first plan, with more sequences than the chosen one, that is too slow
     for sequences in range(2, MAX_SEQUENCES + 1):
         try:
             plan = make_plan(

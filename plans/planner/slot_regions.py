@@ -1,8 +1,8 @@
 """Slots: how many each part gets, and how many of them are moving. cluster_allocation.py chooses the pinned clusters.
 
-Memory is filled by worth per byte. Without a predictor every token reads every trigger part, so that a resident one
-always saves its bytes, and a value part only as often as its neurons are active: triggers first. In predicted mode a
-neuron is read whole or not at all: both parts get equal numbers of slots.
+Memory goes where a byte saves most. Without a predictor every token reads every trigger part, but a value part only if
+its neurons are active, so triggers get slots first. In predicted mode a neuron is read whole or not at all, so both
+parts get equal numbers of slots.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from neuronpipe.plans.plan.segment_sizes import slots_layout
 from neuronpipe.plans.planner.cluster_allocation import PartSlots, allocate_pins
 from neuronpipe.protocol.frozen import frozen
 
-STOCK_FACTOR = 2  # free slots in advance, per expected miss of one token
+# Slots that the cache frees in advance, for each expected miss of one token.
+STOCK_FACTOR = 2
 MIN_STOCK = 64
-# Maximum share of the slots: the cache frees more in a fraction of a layer's time, and a free slot stores nothing. With
-# a fifth kept free, exact mode at half resident missed three quarters of the active neurons.
+# Maximum of these slots, as a share of all. The cache frees more in a fraction of a layer's time, and a free slot
+# stores nothing: with a fifth of the slots free, exact mode at half resident missed three quarters of the active
+# neurons.
 MAX_STOCK = 1 / 32
 # A mixture keeps a whole layer open, so that no expert waits for another, if slots store this many layers: the other
 # layers always have something to evict.
@@ -31,18 +33,18 @@ NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
 
 @frozen(kw_only=True)
 class Regions:
-    """Slots of either part, and their use."""
+    """The slots of a plan, and their use."""
 
     triggers: int
     values: int
-    places: SlotPlaces  # contents of a slot of either part
-    pins: tuple[Pins, ...]  # by the sequences of a step
+    places: SlotPlaces  # what a trigger slot and a value slot contain
+    pins: tuple[Pins, ...]  # by the number of sequences in a step
     moving: int  # slots of either part for clusters that are open or being read
     window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
-    reserved_triggers: int
+    reserved_triggers: int  # slots that the cache frees in advance
     reserved_values: int
     reasons: tuple[str, ...]
-    borrowed_triggers: int = 0  # in borrowed memory, in addition
+    borrowed_triggers: int = 0  # additional slots in borrowed memory
     borrowed_values: int = 0
 
     def memory(self, manifest: Manifest) -> dict[str, Any]:
@@ -75,18 +77,18 @@ def allocate_slots(
     cache_tokens: int,
     borrowable_bytes: int = 0,
 ) -> Regions | None:
-    """Divide `budget` bytes between trigger and value slots; None if it is too small for one block per worker.
+    """Divide `budget` bytes between trigger and value slots. None if one open block per worker does not fit.
 
     max_batch: maximum of sequences in a step
     whole: both parts of a cluster are read together
-    moved: scales are co-located if that fits
-    cache: False keeps only what a step needs
-    cache_tokens: keep no more than this number of tokens uses (0: whatever fits)
-    borrowable_bytes: memory that slots may borrow in addition
+    moved: co-locate scales if that fits
+    cache: False: slots only for what is being computed or read
+    cache_tokens: slots only for what this number of tokens uses, without pins (0: as many as fit)
+    borrowable_bytes: memory that slots may borrow in addition to `budget`
     """
     for places in (manifest.slots(moved=True), manifest.slots()) if moved else (manifest.slots(),):
         allocator = _SlotAllocator(manifest, rates, mode, workers, max_batch, whole, places, borrowable_bytes)
-        # Value slots begin with a page, so large ones may extend one page beyond the budget.
+        # Value slots begin at a page boundary, so co-located scales may need one page more.
         remaining = budget - PAGE_BYTES if places.moved_bytes else budget
         if (regions := allocator.allocate(remaining, cache=cache, cache_tokens=cache_tokens)) is not None:
             return regions
@@ -182,13 +184,14 @@ class _SlotAllocator:
         )
 
     def _borrowed_slots(self, moving: int, triggers: int, values: int) -> tuple[int, int]:
-        """Return the slots in borrowed memory: the additional ones if this memory belonged to slots."""
+        """Return the slots of either part that there would be in addition if slots had the borrowable memory, too."""
         slots_bytes = triggers * self._trigger_bytes + values * self._value_bytes
         with_borrowed = self._divide(slots_bytes + self._borrowable_bytes, moving)
         return max(0, with_borrowed[0] - triggers), max(0, with_borrowed[1] - values)
 
     def _divide(self, budget: int, moving: int) -> tuple[int, int]:
-        """Return the slots of either part: equal numbers, or all triggers first."""
+        """Return the slots of either part in `budget` bytes: equal numbers if neurons are used whole, else all triggers
+        before more than `moving` values."""
         if self._whole:
             count = min(budget // self._both_bytes, self._all)
             return count, count
@@ -212,15 +215,16 @@ class _SlotAllocator:
     def _block_window(self, budget: int) -> tuple[int, int]:
         """Return the blocks of a layer that are open at once, and the clusters that may be moving.
 
-        Moving are the clusters open for any worker, and as many again that are free or being read. The window is a
-        whole layer if memory fits two, and smaller only if it must be, since the reads of a block window wait for the
-        one before it. Workers may have neighbouring windows open, and of two experts, but not of two layers.
+        Moving clusters are those that any worker has open, and as many again that are free or being read. The window is
+        a whole layer if memory fits two layers, and smaller only if it must be, since the reads of a block window wait
+        for those of the window before. Workers may have windows open of neighbouring blocks or of two experts, but not
+        of two layers.
 
-        Slots for a larger window come from added memory, never from pins: before it opens, `moving` grows to its size
-        while the other slots keep their number. Otherwise more memory would be slower.
+        Slots for a larger window come from added memory, never from pins: before the window grows, `moving` grows to
+        its size while the number of other slots does not change. Otherwise more memory would be slower.
         """
         (window_blocks, moving, _), *larger = self._windows()
-        opened_bytes = 0  # the budget with which the window before opened
+        opened_bytes = 0  # the budget from which on the previous window is used
         for blocks, needed_slots, from_bytes in larger:
             from_bytes = max(from_bytes, opened_bytes)
             if budget < from_bytes:
@@ -235,9 +239,10 @@ class _SlotAllocator:
         return window_blocks, moving
 
     def _windows(self) -> list[tuple[int, int, int]]:
-        """Return the block windows that may be planned, smallest first: blocks, moving clusters, and the bytes for
-        slots from which on the window is preferred: three times those of moving clusters, two times for a whole
-        layer."""
+        """Return the block windows that may be planned, smallest first: (blocks, moving clusters, bytes for slots).
+
+        A window is preferred from these bytes on, which fit three times its moving clusters (twice for a whole layer).
+        """
         workers, blocks = self._workers, self._layout.blocks
         parts = [max(1, blocks // (2 * workers))]
         while parts[-1] > 1:
@@ -247,11 +252,11 @@ class _SlotAllocator:
         return [*windows, (blocks, moving, 2 * moving * self._both_bytes)]
 
     def _moving(self, window_blocks: int) -> int:
-        """Return the clusters that may be moving while every worker has such a part of a layer open."""
+        """Return the clusters that may be moving while every worker has `window_blocks` blocks open."""
         return 2 * window_blocks * self._workers * self._layout.block_clusters
 
     def _min_free(self, slots: tuple[PartSlots, PartSlots], pinned: tuple[int, int]) -> int:
-        """Return the fewest unpinned slots of either part. A fully resident part counts with all its slots."""
+        """Return the unpinned slots of the part that has fewer. A fully resident part counts with all its slots."""
         free = (
             part_slots.count if part_slots.count == self._all else part_slots.count - pinned_count
             for part_slots, pinned_count in zip(slots, pinned, strict=True)
@@ -259,8 +264,11 @@ class _SlotAllocator:
         return min(free)
 
     def _reserved(self, slots: int, share: float, moving: int) -> int:
-        """Return twice the expected misses of one token, within MAX_STOCK and half of the moving slots; 0 without
-        evictions."""
+        """Return how many slots the cache frees in advance: STOCK_FACTOR times the expected misses of one token.
+
+        This is limited to MAX_STOCK of the slots, but at least MIN_STOCK, and never over half of the moving slots. 0 if
+        every cluster has a slot.
+        """
         if slots == self._all:
             return 0
         accesses = self._rates.chosen * touched_share(share, self._layout.cluster_neurons) * self._all

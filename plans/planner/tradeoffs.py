@@ -1,6 +1,6 @@
-"""Trade-offs of a search: its candidates and what other limits would bring, as JSON values and as text.
+"""Trade-offs of a search: its candidates, and the speeds with other limits, as JSON values and as text.
 
-All speeds are those expected of one sequence. `describe` makes some thousand plans; only `neuronpipe plan` calls it.
+All speeds are those expected of one sequence. `describe` makes thousands of plans, so only `neuronpipe plan` calls it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ SHOWN_CANDIDATES = 8
 
 
 def binds(expected: Expected) -> str | None:
-    """Return the bottleneck of a token: `DRAM`, `flash`, or `compute` for the remaining time. None if it was not
-    measured."""
-    expected = expected
+    """Return the largest term of a token's time: `DRAM`, `flash` (if workers wait for it), or `compute`, which is the
+    remaining time. None if something was not measured."""
     if (
         expected.sequential_ms_per_token is None
         or expected.neuron_ms_per_token is None
@@ -41,7 +40,7 @@ def binds(expected: Expected) -> str | None:
 
 
 def describe(search: Search, result: SearchResult) -> dict[str, Any]:
-    """Return the candidates, fastest first, the gain of a GiB or a core more, and speed over memory."""
+    """Return the candidates, fastest first, the choice with one GiB or one core more, and those at other limits."""
     chosen = result.chosen
     candidates = sorted(result.candidates, key=lambda candidate: (search.ms(candidate), candidate.workers))
     return {
@@ -62,7 +61,7 @@ def _speed_over_memory(search: Search, result: SearchResult) -> list[dict[str, A
     for limit in search.limits_bytes()[::2]:
         try:
             rows.append(_row(search.with_memory(result, limit)))
-        except UserError:  # an --ffn-resident that only some choices can obey
+        except UserError:  # an --ffn-resident that is too small for the choice of the rules
             continue
     return rows
 
@@ -84,7 +83,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
 
 
 def render(described: dict[str, Any]) -> str:
-    """Return the described trade-offs as lines of text."""
+    """Return the result of `describe` as lines of text."""
     rows = described["candidates"]
     chosen = next(row for row in rows if row["chosen"])
     lines = [
@@ -125,13 +124,16 @@ def _gain(now: dict[str, Any], more: dict[str, Any] | None) -> str:
     before, after = now["usual_request_s"], more["usual_request_s"]
     if before is None or after is None:
         return gained
-    if after > before:  # what another worker takes, a smaller chunk of prompts pays for
+    if after > before:  # another worker takes memory, so the prefill chunk may be smaller
         return f"nothing: {gained}, but a request {after:.2f} instead of {before:.2f} s"
     return f"{gained}, a request {after:.2f} instead of {before:.2f} s"
 
 
 def _curve(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
-    """Return lines of speed over memory with the plan's own point. Bars are of requests, whose speed never falls."""
+    """Return lines of speed over memory, with the chosen plan among them.
+
+    The bars show the speed of usual requests, which never falls with more memory.
+    """
     other_rows = [row for row in rows if row["limit_bytes"] != chosen["limit_bytes"]]
     points = sorted([*other_rows, chosen], key=lambda row: int(row["limit_bytes"]))
     fastest_s = min((row["usual_request_s"] for row in points if row["usual_request_s"] is not None), default=None)

@@ -1,7 +1,7 @@
-"""Validation of a plan from a file against its package: the services follow every plan that passes.
+"""Validation of a plan from a file against its package. The services follow every plan that passes.
 
-The id only proves that a file is complete, not that a planner wrote it. Every figure that sizes memory or places work
-is therefore checked, or computed again.
+The id of a plan only shows that the file is complete, not that a planner wrote it. So every figure that sizes memory or
+assigns work is checked against limits, or computed again and compared.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ MAX_READ_BYTES = 1 << 26
 
 
 def validate(plan: Plan, manifest: Manifest, where: str, cores: Collection[int] | None = None) -> None:
-    """Refuse a plan with which this package cannot be run.
+    """Raise UserError, naming the field, for a plan with which this package cannot be run.
 
-    where: names the file in errors
-    cores: available cores (default: those of this process)
-
-    Raises UserError naming the field.
+    where: name of the plan's file in errors
+    cores: ids of the available cores (default: those of this process)
     """
     _Check(plan, manifest, where, os.sched_getaffinity(0) if cores is None else cores).run()
 
@@ -55,7 +53,7 @@ class _Check:
         self._plan, self._manifest, self._where, self._cores = plan, manifest, where, cores
 
     def run(self) -> None:
-        """Check processes first: the other figures are computed from their number."""
+        """Check the processes first, since other figures depend on their number."""
         self._processes()
         self._counts()
         self._flash()
@@ -155,7 +153,7 @@ class _Check:
             self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
         self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
         self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
-        moved = self._plan.memory.are_scales_moved  # then a read for a value part is of both
+        moved = self._plan.memory.are_scales_moved  # if so, a value part is read together with its trigger part
         min_read_bytes = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
         self._within("flash.most_read_bytes", flash.most_read_bytes, min_read_bytes, MAX_READ_BYTES)
         if flash.most_read_bytes % PAGE_BYTES:
@@ -168,7 +166,7 @@ class _Check:
             self._fail("flash.warm_up_read_bytes", f"{flash.warm_up_read_bytes} is not a number of whole pages")
 
     def _slots(self) -> None:
-        """Check that every cluster has a slot, or that open, pinned and reserved clusters fit together."""
+        """Check that each part has slots for all clusters, or for open, pinned and reserved ones together."""
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
         clusters = self._manifest.clusters
         may_open = open_clusters(self._manifest, compute)
@@ -191,7 +189,7 @@ class _Check:
         self._borrowed_slots()
 
     def _borrowed_slots(self) -> None:
-        """Check that borrowed slots are for clusters without a slot, and fit into borrowable memory."""
+        """Check that slots with borrowed ones are no more than the clusters, and that borrowable memory suffices."""
         memory, manifest = self._plan.memory, self._manifest
         for part, slots, borrowed in (
             ("trigger", memory.trigger_slots, memory.lent_trigger_slots),
@@ -208,14 +206,14 @@ class _Check:
             )
 
     def _pins(self) -> None:
-        """Check that the pins are for one sequence and more, in order."""
+        """Check that the first entry of the pins is for one sequence, and the others for ever more sequences."""
         batches = [entry.texts for entry in self._plan.memory.pins]
         max_batch = self._plan.compute.sequences
         if batches[:1] != [1] or any(a >= b for a, b in itertools.pairwise(batches)) or batches[-1] > max_batch:
             self._fail("memory.pins", f"expected entries from 1 text on, with ever more of them, up to {max_batch}")
 
     def _max_pinned(self, name: str) -> int:
-        """Return the maximum of pinned clusters of one part, over all entries."""
+        """Check the pins of one part. Return the maximum, over all entries, of its pinned clusters."""
         maximum = 0
         for number, entry in enumerate(self._plan.memory.pins):
             field = f"memory.pins.{number}.{name}"

@@ -45,6 +45,13 @@ def test_only_zones_of_processor_skin_and_battery_count_and_the_nearest_to_its_l
     assert heat.state == "warm"
 
 
+def test_a_warm_processor_counts_beside_a_cool_skin_that_is_nearer_to_its_limit() -> None:
+    skin = Sensor(name="skin", kind="skin", celsius=40.0, limit_celsius=43.0)
+    processor = Sensor(name="cpu", kind="processor", celsius=81.0, limit_celsius=85.0)
+    assert ThermalState(sensors=(skin,), clock_share=None).state == "cool"
+    assert ThermalState(sensors=(skin, processor), clock_share=None).state == "warm"
+
+
 @pytest.mark.parametrize("temperature", [0, -40000, 2147483647, -273000])
 def test_a_sensor_that_is_switched_off_is_no_temperature(tmp_path: Path, temperature: int) -> None:
     zone(tmp_path, 0, "cpu-0-0", temperature)
