@@ -6,10 +6,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 50_000
+MAX_ROOT_WORDS, MAX_README_WORDS, MAX_WORDS = 900, 800, 48_500
 MAX_LINE = 120
 NORMATIVE = ("protocol/SPEC.md", "plans/package/FORMAT.md")
-GENERATED = ("launch/guide/options.md", "launch/guide/api.md")
+GENERATED = (
+    "launch/guide/options.md",
+    "launch/guide/api.md",
+    "tests/bench/results/README.md",
+    "tests/bench/results/simulated-paper.md",
+)
 FOLDERS = (".", "protocol", "native", "plans", "services", "launch", "tests")
 
 
