@@ -14,11 +14,12 @@ from neuronpipe.plans.measure.barrier_waits import measure_barriers, measure_mes
 from neuronpipe.plans.measure.benchmark_slots import BenchmarkMemory, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.brief_measurement import core_classes
 from neuronpipe.plans.measure.flash_reads import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
-from neuronpipe.plans.measure.kernel_speed import Case, Point, all_cases, measure_kernels
+from neuronpipe.plans.measure.kernel_speed import Case, Point, all_cases, measure_kernels, profile_cases
 from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import PROFILE_PIECES, measure_dram
 from neuronpipe.plans.measure.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.measure.read_cost import COST_CASES, measure_costs, measure_sharing
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -51,7 +52,15 @@ def measure_profile(
 
     progress: receives the numbers of measurements done and of all, also repeatedly during a long measurement
     """
-    return _Measurement(directory, effort or Effort(), progress).profile()
+    return _Measurement(directory, effort or _whole_effort(directory), progress).profile()
+
+
+def _whole_effort(directory: Path) -> Effort:
+    """Return the effort of a profile for the package in `directory`, if there is one."""
+    try:
+        return Effort(kernels=profile_cases(Package.open(directory).manifest))
+    except UserError:
+        return Effort()
 
 
 def measure_flash(

@@ -89,6 +89,14 @@ def all_cases(shapes: Sequence[tuple[Quantization, int]] = SHAPES) -> tuple[Case
     )
 
 
+def profile_cases(manifest: Manifest) -> tuple[Case, ...]:
+    """Return the cases of a device profile that is measured for a package: those of every profile, and those of the
+    package's quantization, if profiles lack it."""
+    if manifest.quantization in {quantization for quantization, _ in SHAPES}:
+        return all_cases()
+    return all_cases((*SHAPES, (manifest.quantization, min(manifest.model.width, MAX_ROW_WEIGHTS))))
+
+
 def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the cases of the kernels that dominate runs of this package."""
     width = min(manifest.model.width, MAX_ROW_WEIGHTS)

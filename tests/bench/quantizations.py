@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,8 +41,36 @@ def answer(*words: str | Path) -> dict[str, object]:
     return result
 
 
-def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: int, context: int) -> Iterator[str]:
-    """Yield a line of the table for each text."""
+class Row(NamedTuple):
+    """The perplexities of one text by a file in llama.cpp, and by its package. bytes_ratio: the package's size to the
+    file's."""
+
+    name: str
+    quantization: str
+    bytes_ratio: float
+    text: str
+    tokens: int
+    llama_perplexity: float
+    perplexity: float
+
+    @property
+    def increase(self) -> float:
+        """The share by which the package's perplexity is higher."""
+        return self.perplexity / self.llama_perplexity - 1
+
+    def __str__(self) -> str:
+        """The line of the table."""
+        return (
+            f"| {self.name} | {self.quantization} | {self.bytes_ratio:.2f} | {self.text}, {self.tokens} "
+            f"| {self.llama_perplexity:.4f} | {self.perplexity:.4f} | {self.increase:+.2%} |"
+        )
+
+
+HEADER = "| file | package | bytes | text, tokens | llama.cpp | ours | |\n|---|---|---|---|---|---|---|"
+
+
+def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: int, context: int) -> Iterator[Row]:
+    """Yield a row of the table for each text."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         package = answer("convert", file, "-o", Path(folder) / "package")
         bytes_ratio = float(str(package["bytes"])) / file.stat().st_size
@@ -49,10 +78,7 @@ def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: 
             theirs, count = llama.perplexity(file, text.read_text("utf-8"), context_tokens=context, max_tokens=tokens)
             words = ("--text", text, "--tokens", str(tokens), "--context", str(context), "--path", "prefill")
             ours = float(str(answer("perplexity", Path(folder) / "package", *words)["perplexity"]))
-            yield (
-                f"| {name} | {package['quantization']} | {bytes_ratio:.2f} | {text.name}, {count} | {theirs:.4f} "
-                f"| {ours:.4f} | {ours / theirs - 1:+.2%} |"
-            )
+            yield Row(name, str(package["quantization"]), bytes_ratio, text.name, count, theirs, ours)
 
 
 def main() -> None:
@@ -68,7 +94,7 @@ def main() -> None:
     llama = LlamaLibrary(arguments.llama)
     with tempfile.TemporaryDirectory(dir=arguments.file.parent) as folder:
         texts = arguments.text or own_texts(Path(folder))
-        print("| file | package | bytes | text, tokens | llama.cpp | ours | |\n|---|---|---|---|---|---|---|")
+        print(HEADER)
         for row in rows(arguments.file, arguments.file.stem, llama, texts, arguments.tokens, arguments.context):
             print(row, flush=True)
         for name in arguments.types:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.native import ffi
 from neuronpipe.plans.device.measured_points import CoreClass
 from neuronpipe.plans.device.profile import parse_profile
@@ -20,8 +21,9 @@ from neuronpipe.plans.measure.benchmark_processes import BenchmarkProcess, measu
 from neuronpipe.plans.measure.benchmark_slots import Neurons, allocate_benchmark_memory, largest_cache_bytes
 from neuronpipe.plans.measure.device_measurement import Effort, measure_flash, measure_profile
 from neuronpipe.plans.measure.flash_reads import read_cases
-from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases
-from neuronpipe.plans.package.layout import compute_layout
+from neuronpipe.plans.measure.kernel_speed import KINDS, all_cases, profile_cases
+from neuronpipe.plans.package.layout import Quantization, compute_layout
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 MIB = 1 << 20
@@ -191,6 +193,16 @@ def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     assert {one.same_core for one in profile.sharing} >= {True}
     assert [wait.workers for wait in profile.messages] == list(range(1, profile.decode_workers + 1))
     assert profile.values_bytes_per_s(1, 0.1, row_weights=2048) > 0
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q4k", "q6k", "iq4", "q5h"])
+def test_a_profile_for_a_package_has_the_kernels_of_its_quantization(quantization: Quantization) -> None:
+    manifest = dataclasses.replace(Package.open(DEMO).manifest, quantization=quantization)
+    cases = profile_cases(manifest)
+    assert set(all_cases()) <= set(cases)
+    of_package = {case.kind for case in cases if case.quantization == quantization}
+    assert of_package == {"matrix", "exact", "predicted", "reused", "panel"}
+    assert len(cases) == len(all_cases()) + (0 if quantization in ("q4", "q4k") else 10)
 
 
 def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> None:

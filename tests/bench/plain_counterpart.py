@@ -1,0 +1,80 @@
+"""A model of 16 bits with the values of a quantized GGUF file, but not on its grid: a stand-in for the checkpoint that
+the file was made from, which no registry of packages has.
+
+The vectors between two products are scaled, and the matrices before and after them the other way round, so that the
+model computes the same: the columns of query, key, value, gate and up by the norms before them, the rows of up by the
+columns of down. Every column then has a factor of its own, and no group of 32 columns has few distinct values.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Factors = dict[str, NDArray[np.float32]]
+DEVIATION = 0.2  # of the factors' logarithms
+AFTER_NORM = {"attn_q": "attn_norm", "attn_k": "attn_norm", "attn_v": "attn_norm", "ffn_gate": "ffn_norm"} | {
+    "ffn_up": "ffn_norm"
+}
+
+
+def write_plain_counterpart(source: Path, target: Path) -> None:
+    """Write the F16 file. The source is a GGUF of Llama's or Qwen's layers, in one part."""
+    reader = gguf.GGUFReader(source)
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    factors = _factors({name: int(tensor.shape[0]) for name, tensor in names.items()})
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for name, tensor in names.items():
+        plain = tensor.tensor_type == gguf.GGMLQuantizationType.F32
+        kind = np.float32 if plain else np.float16
+        writer.add_tensor_info(
+            name,
+            tuple(reversed(tensor.shape.tolist())),
+            np.dtype(kind),
+            int(np.prod(tensor.shape)) * np.dtype(kind).itemsize,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in names.items():
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        values = _scaled(name, values, factors)
+        writer.write_tensor_data(
+            values if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else values.astype(np.float16)
+        )
+    writer.close()
+
+
+def _factors(columns: dict[str, int]) -> Factors:
+    """Return factors for the output of each norm, and for the rows of each up matrix, by the tensor's name."""
+    generator = np.random.default_rng(1)
+    lengths = {
+        name: count for name, count in columns.items() if re.fullmatch(r"blk\.\d+\.(attn|ffn)_norm\.weight", name)
+    }
+    lengths |= {name.replace("ffn_down", "ffn_up"): count for name, count in columns.items() if ".ffn_down." in name}
+    return {
+        name: np.exp(generator.normal(0, DEVIATION, count)).astype(np.float32)
+        for name, count in sorted(lengths.items())
+    }
+
+
+def _scaled(name: str, values: NDArray[np.float32], factors: Factors) -> NDArray[np.float32]:
+    if (own := factors.get(name)) is not None:
+        values = values * own if values.ndim == 1 else values * own[:, None]
+    found = re.fullmatch(r"(blk\.\d+\.)(\w+)\.weight", name)
+    if found is None:
+        return values
+    if (norm := AFTER_NORM.get(found[2])) is not None:
+        values = values / factors[f"{found[1]}{norm}.weight"]
+    if found[2] == "ffn_down":
+        values = values / factors[f"{found[1]}ffn_up.weight"]
+    return values
