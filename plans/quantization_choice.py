@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.package.layout import BITS, MINIMUM_QUANTIZATIONS, Quantization
+from neuronpipe.plans.package.layout import BITS, BLOCK_QUANTIZATIONS, MINIMUM_QUANTIZATIONS, Quantization
 from neuronpipe.protocol.frozen import frozen
 
 PLAIN = ("F32", "F16", "BF16")
@@ -44,7 +44,7 @@ class Recipe:
     """The quantizations of the matrices that often need more bits than the rest of the package.
 
     down: of Down. The package stores it by neuron, so its groups cross those of most sources
-    ends: of embedding and output, through which every token passes
+    ends: of the output matrix, through which every token passes, and of an embedding that is the output matrix as well
     """
 
     down: Quantization
@@ -110,11 +110,19 @@ def recipe_for(quantization: Quantization, weights: Mapping[str, int], *, down_b
     return SOURCE_RECIPES.get(encoding, RECIPES[quantization])
 
 
-def ends_quantization(quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int]) -> Quantization:
-    """Return the quantization of embedding or output: the recipe's, or a smaller one that keeps the source's values.
+def ends_quantization(
+    quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int], *, is_looked_up: bool
+) -> Quantization:
+    """Return the quantization of embedding or output: the recipe's, or a smaller one that suffices.
+
+    That is one that keeps the source's values. For an embedding that is only looked up it is the package's: a token
+    reads one row of it, and a real model's perplexity was the same.
 
     encodings: numbers of the matrix's weights in each encoding
+    is_looked_up: an embedding of a model with an output matrix
     """
+    if is_looked_up and quantization in BLOCK_QUANTIZATIONS and set(encodings) <= set(PLAIN):
+        return quantization
     if {LOSSLESS.get(encoding) for encoding in encodings} == {quantization}:
         return quantization
     sufficient = [LOSSLESS.get(name) or NEARLY_LOSSLESS.get(name, recipe.ends) for name in encodings]

@@ -335,7 +335,7 @@ def _recipe(checkpoint: Checkpoint, quantization: Quantization) -> Recipe:
 def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Quantization]:
     """Return the quantizations of the fixed matrices that differ from the package's.
 
-    Embedding and output follow the recipe, unless the package's quantization keeps their values. A matrix of attention
+    Embedding and output follow the recipe, unless the package's quantization suffices for them. A matrix of attention
     has more bits where the source stores it in an encoding that needs them.
     """
     quantizations = {}
@@ -343,7 +343,8 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
     for name, _, _ in fixed_matrices(checkpoint.model):
         encodings = _weights_by_encoding(checkpoint.matrices[name])
         if name in EMBEDDINGS:
-            of_matrix = ends_quantization(quantization, recipe, encodings)
+            is_looked_up = name == "embedding" and not checkpoint.model.tied_embeddings
+            of_matrix = ends_quantization(quantization, recipe, encodings, is_looked_up=is_looked_up)
         elif quantization in MINIMUM_QUANTIZATIONS:
             of_matrix = with_room_for(quantization, encodings)
         else:

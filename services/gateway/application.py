@@ -15,7 +15,7 @@ from typing import Any
 from neuronpipe.protocol.errors import safe_name
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
 from neuronpipe.services.gateway.client.run_client import MAX_SENT, new_request_id
-from neuronpipe.services.gateway.http.access import AccessControl, client_of, respond
+from neuronpipe.services.gateway.http.access_control import AccessControl, client_of, respond
 from neuronpipe.services.gateway.http.api_errors import ApiError, prompt_too_long
 from neuronpipe.services.gateway.http.memory_account import MemoryAccount, charge_of
 from neuronpipe.services.gateway.http.metrics import Metrics

@@ -21,13 +21,13 @@ CELL_GROUPS = [group for group in GROUPS if group.letter]
 class Activity:
     """The latest spans of every process.
 
-    processes: "role.index" of each
-    max_spans: so many are stored per process
+    processes: the processes, as "role.index"
+    max_spans: spans to store of each process; earlier ones are dropped
     """
 
-    def __init__(self, processes: Sequence[str], most_spans: int) -> None:
+    def __init__(self, processes: Sequence[str], max_spans: int) -> None:
         self._processes = [(role, int(index)) for role, _, index in (process.partition(".") for process in processes)]
-        self._max_spans = most_spans
+        self._max_spans = max_spans
         self._spans: list[Any] = [np.empty(0, SPANS) for _ in processes]
 
     def add(self, new_spans: Sequence[tuple[Any, int]]) -> None:
@@ -72,10 +72,11 @@ class Activity:
         return window, self._steps_in(window), tuple(rows)
 
     def fired(self, layers: int, neurons: int) -> tuple[float, ...]:
-        """Return for each layer the share of its neurons that fired per token, over the decode steps that are known
-        completely.
+        """Return for each layer the share of its neurons that fired per token, 0..1.
 
-        neurons: number of neurons of a layer. Empty if there is no such step.
+        Counts the stored decode steps of which the spans of all decode workers are stored; empty if there is none.
+
+        neurons: number of neurons of a layer
         """
         decodes = [spans for (role, _), spans in zip(self._processes, self._spans, strict=True) if role == "decode"]
         kept_ns = max((int(spans["start_ns"][0]) for spans in decodes if len(spans)), default=0)

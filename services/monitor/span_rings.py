@@ -17,7 +17,7 @@ from neuronpipe.protocol.run_directory import RunFile
 SPANS = np.dtype(
     [("start_ns", "<u8"), ("end_ns", "<u8"), ("kind", "<u2"), ("layer", "<u2"), ("value", "<u4"), ("step", "<u8")]
 )
-"""One span, as it lies in memory."""
+"""The numpy type of one span in a ring of the trace segment: 32 bytes, with the fields of `Span`."""
 
 
 class Span(NamedTuple):
@@ -33,7 +33,10 @@ class Span(NamedTuple):
 
 @frozen
 class Row:
-    """One process and its spans, in the order in which they ended. lost: number of spans overwritten unread."""
+    """One process and its spans, in the order in which they ended.
+
+    lost: number of earlier spans that were overwritten before they were read
+    """
 
     role: str
     index: int

@@ -59,6 +59,17 @@ def test_neurons_are_stored_hot_first_and_mean_the_same(source: Path, tmp_path: 
     np.testing.assert_allclose(*logits, atol=1e-4)
 
 
+@pytest.mark.parametrize(("tied", "embedding"), [(False, "q4k"), (True, "q6k")])
+def test_an_embedding_that_is_only_looked_up_has_no_more_bits_than_the_rest(
+    tmp_path: Path, tied: bool, embedding: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, tied=tied))
+    manifest = convert(source, tmp_path / "package").manifest
+    assert manifest.quantization == "q4k"
+    assert manifest.quantization_of("embedding") == embedding
+    assert tied or manifest.quantization_of("output") == "q6k"
+
+
 def test_the_model_with_more_than_ten_layers_keeps_each_layers_own_order(tmp_path: Path) -> None:
     recipe = replace(TINY, layers=12, neurons=40)
     source, frequencies = write_checkpoint(tmp_path / "source", recipe), shares(recipe)

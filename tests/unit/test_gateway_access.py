@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.http.access import AccessControl
+from neuronpipe.services.gateway.http.access_control import AccessControl
 from neuronpipe.services.gateway.http.memory_account import MemoryAccount
 from neuronpipe.services.gateway.http.metrics import Metrics
 from neuronpipe.services.runtime.listener import Listener, checked_origins

@@ -61,7 +61,15 @@ from neuronpipe.services.runtime.quarantine import CERTAIN, ENDED, Quarantine
 
 
 class Scheduler:
-    """The processes, the epoch and the outstanding step."""
+    """The coordinator's decisions, without sockets and clock: it admits requests, builds steps and collects their
+    results.
+
+    It has the known processes, the requests, the epoch, and the outstanding step: at most one at a time.
+
+    processes: the processes of the run, which are not ready yet
+    reservation: the memory that the plan lends; None: it lends none
+    quarantine: the suspected and refused requests of earlier coordinators; None: none
+    """
 
     def __init__(
         self,

@@ -90,13 +90,14 @@ class EventStream:
 
 
 class GenerationResponse:
-    """The response to a request that generates sequences: an ASGI application.
+    """The response to an HTTP request that generates sequences: an ASGI application.
 
     Raises ApiError if the request is refused before anything was sent.
 
-    requests: all sequences, `sequences_per_prompt` for each prompt
-    sent_per_prompt: so many of them are sent, those with the highest mean log-probability
-    client: the client that they count for in the fair queue
+    requests: one for each sequence to generate, `sequences_per_prompt` for each prompt, in the order of the prompts
+    sent_per_prompt: the number of a prompt's sequences to send: those with the highest mean log-probability
+    stream: send events while sequences are generated, else one JSON object at the end
+    client: the client in the coordinator's fair queue to which the requests belong
     """
 
     def __init__(
