@@ -27,7 +27,7 @@ def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress:
     origin: the name of the text
     Raises UserError if the text is too short, or for errors of the checkpoint.
     """
-    windows = _windows(checkpoint, text, origin)
+    windows = calibration_windows(checkpoint, text, origin)
     tokens, layers = sum(map(len, windows)), checkpoint.model.layers
     squares: dict[str, ByColumn] = {}
 
@@ -44,8 +44,11 @@ def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress:
     return Importance.of(squares, origin)
 
 
-def _windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
-    """Return context windows of the text's first tokens."""
+def calibration_windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
+    """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError if it is too short.
+
+    origin: the name of the text
+    """
     tokenizer = open_tokenizer(checkpoint.tokenizer.decode(), f"{checkpoint.source.name}: tokenizer")
     ids = tokenizer.encode(text).ids[:CALIBRATION_TOKENS]
     if len(ids) < MIN_CALIBRATION_TOKENS:

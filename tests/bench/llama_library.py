@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 STRUCT_BYTES = 1024
 FILE_TYPES = {
@@ -31,6 +32,7 @@ FILE_TYPES = {
 }
 """llama_ftype of llama.h."""
 QUANTIZE_THREADS, QUANTIZE_TYPE, ALLOW_REQUANTIZE = 0, 1, 16  # two int32 and a byte's offset
+IMATRIX = 3  # a pointer, in eights of bytes
 CONTEXT, BATCH, MICRO_BATCH, SEQUENCES = range(4)  # uint32 of llama_context_params
 ERROR_LEVEL = 4
 
@@ -43,6 +45,12 @@ class Parameters(ctypes.Structure):
     def numbers(self) -> Any:
         """Return the fields as uint32, as far as all of them have four bytes."""
         return np.frombuffer(self.data, dtype="<u4")
+
+
+class ImatrixEntry(ctypes.Structure):
+    """llama_model_imatrix_data."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("values", ctypes.c_void_p), ("count", ctypes.c_size_t))
 
 
 class Batch(ctypes.Structure):
@@ -70,11 +78,20 @@ class LlamaLibrary:
         self._library.llama_log_set(self._log, None)
         self._library.llama_backend_init()
 
-    def requantize(self, source: Path, target: Path, name: str) -> None:
-        """Write a GGUF file in one of FILE_TYPES, from another of any quantization. Raises RuntimeError."""
+    def requantize(
+        self, source: Path, target: Path, name: str, imatrix: Mapping[str, NDArray[np.float32]] | None = None
+    ) -> None:
+        """Write a GGUF file in one of FILE_TYPES, from another of any quantization. Raises RuntimeError.
+
+        imatrix: mean squares of the inputs of each column, by the names of the file's tensors
+        """
         parameters = self._call("llama_model_quantize_default_params", Parameters)
         parameters.numbers()[[QUANTIZE_THREADS, QUANTIZE_TYPE]] = 2, FILE_TYPES[name]
         parameters.data[ALLOW_REQUANTIZE] = 1
+        entries = (ImatrixEntry * (len(imatrix or ()) + 1))()  # the last one has no name
+        for entry, (tensor, values) in zip(entries, (imatrix or {}).items(), strict=False):
+            entry.name, entry.values, entry.count = tensor.encode(), values.ctypes.data, values.size
+        parameters.numbers().view("<u8")[IMATRIX] = ctypes.addressof(entries) if imatrix else 0
         paths = str(source).encode(), str(target).encode()
         if self._call("llama_model_quantize", ctypes.c_uint32, *paths, ctypes.byref(parameters)):
             raise RuntimeError(f"{source}: llama.cpp did not quantize it as {name}")
