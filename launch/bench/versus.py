@@ -57,7 +57,11 @@ class Versus:
         self._current = sides[0]
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> list[Row]:
-        """Return a row for each side. The first one has the ratio of the speeds in its field `versus`."""
+        """Measure a case with both sides in turns, and return a row for each side.
+
+        A pair of repetitions, one of each side, gives a ratio of tokens/s. The first row has their median, smallest and
+        largest in its field `versus`. The first repetition of each side warms up and does not count.
+        """
         warm_ups = [self._repeat(side, case, number, progress) for number, side in enumerate(self._sides)]
         repetitions_done: tuple[list[Repetition], list[Repetition]] = ([], [])
         for pair in range(repetitions):

@@ -47,8 +47,13 @@ class Answers:
 
 @frozen
 class Agreement:
-    """The distance of two sets of answers. numerics: those of the first and the second, for each role where
-    they differ."""
+    """How far two sets of answers with different numerics are apart.
+
+    numerics: for each role where they differ, the numerics of the first and of the second set
+    difference: the largest difference of a row's logits, as a share of the row's spread
+    same_top: rows with the same most likely token
+    rows: rows that were compared
+    """
 
     numerics: Mapping[str, tuple[str, str]]
     difference: float

@@ -69,14 +69,16 @@ def plan_here(
     gateway: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> PlanResult:
-    """Make the plan for an open package on this machine.
+    """Probe this machine and make the plan for an open package. Raises UserError.
+
+    A warning that the plan takes more memory than is available now is printed to stderr when the plan is made, not
+    before: a refusal is one line.
 
     plain: show progress as lines on stderr, not as one line that changes
-    several: unless the options name a number of sequences, make room for as many as hardly slow down a single one
-    gateway: whether the run has a gateway
-    report: called with lines about repeated measurements, by commands that print something else first; by default
-        they are printed to stderr
-    Also warns on stderr if the plan takes more memory than is available now. Raises UserError.
+    several: unless the options name a number of sequences, plan for as many as slow down a single one by at most a
+        tenth
+    gateway: the run has a gateway, whose memory counts
+    report: receives a line for each repeated measurement, at once; None: they are printed to stderr with the warning
     """
     lines: list[str] = []
     with Elapsed(plain=plain) as elapsed:

@@ -157,12 +157,14 @@ def make(
     progress: Progress,
     report: Report,
 ) -> Package:
-    """Make the package of a model on this disk, named like its file or folder, or open the one that another command
-    made meanwhile.
+    """Make the package of a model on this disk, named like its file or folder, and open it. If another command makes it
+    meanwhile, wait and open that one.
 
-    agree: called before anything large is written; raises UserError to refuse. waiting: called repeatedly while another
-        command works on the package of this name. Raises UserError for errors of model or disk. Then, and after an
-        interruption, nothing is left; after a kill the next command continues.
+    Raises UserError for errors of model or disk. Then, and after Ctrl-C or SIGTERM, the working folder is removed; after
+    a kill it stays, and the next command continues in it.
+
+    agree: called once before anything large is written, with what it takes; raises UserError to refuse
+    waiting: called with the package's name every WAIT_S seconds while another command makes it
     """
     while True:
         if (existing := existing_package(source)) is not None:

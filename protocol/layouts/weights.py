@@ -21,8 +21,8 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
 
 
 def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, value_slot_bytes: int) -> Layout:
-    """Neuron slots: the resident parts of bundles.bin, of each part the bytes that are used, in whole cache lines.
-    Co-located scales lie in value slots."""
+    """Neuron slots. Each stores one part of a resident cluster: the bytes of bundles.bin that the part uses, rounded up
+    to whole cache lines. With co-located scales, a value slot also stores the scales of its cluster's value rows."""
     fields = Fields(
         "slots",
         2,

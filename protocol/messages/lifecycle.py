@@ -108,12 +108,12 @@ class Beat(Message):
 
 @message
 class Drain(Message):
-    """Finish the work under way, accept no new work, answer `Drained` and exit with status 0."""
+    """Accept no new work, finish the work under way, answer `Drained`, and exit with status 0."""
 
 
 @message
 class Drained(Message):
-    """No work is left, and the process exits.
+    """The answer to `Drain`: no work is left, and the process exits.
 
     role: as in `Hello`
     index: as in `Hello`

@@ -130,8 +130,13 @@ class DeviceModel:
         return [core for core in each if core.kind != "little"] or each
 
     def random_bytes_per_s(self, read_bytes: float, range_bytes: float, issuer: Issuer) -> float:
-        """Return the speed of random reads of one size. Range and issuer add a cost per read, so they matter for small
-        reads."""
+        """Return the speed of random reads, in bytes/s, with many reads in flight.
+
+        read_bytes: size of a read
+        range_bytes: size of the file's part that the reads are spread over. A larger one adds a time per read, which
+            hardly matters for large reads; so does the class of the core that issues them
+        issuer: that class, or several cores
+        """
         speed = self.flash_random.bytes_per_s(read_bytes)
         slower = self.flash_ranges.share(range_bytes) * float(getattr(self.flash_issuers, issuer))
         per_read_s = self._per_read_s() * (1 / slower - 1)
