@@ -160,8 +160,8 @@ def make(
     """Make the package of a model on this disk, named like its file or folder, and open it. If another command makes it
     meanwhile, wait and open that one.
 
-    Raises UserError for errors of model or disk. Then, and after Ctrl-C or SIGTERM, the working folder is removed; after
-    a kill it stays, and the next command continues in it.
+    Raises UserError for errors of model or disk. Then, and after Ctrl-C or SIGTERM, the working folder is removed;
+    after a kill it stays, and the next command continues in it.
 
     agree: called once before anything large is written, with what it takes; raises UserError to refuse
     waiting: called with the package's name every WAIT_S seconds while another command makes it
