@@ -89,7 +89,7 @@ def _rows(package: Package, name: str) -> int:
 
 CASES = [(name, ("q8", "q4")[number % 2], INSTRUCTIONS[0]) for number, name in enumerate(MODELS)]
 CASES += [("many neurons", "q4", INSTRUCTIONS[0]), ("wide", "q8", INSTRUCTIONS[0])]
-CASES += [("wide", "q4k", INSTRUCTIONS[0]), ("many neurons", "iq4", INSTRUCTIONS[0])]  # with Down in q5k
+CASES += [("wide", "q4k", INSTRUCTIONS[0]), ("many neurons", "iq4", INSTRUCTIONS[0])]  # with Down in q5k, in q6k
 CASES += [("wide", ("q8", "q4")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
 MORE_CASES = [("wide", ("q4", "q8")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
 HELD = ("one block", "all blocks")  # of a batch with all matrices; of single tokens with two of them
