@@ -14,7 +14,10 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.g
 
 @frozen(slots=True)
 class Part:
-    """One part of a model, from its file name. number: from 1 to count."""
+    """One part of a model, from its file name.
+
+    number: from 1 to count
+    """
 
     stem: str
     number: int

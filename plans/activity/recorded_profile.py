@@ -99,7 +99,10 @@ class MeasuredProfile:
 def measure(
     manifest: Manifest, recording: Recording, mode: ProfileMode, text: str, progress: Progress = lambda done, all_: None
 ) -> MeasuredProfile:
-    """Return the profile of a recording. progress: receives (done, all) feed-forwards and miss rates."""
+    """Return the profile of a recording.
+
+    progress: receives (done, all) feed-forwards and miss rates
+    """
     model, count = manifest.model, len(recording.tokens)
     frequencies = Frequencies(
         np.zeros((len(BATCHES), model.layers, model.experts), np.float32),

@@ -66,7 +66,10 @@ def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) 
 
 @frozen
 class Recording:
-    """A complete recording. windows: number of tokens of each context window."""
+    """A complete recording.
+
+    windows: number of tokens of each context window
+    """
 
     model: ModelSpec
     windows: tuple[int, ...]

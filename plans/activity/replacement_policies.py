@@ -145,8 +145,9 @@ class Optimal(Policy):
 class Clock(Policy):
     """CLOCK with use counts: the hand turns a reference bit into a use, up to `max_uses`, or else removes a use.
 
-    A cluster with neither is evicted. max_uses = 0 is plain CLOCK. at_look: an access increments the uses directly, and
-    there is no reference bit.
+    A cluster with neither is evicted. max_uses = 0 is plain CLOCK.
+
+    at_look: an access increments the uses directly, and there is no reference bit
     """
 
     def __init__(

@@ -43,7 +43,12 @@ CONTINUES = (
 
 
 class CharacterMap(NamedTuple):
-    """A map as read. values: by key; units: of the double-array trie; ends: the number of the unit where a key ends."""
+    """A map as read.
+
+    values: by key
+    units: of the double-array trie
+    ends: the number of the unit where a key ends
+    """
 
     values: dict[str, str]
     units: list[int]
@@ -191,7 +196,10 @@ def _unused(values: Mapping[str, str]) -> str:
 
 
 def _wrong_values(steps: list[normalizers.Normalizer], expected: Mapping[str, str], between: str) -> dict[str, str]:
-    """Return what becomes of the keys that do not become what is expected. between: a character that stays as it is."""
+    """Return what becomes of the keys that do not become what is expected.
+
+    between: a character that stays as it is
+    """
     if not expected:
         return {}
     actual = normalizers.Sequence(steps).normalize_str(between.join(expected)).split(between)

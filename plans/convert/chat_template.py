@@ -15,8 +15,10 @@ TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and the texts of its `bos_token` and `eos_token`; "" if there is none. where: the file or field
-    that contains it."""
+    """A Jinja template, and the texts of its `bos_token` and `eos_token`; "" if there is none.
+
+    where: the file or field that contains it
+    """
 
     text: str
     begin: str

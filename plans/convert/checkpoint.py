@@ -206,8 +206,10 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors; matrices of feed-forwards have the names of
     `ffn_name`. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: those of rotary
-    positions. notes: what a person should know about the resulting package.
+    [width, neurons], or with down_by_neuron [neurons, width].
+
+    inverse_frequency: those of rotary positions
+    notes: what a person should know about the resulting package
     """
 
     source: Source
@@ -231,7 +233,10 @@ class Checkpoint:
 
 
 def ffn_name(model: ModelSpec, layer: str, expert: int, matrix: str) -> str:
-    """Return the name of a feed-forward's matrix in a Checkpoint. layer: the prefix of its layer's names."""
+    """Return the name of a feed-forward's matrix in a Checkpoint.
+
+    layer: the prefix of its layer's names
+    """
     return f"{layer}.{matrix}" if model.experts == 1 else f"{layer}.experts.{expert}.{matrix}"
 
 

@@ -67,7 +67,11 @@ MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill at most these, and those of one pi
 
 class Encoded(NamedTuple):
     """The effect of encoding on the matrices. The error is relative to the values that the source stores; a quantized
-    source had lost something before. ends: the end tokens; notes: what a person should know."""
+    source had lost something before.
+
+    ends: the end tokens
+    notes: what a person should know
+    """
 
     source_weights: Mapping[str, int]  # the source's encoding -> number of weights, most frequent first
     worst_tensor: str

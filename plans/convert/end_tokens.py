@@ -18,7 +18,10 @@ CLOSES = "the chat template closes turns with it"
 
 
 class EndToken(NamedTuple):
-    """A token that ends a sequence. why: the field that names it, or what the template does."""
+    """A token that ends a sequence.
+
+    why: the field that names it, or what the template does
+    """
 
     token: int
     text: str
@@ -58,7 +61,9 @@ def end_tokens(
 
 
 def added_tokens(tokenizer: bytes, vocabulary: int) -> dict[str, int]:
-    """Return ids of the added tokens of a tokenizer.json by their texts. tokenizer: a file that the library can
-    load."""
+    """Return ids of the added tokens of a tokenizer.json by their texts.
+
+    tokenizer: a file that the library can load
+    """
     added = json.loads(tokenizer).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token["id"] < vocabulary}

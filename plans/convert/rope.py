@@ -25,9 +25,10 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
 
 def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
     """Return the table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
-    rotated: how many elements of a head rotate (None: all); the others have frequency 0.
 
     Precedence and missing keys follow RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py.
+
+    rotated: how many elements of a head rotate (None: all); the others have frequency 0
     """
     scaling = _scaling(config)
     source = scaling if scaling is not None and scaling.has("rope_theta") else config
@@ -57,8 +58,10 @@ def attention_scale(config: Record) -> float:
 
 
 def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
-    """Return how many elements of a head rotate, from the first on. partial: the class reads `partial_rotary_factor`;
-    in other classes any value but 1 is refused."""
+    """Return how many elements of a head rotate, from the first on.
+
+    partial: the class reads `partial_rotary_factor`; in other classes any value but 1 is refused
+    """
     field = "partial_rotary_factor"
     scaling = _scaling(config)
     sources = [record for record in (scaling, config) if record is not None and record.has(field)]

@@ -397,7 +397,10 @@ class _RunCost:
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int, blocks: int = 0) -> PartAccesses:
-        """Return the accesses of triggers. blocks: offloaded blocks of every feed-forward."""
+        """Return the accesses of triggers.
+
+        blocks: offloaded blocks of every feed-forward
+        """
         slots = occupied_slots(self.memory.trigger_slots, self.flash.reserved_triggers), self._pinned(tokens, 0)
         return self._parts(self.rates.trigger_read, slots, tokens, blocks, self.compute.mode != "predicted")
 
@@ -408,7 +411,10 @@ class _RunCost:
     def _parts(
         self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_accessed: bool
     ) -> PartAccesses:
-        """Return the accesses of triggers or of values. slots: numbers of occupied and of pinned slots."""
+        """Return the accesses of triggers or of values.
+
+        slots: numbers of occupied and of pinned slots
+        """
         offloaded = self.manifest.model.ffns * offloaded_clusters(self.manifest.layout, blocks)
         resident = ResidentSlots(occupied=slots[0], pinned=slots[1], offloaded=offloaded)
         return part_accesses(

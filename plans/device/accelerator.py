@@ -66,7 +66,10 @@ class RunOverhead:
 
 @frozen(kw_only=True)
 class Copy:
-    """Speed of a synchronous copy of `copy_bytes` bytes. back: from the device to the host."""
+    """Speed of a synchronous copy of `copy_bytes` bytes.
+
+    back: from the device to the host
+    """
 
     back: bool
     copy_bytes: int

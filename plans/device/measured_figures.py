@@ -19,7 +19,10 @@ MAX_SPREAD = 10.0
 
 @frozen(kw_only=True)
 class Figure:
-    """Median and spread of the repetitions of one measurement. spread: as `spread_of` returns it."""
+    """Median and spread of the repetitions of one measurement.
+
+    spread: as `spread_of` returns it
+    """
 
     median: float
     spread: float

@@ -41,7 +41,10 @@ def _share(value: float) -> None:
 
 @frozen(kw_only=True)
 class CoreClass:
-    """The allowed cores of one kind. measured: id of the core that was measured for all of them."""
+    """The allowed cores of one kind.
+
+    measured: id of the core that was measured for all of them
+    """
 
     kind: Kind
     cores: tuple[int, ...]

@@ -57,7 +57,10 @@ def allocate_benchmark_memory(
 
 
 def largest_cache_bytes(root: Path) -> int:
-    """Return the size of the first processor's largest cache; 0 if unknown. root: folder in place of "/"."""
+    """Return the size of the first processor's largest cache; 0 if unknown.
+
+    root: folder in place of "/"
+    """
     sizes_bytes = [0]
     for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:

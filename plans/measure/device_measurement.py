@@ -33,8 +33,10 @@ SHARING_REPETITION_S = 0.08
 
 @frozen
 class Effort:
-    """Amount of measuring: everything by default, a little of each in tests. pace: relative duration of a
-    repetition."""
+    """Amount of measuring: everything by default, a little of each in tests.
+
+    pace: relative duration of a repetition
+    """
 
     rounds: int = ROUNDS
     flash_rounds: int = FLASH_ROUNDS

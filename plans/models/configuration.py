@@ -158,7 +158,10 @@ def gated_model(
     rotary: list[bool] | None = None,
 ) -> ModelSpec:
     """Return a model with RMS norms, rotary positions and a gated feed-forward, from the keys that such classes share.
-    neurons: the key of the number of neurons; rotary: whether each layer is rotary (None: all are)."""
+
+    neurons: the key of the number of neurons
+    rotary: whether each layer is rotary (None: all are)
+    """
     return build_spec(
         config,
         **sizes(config, choices, neurons),
@@ -174,8 +177,10 @@ def gated_model(
 
 
 def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:
-    """Return the fields of ModelSpec whose keys have the same names in Llama and most later classes. neurons: the key
-    of the number of neurons."""
+    """Return the fields of ModelSpec whose keys have the same names in Llama and most later classes.
+
+    neurons: the key of the number of neurons
+    """
     width = config.integer("hidden_size", 1, MAX.width)
     query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:

@@ -26,9 +26,12 @@ class TensorNames:
     """The names of a model's tensors in a source, without `.weight` and `.bias`; None: its models have no such tensor.
 
     Names of a layer follow `layer`, in which {} is the layer's number. In a mixture gate, up and down also follow
-    `expert`, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one after the
-    other. query_key_value: the three in one tensor, instead of one each. first_position: rows of `positions` before the
-    row of position 0. predictor: fc1 and fc2, {} is 1 or 2; they follow `layer`, or in a mixture `expert`.
+    `expert`, in which {} is the expert's number.
+
+    stacked: all experts of a layer lie in one tensor, one after the other
+    query_key_value: the three in one tensor, instead of one each
+    first_position: rows of `positions` before the row of position 0
+    predictor: fc1 and fc2, {} is 1 or 2; they follow `layer`, or in a mixture `expert`
     """
 
     embedding: str
@@ -145,8 +148,11 @@ def sounds_like_relu(*names: str) -> str | None:
 
 
 def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
-    """Return the activation that a field names. relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its
-    files differ in nothing else from those of a model that means relu."""
+    """Return the activation that a field names.
+
+    relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its files differ in nothing else from those of a
+        model that means relu
+    """
     if (name := record.text(field)) not in ACTIVATION_NAMES:
         record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
     if name == "relu" and relu_may_mean_drelu:

@@ -32,7 +32,10 @@ ROUTER_INPUTS: tuple[RouterInput, ...] = ("feed_forward", "layer")
 
 
 class Limits(NamedTuple):
-    """The largest values of a ModelSpec's fields, for every reader of models. layers: the sum of all kinds."""
+    """The largest values of a ModelSpec's fields, for every reader of models.
+
+    layers: the sum of all kinds
+    """
 
     width: int = 1 << 20
     neurons: int = 1 << 22

@@ -92,7 +92,9 @@ def pages(size_bytes: int) -> int:
 @frozen(slots=True)
 class MatrixPlace:
     """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
-    quantization: encoding of its rows, if it is not the package's."""
+
+    quantization: encoding of its rows, if it is not the package's
+    """
 
     name: str
     part: Part
@@ -162,12 +164,17 @@ class Layout:
         return self.trigger_part_bytes if part == "value" else 0
 
     def value_read_bytes(self, *, moved: bool) -> int:
-        """Return the bytes of a read of a value part. moved: with the trigger part, which has the co-located scales."""
+        """Return the bytes of a read of a value part.
+
+        moved: with the trigger part, which has the co-located scales
+        """
         return self.cluster_stride_bytes if moved else self.value_part_bytes
 
     def pieces(self, quantization: Quantization, width: int) -> Iterator[tuple[Part, str, int, int]]:
-        """Yield (part, name, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes. quantization: the
-        package's."""
+        """Yield (part, name, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes.
+
+        quantization: the package's
+        """
         count = self.cluster_neurons
         for matrix in self.matrices:
             of_matrix = matrix.quantization or quantization
@@ -180,9 +187,11 @@ class Layout:
         return _in_lines(max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part))
 
     def slots(self, quantization: Quantization, width: int, *, moved: bool = False) -> SlotPlaces:
-        """Return the slots of this layout. moved: co-located scales: the scales of the value part's matrices are in the
-        value slot, if they lie behind the trigger's rows in bundles.bin; then a resident trigger takes only its own
-        rows."""
+        """Return the slots of this layout.
+
+        moved: co-located scales: the scales of the value part's matrices are in the value slot, if they lie behind the
+            trigger's rows in bundles.bin; then a resident trigger takes only its own rows
+        """
         trigger, value = self.slot_bytes("trigger", quantization, width), self.slot_bytes("value", quantization, width)
         trigger_end, start, end = self._trigger_part(quantization, width)
         size = _in_lines(end - start)
@@ -260,10 +269,14 @@ def compute_layout(
     differing: Mapping[str, Quantization | None] | None = None,
     read_whole: bool = False,
 ) -> Layout:
-    """Return the layout of a new package. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
-    first; `width` suits the quantization. own: quantizations of matrices that differ from the package's, by name.
+    """Return the layout of a new package.
+
+    neurons: of one (layer, expert)
+    matrices: of the feed-forward, the trigger first; `width` suits the quantization. own: quantizations of matrices
+        that differ from the package's, by name.
     read_whole: a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and padding is
-    read with them."""
+        read with them
+    """
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
     differing = {name: other for name, other in (differing or {}).items() if other != quantization}
     of_trigger, *of_values = (differing.get(name) or quantization for name in matrices)

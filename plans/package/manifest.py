@@ -52,8 +52,10 @@ GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # for gates only, in pac
 
 @frozen(slots=True)
 class Source:
-    """The source of a package. weights: number of weights by encoding, the most frequent first; only of a quantized
-    source."""
+    """The source of a package.
+
+    weights: number of weights by encoding, the most frequent first; only of a quantized source
+    """
 
     kind: str
     name: str
@@ -125,8 +127,11 @@ def package_rank(rank: int) -> int:
 
 @frozen(slots=True)
 class SilentLayer:
-    """The threshold of one layer. threshold: a neuron is silent for a token if |silu(gate)| is less. share: how often
-    neurons were silent, on held-out text in mode thresholded."""
+    """The threshold of one layer.
+
+    threshold: a neuron is silent for a token if |silu(gate)| is less
+    share: how often neurons were silent, on held-out text in mode thresholded
+    """
 
     threshold: float
     share: float
@@ -257,7 +262,10 @@ class Manifest:
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
 
     def slots(self, *, moved: bool = False) -> SlotPlaces:
-        """Return the memory slots of a run; moved: as in `Layout.slots`."""
+        """Return the memory slots of a run.
+
+        moved: as in `Layout.slots`
+        """
         return self._moved_slots if moved else self._plain_slots
 
     @cached_property

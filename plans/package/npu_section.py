@@ -78,7 +78,11 @@ class Loss:
 
 @frozen(slots=True)
 class NpuProfile:
-    """The measured loss of both ways, and the chosen one. scaling: the chosen way. text: name of the text."""
+    """The measured loss of both ways, and the chosen one.
+
+    scaling: the chosen way
+    text: name of the text
+    """
 
     scaling: Scaling
     text: str

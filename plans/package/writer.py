@@ -139,8 +139,9 @@ class PackageWriter:
     `publish` returned or the process was killed.
 
     With a `place`, what is written stays there until it is published. Call `sync` for what the next writer relies on
-    after a kill, and tell that writer with `resume_after` how far this was. can_resume: returns True if the work in a
-    folder can be continued.
+    after a kill, and tell that writer with `resume_after` how far this was.
+
+    can_resume: returns True if the work in a folder can be continued
     """
 
     def __init__(

@@ -234,7 +234,10 @@ class Expected:
 
 @frozen(kw_only=True)
 class Plan:
-    """One plan. reasons: sentences on why it is as it is, and on what was assumed."""
+    """One plan.
+
+    reasons: sentences on why it is as it is, and on what was assumed
+    """
 
     version: int
     package_id: str

@@ -124,7 +124,10 @@ def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
 
 
 def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, moved: bool = False) -> Layout:
-    """Return the layout of the segment with these numbers of slots. moved: scales are co-located."""
+    """Return the layout of the segment with these numbers of slots.
+
+    moved: scales are co-located
+    """
     places = manifest.slots(moved=moved)
     return layouts.slots(
         trigger_slots=trigger_slots,

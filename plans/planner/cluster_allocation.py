@@ -79,7 +79,10 @@ class PinAllocation:
 
 @frozen
 class _PartPins:
-    """The numbers of pinned clusters of one part, by feed-forward. ranking: what chose them; None without a profile."""
+    """The numbers of pinned clusters of one part, by feed-forward.
+
+    ranking: what chose them; None without a profile
+    """
 
     slots: PartSlots
     counts: tuple[int, ...]

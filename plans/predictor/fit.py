@@ -184,8 +184,10 @@ class ScoreModel:
 
     @classmethod
     def fitted(cls, score: Array, value: Array, active: NDArray[np.bool_] | None) -> ScoreModel:
-        """Fit the model to scores and values [tokens, neurons]. active: the active neurons, if another side decides
-        too."""
+        """Fit the model to scores and values [tokens, neurons].
+
+        active: the active neurons, if another side decides too
+        """
         tokens = len(value)
         score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
         score, centred = score - score_mean, value - value_mean

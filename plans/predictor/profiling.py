@@ -71,8 +71,10 @@ class Candidate:
 
 @frozen
 class TrainedPredictor:
-    """Factors that were trained before, for which only thresholds are fitted. of_ffn: the factors of
-    a feed-forward."""
+    """Factors that were trained before, for which only thresholds are fitted.
+
+    of_ffn: the factors of a feed-forward
+    """
 
     sides: tuple[Side, ...]
     ranks: tuple[int, ...]
@@ -100,7 +102,10 @@ class TrainedPredictor:
     def of_file(
         cls, imported: ImportedPredictor, model: ModelSpec, quantization: Quantization, *, reads_normed: bool
     ) -> TrainedPredictor:
-        """Return an imported predictor. reads_normed: trained on normed vectors, not on the residual stream."""
+        """Return an imported predictor.
+
+        reads_normed: trained on normed vectors, not on the residual stream
+        """
 
         def of_ffn(number: int) -> LayerFactors:
             first, second = imported.of_ffn(number)
@@ -373,7 +378,10 @@ def perplexity(
     texts: Sequence[ContextWindow],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Return the perplexity of every token but the first of each context window. progress: receives new tokens."""
+    """Return the perplexity of every token but the first of each context window.
+
+    progress: receives new tokens
+    """
     total, logits_computed, start = 0.0, 0, 0
     for window in texts:
         logits = engine.logits(hidden[start : start + len(window) - 1]).astype(np.float64)

@@ -31,7 +31,9 @@ def set_thresholds(
 ) -> Package:
     """Choose thresholds that `share` of the neurons lie below, measure the loss, and write both into the manifest.
 
-    Older thresholds are replaced. text: name of the texts. Raises UserError.
+    Older thresholds are replaced. Raises UserError.
+
+    text: name of the texts
     """
     require_silu(package)
     package.verify_fixed()

@@ -46,7 +46,10 @@ class ConnectionBroken(UserError):
 
 
 class Refused(UserError):
-    """An answer with an error status. code: the hub's X-Error-Code."""
+    """An answer with an error status.
+
+    code: the hub's X-Error-Code
+    """
 
     def __init__(self, message: str, status: int, code: str) -> None:
         super().__init__(message)

@@ -26,8 +26,10 @@ class Hub:
     """The hub that HF_ENDPOINT names, huggingface.co otherwise. HF_TOKEN is sent to it if there is one."""
 
     def __init__(self, tell: Tell = lambda line: None) -> None:
-        """Open a hub. tell: called with the reason when the hub makes a person wait. Raises UserError if
-        huggingface_hub is not installed."""
+        """Open a hub. Raises UserError if huggingface_hub is not installed.
+
+        tell: called with the reason when the hub makes a person wait
+        """
         self.endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         self._web = Web(self.endpoint, tell)
 

@@ -47,9 +47,13 @@ SOURCE = "source"  # in the folder of a pull: the downloaded files
 
 @frozen(kw_only=True)
 class Need:
-    """The requirements of a pull. download_bytes: still to be downloaded, in this number of files. disk_bytes: maximal
-    disk use at one moment, of which present_bytes are used already. free_bytes: free on that disk now. resumes: it
-    continues an interrupted pull."""
+    """The requirements of a pull.
+
+    download_bytes: still to be downloaded, in this number of files
+    disk_bytes: maximal disk use at one moment, of which present_bytes are used already
+    free_bytes: free on that disk now
+    resumes: it continues an interrupted pull
+    """
 
     snapshot: Snapshot
     folder: Path
@@ -180,7 +184,10 @@ def _prepare(downloads: Downloads, snapshot: Snapshot, conversion: Conversion, f
 
 def peak_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
     """Return the maximal size of files at one moment while these pieces are converted in order: each file from the
-    first piece that needs it to the last. ahead: with the next file too."""
+    first piece that needs it to the last.
+
+    ahead: with the next file too
+    """
     order = _in_order(pieces)
     max_bytes = 0
     for number in range(len(pieces)):

@@ -106,8 +106,11 @@ class Snapshot:
         return self.files[name]
 
     def small_files(self, *, tokenizer: bool) -> list[RemoteFile]:
-        """Return the files that a package needs besides weights. tokenizer: its tokenizer too. Raises UserError if
-        there are no safetensors weights, or if a file is missing or too large."""
+        """Return the files that a package needs besides weights. Raises UserError if there are no safetensors weights,
+        or if a file is missing or too large.
+
+        tokenizer: its tokenizer too
+        """
         if WEIGHTS not in self.files and INDEX not in self.files:
             self._refuse_without_weights()
         names = list(SMALL_FILES)

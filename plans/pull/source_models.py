@@ -90,8 +90,11 @@ class Origin:
 
 @frozen(kw_only=True)
 class PackageRequest:
-    """A package to make, as the user specified it. name: None, the default name. command: the words of the command that
-    makes the same from any folder; empty if the package is as `make` makes it."""
+    """A package to make, as the user specified it.
+
+    name: None, the default name
+    command: the words of the command that makes the same from any folder; empty if the package is as `make` makes it
+    """
 
     name: str | None = None
     quantization: RequestedQuantization | None = None
@@ -105,8 +108,11 @@ class PackageRequest:
 
 @frozen(kw_only=True)
 class Work:
-    """The requirements of making a package. disk_bytes: still to be written. replaces: there is a package of an earlier
-    state of the files."""
+    """The requirements of making a package.
+
+    disk_bytes: still to be written
+    replaces: there is a package of an earlier state of the files
+    """
 
     name: str
     folder: Path

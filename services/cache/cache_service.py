@@ -77,8 +77,10 @@ class Pinning:
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
 
     def fit(self, slots: PartCounts, *, pin: bool = True) -> None:
-        """Fit the table to a new number of slots of either part. pin: False unpins everything, unless every cluster has
-        a slot."""
+        """Fit the table to a new number of slots of either part.
+
+        pin: False unpins everything, unless every cluster has a slot
+        """
 
         def within(counts: Counts, count: int) -> Counts:
             if not pin and count < self._all:

@@ -41,7 +41,10 @@ class Pressure:
         self._short_s = -CALM_S
 
     def begin(self, total_bytes: int, available_bytes: int, takes_bytes: int) -> None:
-        """Set the first `withheld_bytes`, before the run takes its memory. takes_bytes: how much it will take."""
+        """Set the first `withheld_bytes`, before the run takes its memory.
+
+        takes_bytes: how much it will take
+        """
         if self._follows:
             short = takes_bytes - (available_bytes - self._margin(total_bytes))
             self.withheld_bytes = max(0, min(self._slots_bytes, short))
@@ -53,7 +56,10 @@ class Pressure:
         self._swapped_bytes = min(swapped_bytes, self._swapped_bytes) if not self._swaps else swapped_bytes
 
     def look(self, total_bytes: int, available_bytes: int, stalled_share: float, now_s: float) -> int:
-        """Update `withheld_bytes` by the state of memory, and return it. stalled_share: PSI, 0 to 1."""
+        """Update `withheld_bytes` by the state of memory, and return it.
+
+        stalled_share: PSI, 0 to 1
+        """
         margin = self._margin(total_bytes)
         stalled = stalled_share >= STALLED_SHARE and available_bytes < STALLED_BELOW * total_bytes
         self.is_changing = False

@@ -69,8 +69,11 @@ class Region:
 
 @frozen(kw_only=True)
 class WarmUp:
-    """Clusters to load while nothing more urgent waits. parts: 1 triggers, 2 values, 3 both; pinned: True to pin
-    them."""
+    """Clusters to load while nothing more urgent waits.
+
+    parts: 1 triggers, 2 values, 3 both
+    pinned: True to pin them
+    """
 
     parts: Literal[1, 2, 3]
     ranges: tuple[range, ...]
@@ -221,7 +224,10 @@ class FreeSlots:
         self._granted = 0  # since the reset
 
     def restart(self, free: bytearray) -> None:
-        """Begin after a reset. free: a byte per slot, 1 if no present entry names it; the object keeps it."""
+        """Begin after a reset.
+
+        free: a byte per slot, 1 if no present entry names it; the object keeps it
+        """
         self._free = free
         self._next, self._free_count, self._granted = 0, free.count(1), 0
 

@@ -46,7 +46,10 @@ class Resizing:
         self.slots: PartCounts = (memory.trigger_slots, memory.value_slots)
 
     def reserve(self, number: int | None, reserved_bytes: int) -> None:
-        """Set the bytes to be reserved. number: that of the `Reserve` message, for its answer."""
+        """Set the bytes to be reserved.
+
+        number: that of the `Reserve` message, for its answer
+        """
         self._number, self._reserved_bytes = number, reserved_bytes
 
     def withhold(self, withheld_bytes: int) -> bool:

@@ -27,8 +27,10 @@ from neuronpipe.services.steps.step_shares import work_of
 
 @frozen(slots=True)
 class StepAnswer:
-    """A participant's answer to a finished step, as in `StepDone`. counters: the sum over participants that answered
-    together, in the last one's."""
+    """A participant's answer to a finished step, as in `StepDone`.
+
+    counters: the sum over participants that answered together, in the last one's
+    """
 
     process: ProcessKey
     step: int

@@ -95,7 +95,10 @@ class Meter:
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
     def sent(self, began_ns: int, processes: int, end_ns: int | None = None) -> None:
-        """Note that a step was sent. end_ns: the time if it is not now, as in the other methods."""
+        """Note that a step was sent.
+
+        end_ns: the time if it is not now, as in the other methods
+        """
         self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step, end_ns=end_ns)
         if self._sampled_ns:
             self._sampled_ns = self._sent_ns  # messages to clients follow the next step
@@ -281,7 +284,11 @@ class Report:
         self._specs = {(spec.role, spec.index): spec for spec in job.plan.compute.processes}
 
     def status(self, tokens: int, *, ending: bool) -> Status:
-        """Return the status. tokens: sampled so far; ending: True if the run ends."""
+        """Return the status.
+
+        tokens: sampled so far
+        ending: True if the run ends
+        """
         now = time.monotonic()
         memory = self._meter.memory_now()
         compute = self._job.plan.compute

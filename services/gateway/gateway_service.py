@@ -82,7 +82,9 @@ def serve(
 def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
     """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link.
 
-    That command starts and ends the runs (see runs/hosted_packages.py). pulse: as in `serve`.
+    That command starts and ends the runs (see runs/hosted_packages.py).
+
+    pulse: as in `serve`
     """
     _run_until_signal(_serve_hosted(hosted, listener, link), pulse)
 

@@ -158,8 +158,10 @@ class Core:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
-        """Load these parts of clusters while nothing else waits, without those that are resident. clusters: ids packed
-        as uint32."""
+        """Load these parts of clusters while nothing else waits, without those that are resident.
+
+        clusters: ids packed as uint32
+        """
         ids = ffi.from_buffer("uint32_t[]", clusters)
         flags = lib.NP_ENTRY_PINNED if pinned else 0
         if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_TRIGGER, ids, len(ids), flags) < 0:
@@ -171,7 +173,10 @@ class Core:
             raise RuntimeError("the cache granted a slot that does not exist or is in use")
 
     def trim(self, slots: tuple[int, int]) -> None:
-        """Free the memory of the slots from these numbers on. slots: the number of slots of either part that stay."""
+        """Free the memory of the slots from these numbers on.
+
+        slots: the number of slots of either part that stay
+        """
         for part, first in enumerate(slots):
             result = lib.np_loader_trim(self._loader, part, first)
             if result == lib.NP_E_ARGUMENT:

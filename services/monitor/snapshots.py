@@ -210,7 +210,10 @@ def _rate(samples: Sequence[tuple[float, int]], now_s: float) -> float:
 
 
 def _speed(steps: Sequence[tuple[int, float]]) -> float:
-    """Return tokens per second. steps: (tokens, milliseconds) of each."""
+    """Return tokens per second.
+
+    steps: (tokens, milliseconds) of each
+    """
     ms = sum(took for _, took in steps)
     return round(1000 * sum(tokens for tokens, _ in steps) / ms, 1) if ms else 0.0
 

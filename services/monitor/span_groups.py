@@ -14,7 +14,10 @@ NUMBER = {kind.name: kind.number for kind in KINDS}
 
 @frozen
 class Group:
-    """Kinds of spans that are displayed alike. letter: in the cells of a strip; empty for spans of a whole step."""
+    """Kinds of spans that are displayed alike.
+
+    letter: in the cells of a strip; empty for spans of a whole step
+    """
 
     letter: str
     label: str

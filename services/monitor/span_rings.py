@@ -77,8 +77,10 @@ class RunTrace(Closing):
 
     @classmethod
     def open(cls, run_file: RunFile, processes: Sequence[ProcessStatus]) -> RunTrace:
-        """Open the trace of a run. processes: as in `Status`. Raises UserError if the run has ended or is of another
-        version."""
+        """Open the trace of a run. Raises UserError if the run has ended or is of another version.
+
+        processes: as in `Status`
+        """
         with run_file.open_segment("trace") as segment:
             return cls(segment, processes)
 

@@ -27,10 +27,12 @@ ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
 
 
 class WatchServer:
-    """A server that listens for watchers from its creation on. port: 0 for any free port.
+    """A server that listens for watchers from its creation on.
 
     A server that was killed leaves its keys in the run directory. The next one on the same port uses them, so that the
     invitation stays valid. `close` makes it invalid.
+
+    port: 0 for any free port
     """
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:

@@ -107,7 +107,10 @@ class Implementation:
 
 @frozen
 class Use:
-    """One `--use` option. index: the index of a process; None for every process of the role."""
+    """One `--use` option.
+
+    index: the index of a process; None for every process of the role
+    """
 
     role: str
     index: int | None

@@ -17,7 +17,10 @@ from neuronpipe.services.runtime.pulse import Pulse, unwatched
 
 @frozen(kw_only=True)
 class Job:
-    """The job of one process. incarnation: how many processes had this place before it."""
+    """The job of one process.
+
+    incarnation: how many processes had this place before it
+    """
 
     run: str
     process: ProcessSpec

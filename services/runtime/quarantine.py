@@ -153,12 +153,18 @@ class Quarantine:
 
     # ---- deaths ----------------------------------------------------------------------------------------------
     def coordinator_died(self, *, killed: bool, now: float) -> None:
-        """Suspect the requests that the predecessor had under way. killed: True if SIGKILL ended it."""
+        """Suspect the requests that the predecessor had under way.
+
+        killed: True if SIGKILL ended it
+        """
         self.died(self._ledger.under_way(), killed=killed, now=now)
         self._ledger.clear()
 
     def died(self, under_way: dict[int, list[int]], *, killed: bool, now: float) -> None:
-        """Record that a process died. under_way: the requests at that moment, with the places of their sequences."""
+        """Record that a process died.
+
+        under_way: the requests at that moment, with the places of their sequences
+        """
         weight = KILL_WEIGHT if killed else CRASH_WEIGHT
         for name, places in under_way.items():
             before = self._suspects.get(name)

@@ -39,8 +39,10 @@ pages that were not used for a while, and other kernels unmap them, so that the 
 
 
 def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:
-    """Create all segments, zeroed. fixed: the sealed segment of another run of this package, to be shared. Raises
-    UserError if there is not enough memory."""
+    """Create all segments, zeroed. Raises UserError if there is not enough memory.
+
+    fixed: the sealed segment of another run of this package, to be shared
+    """
     segments: dict[str, Segment] = {} if fixed is None else {"fixed": fixed}
     try:
         for name, layout in run_layouts(manifest, plan).items():

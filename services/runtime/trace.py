@@ -14,7 +14,10 @@ from neuronpipe.services.runtime.run_memory import RunMemory
 
 
 class Trace:
-    """The ring of one writer. native: its `np_trace *`, which is valid as long as this object."""
+    """The ring of one writer.
+
+    native: its `np_trace *`, which is valid as long as this object
+    """
 
     def __init__(self, memory: RunMemory, ring: int) -> None:
         mapping = memory.mappings["trace"]

@@ -155,6 +155,9 @@ def phase_of(role: str) -> Phase:
 
 
 def require(backend: Backend, manifest: Manifest, phase: Phase, where: str) -> None:
-    """Raise UserError if the backend cannot compute these steps. where: the process or option to name in the error."""
+    """Raise UserError if the backend cannot compute these steps.
+
+    where: the process or option to name in the error
+    """
     if (why := backend.supports(manifest, phase)) is not None:
         raise UserError(f"{where}: {why}")

@@ -18,7 +18,10 @@ class Kind(enum.IntEnum):
 
 
 def frame(kind: Kind, payload: bytes, timeout_s: float = 0.0) -> bytes:
-    """Return an encoded frame. timeout_s: time limit of a request in seconds, rounded up to milliseconds."""
+    """Return an encoded frame.
+
+    timeout_s: time limit of a request in seconds, rounded up to milliseconds
+    """
     return HEADER.pack(kind, min(0xFFFFFFFF, int(1000 * timeout_s) + 1), len(payload)) + payload
 
 

@@ -112,9 +112,11 @@ class Helper:
         return max(0.0, self._deadline - time.monotonic()) if self._jobs else None
 
     def submit(self, payload: bytes, timeout_s: float) -> int:
-        """Submit a job and return its number. timeout_s: its time limit, from the end of the job before it.
+        """Submit a job and return its number.
 
         Raises ValueError if the payload is too long, UntrustedError if no process can be started.
+
+        timeout_s: its time limit, from the end of the job before it
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a job of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")

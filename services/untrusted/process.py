@@ -61,7 +61,10 @@ def serve(link: socket.socket, prepare: Prepare, memory: Memory) -> None:
 
 
 def become(link: socket.socket, errors: int, prepare: Prepare, memory: Memory, parent: int) -> NoReturn:
-    """Serve in a forked child; never returns. errors: the descriptor for standard error."""
+    """Serve in a forked child; never returns.
+
+    errors: the descriptor for standard error
+    """
     code = 1
     try:
         gc.freeze()  # the collector would write to, and so copy, memory that is shared with the service
@@ -141,7 +144,10 @@ def _limit(memory_bytes: int) -> None:
 
 
 def main(descriptor: int, parent: int, target: str, memory: Memory) -> None:
-    """Serve as a program of its own. target: `module:function` of the `Prepare`."""
+    """Serve as a program of its own.
+
+    target: `module:function` of the `Prepare`
+    """
     lib.np_process_die_with(parent)
     module, _, name = target.partition(":")
     prepare: Prepare = getattr(importlib.import_module(module), name)

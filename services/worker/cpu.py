@@ -111,7 +111,10 @@ class CpuBackend:
         return prefill_layouts(job.package.manifest, shape, compute.prefill_chunk_tokens)["prefill_stage"]
 
     def _view(self, placement: Placement, window: int, number: int) -> View:
-        """Return the buffers of one participant. window: the index of its read window and its request ring."""
+        """Return the buffers of one participant.
+
+        window: the index of its read window and its request ring
+        """
         package, memory, stage = placement.job.package, placement.memory, self._stage
         fixed, predictor = memory.view("fixed", "file"), memory.view("fixed", "predictor")
         tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
@@ -143,7 +146,10 @@ class CpuBackend:
         )
 
     def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:
-        """Return the engine configuration that the plan implies. stage: the layout of the step's stages."""
+        """Return the engine configuration that the plan implies.
+
+        stage: the layout of the step's stages
+        """
         plan, compute = placement.job.plan, placement.job.plan.compute
         prefill = placement.job.process.role == "prefill"
         hints = compute.hints and not prefill

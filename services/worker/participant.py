@@ -98,7 +98,10 @@ class EngineConfig:
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
-    """Return the np_shape of a package. moved_scales: scales are co-located with value slots, by the plan's memory."""
+    """Return the np_shape of a package.
+
+    moved_scales: scales are co-located with value slots, by the plan's memory
+    """
     s, layout, slots = manifest.model, manifest.layout, manifest.slots(moved=moved_scales)
     predictor = manifest.predictor if predicts else None
     places = {

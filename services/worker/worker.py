@@ -45,7 +45,10 @@ class Worker:
         self._backend.close()
 
     def answer(self, work: StepWork, done: type[StepDone] | type[Prefilled]) -> Outcome:
-        """Compute the step and return its outcome. done: the message type for success."""
+        """Compute the step and return its outcome.
+
+        done: the message type for success
+        """
         step, epoch, index = work.number, work.epoch, self._job.process.index
         try:
             counters = self._backend.compute(work)

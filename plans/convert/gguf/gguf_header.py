@@ -39,8 +39,10 @@ class GgufTensor:
 
 @frozen(slots=True)
 class GgufHeader:
-    """Metadata by key, and tensors by name. powerinfer: the magic is PowerInfer's, with which tensors mean other
-    things."""
+    """Metadata by key, and tensors by name.
+
+    powerinfer: the magic is PowerInfer's, with which tensors mean other things
+    """
 
     metadata: Record
     tensors: dict[str, GgufTensor]

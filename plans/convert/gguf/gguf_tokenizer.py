@@ -70,7 +70,10 @@ def build_tokenizer(metadata: Record) -> bytes:
 
 def gguf_ends(metadata: Record, vocabulary: int, closing: str = "") -> tuple[EndToken, ...]:
     """Return the end tokens: those that the metadata names, control tokens that are end tokens by convention, and the
-    token with which the chat template closes turns. closing: what the template writes after an answer."""
+    token with which the chat template closes turns.
+
+    closing: what the template writes after an answer
+    """
     fields = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     declared = [
         (token, field) for field in fields if metadata.has(field) for token in ids_at(metadata, field, vocabulary)

@@ -27,7 +27,10 @@ def complaint_about(pieces: Sequence[str]) -> str | None:
 def scored_bpe(
     pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, space_prefix: bool
 ) -> Tokenizer:
-    """Return the tokenizer. space_prefix: it prepends a space to each text."""
+    """Return the tokenizer.
+
+    space_prefix: it prepends a space to each text
+    """
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
     tokenizer = Tokenizer(

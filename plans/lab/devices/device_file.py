@@ -89,7 +89,10 @@ class Ranges:
 
 @frozen(kw_only=True)
 class Issuers:
-    """Speed of small random reads by the issuing core, relative to a mid core. several: issued by several cores."""
+    """Speed of small random reads by the issuing core, relative to a mid core.
+
+    several: issued by several cores
+    """
 
     big: float
     mid: float

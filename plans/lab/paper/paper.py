@@ -45,7 +45,11 @@ class Case:
 
 @frozen(kw_only=True)
 class Row(Case):
-    """A published figure. uncertain: read off a plot, or interpolated. fitted: a value of a device was fitted to it."""
+    """A published figure.
+
+    uncertain: read off a plot, or interpolated
+    fitted: a value of a device was fitted to it
+    """
 
     published: float
     uncertain: bool = False
@@ -54,7 +58,10 @@ class Row(Case):
 
 @frozen(kw_only=True)
 class Table:
-    """A table of the paper. target: the largest error that counts as reached."""
+    """A table of the paper.
+
+    target: the largest error that counts as reached
+    """
 
     table: str
     unit: Unit

@@ -40,7 +40,11 @@ class Situation:
 
 @frozen
 class Decoded:
-    """The times of a simulated decode. token_s: seconds of each token. use: the sum over all tokens."""
+    """The times of a simulated decode.
+
+    token_s: seconds of each token
+    use: the sum over all tokens
+    """
 
     token_s: tuple[float, ...]
     use: Use

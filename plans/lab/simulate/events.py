@@ -21,7 +21,10 @@ SETTLED_S, SETTLED_BYTES = 1e-12, 1e-3
 
 
 class TaskSpan(NamedTuple):
-    """One task on one unit, for the trace. unit: `cpu.0`, `npu`, `flash`."""
+    """One task on one unit, for the trace.
+
+    unit: `cpu.0`, `npu`, `flash`
+    """
 
     unit: str
     kind: str
@@ -33,7 +36,11 @@ class TaskSpan(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
-    """A piece of work on one unit. rank: lower ranks start first. value: shown in the trace."""
+    """A piece of work on one unit.
+
+    rank: lower ranks start first
+    value: shown in the trace
+    """
 
     unit: Unit
     seconds: float
@@ -52,7 +59,10 @@ class Task:
 
 @dataclasses.dataclass
 class Use:
-    """The time that each unit was busy. exposed_io_s: time in which only flash works."""
+    """The time that each unit was busy.
+
+    exposed_io_s: time in which only flash works
+    """
 
     total_s: float = 0.0
     busy_s: dict[str, float] = dataclasses.field(default_factory=dict)

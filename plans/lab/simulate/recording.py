@@ -123,7 +123,10 @@ def _bits(token: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Recording:
-    """Compute tokens with the reference engine and record their clusters. of: a name of the text, for the reader."""
+    """Compute tokens with the reference engine and record their clusters.
+
+    of: a name of the text, for the reader
+    """
     model, layout = package.manifest.model, package.manifest.layout
     predictor = StoredPredictor(package) if mode == "predicted" else None
     chosen = np.zeros((len(tokens), model.layers, model.experts), dtype=bool)

@@ -37,8 +37,11 @@ class Region:
     """One part's slots and residency entries."""
 
     def __init__(self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int]) -> None:
-        """Warm up a region. clusters: per feed-forward. pinned: the number of leading clusters pinned in each of
-        them."""
+        """Warm up a region.
+
+        clusters: per feed-forward
+        pinned: the number of leading clusters pinned in each of them
+        """
         self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
         numbers = np.arange(clusters)
         warm = numbers < np.array(warm_counts(pinned, clusters, slots - reserve))[:, None]
@@ -83,8 +86,9 @@ def planned_traffic(
     """Count lookups and misses in clusters, for all sequences but the first skipped_sequences.
 
     Misses are those that `bench` counts: of the parts that a token looks up. In predicted mode these are the predicted
-    clusters, which are taken to fire; else all triggers, and the values of clusters that fire. sampled: the number of
-    clusters of a feed-forward in the sequences (default: all of the package's).
+    clusters, which are taken to fire; else all triggers, and the values of clusters that fire.
+
+    sampled: the number of clusters of a feed-forward in the sequences (default: all of the package's)
     """
     model, memory, flash = manifest.model, plan.memory, plan.flash
     clusters = sampled or manifest.layout.clusters

@@ -110,7 +110,10 @@ class PlannedCosts:
     the loader does."""
 
     def __init__(self, manifest: Manifest, plan: Plan, cost: WorkCost, looked: float, fire: float) -> None:
-        """Precompute times. looked, fire: mean numbers of clusters per token."""
+        """Precompute times.
+
+        looked, fire: mean numbers of clusters per token
+        """
         model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
         self._manifest, self._plan, self._cost = manifest, plan, cost
         self._workers, self._matrices = len(plan.compute.decode_workers()), 2 if model.gated else 1

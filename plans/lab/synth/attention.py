@@ -32,7 +32,10 @@ class Attention(NamedTuple):
 
 
 class AttentionMaker:
-    """A maker of the attention of a shape's layers. frequency: frequencies of rotary positions, [head_width / 2]."""
+    """A maker of the attention of a shape's layers.
+
+    frequency: frequencies of rotary positions, [head_width / 2]
+    """
 
     def __init__(
         self,
@@ -52,7 +55,10 @@ class AttentionMaker:
         return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
 
     def layer(self, layer: int, normed: Array) -> Attention:
-        """Return a layer's attention. normed: its inputs for the calibration tokens [tokens, width]."""
+        """Return a layer's attention.
+
+        normed: its inputs for the calibration tokens [tokens, width]
+        """
         model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
         qkv = codes.zero_rows(model.qkv_rows, model.width)
         qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)

@@ -49,7 +49,10 @@ class BlockPredictor:
 @frozen
 class Prediction:
     """The common part of a layer's predictors: directions, the rows that multiply the input, and their products with
-    the calibration tokens. held_out: the tokens on which predictors are judged."""
+    the calibration tokens.
+
+    held_out: the tokens on which predictors are judged
+    """
 
     quantization: Quantization
     directions: Directions
@@ -61,14 +64,21 @@ class Prediction:
     def of_layer(
         cls, shape: PredictorShape, places: Coordinates, normed: Array, reads: Array, held_out: Mask
     ) -> Prediction:
-        """Fit directions. normed: inputs of the feed-forward; reads: inputs of the predictor, both [tokens, width]."""
+        """Fit directions.
+
+        normed: inputs of the feed-forward
+        reads: inputs of the predictor, both [tokens, width]
+        """
         directions = Directions.leading(normed[~held_out], places, shape.rank)
         input_rows = encode(shape.quantization, directions.rows(normed.shape[1]))
         hidden = Vectors(shape.quantization, product(shape.quantization, input_rows, reads))
         return cls(shape.quantization, directions, input_rows, hidden, held_out)
 
     def of_block(self, gate: Rows, gates: Array, active: Mask) -> BlockPredictor:
-        """Fit a block's rows. gates, active: values of Gate, and a mask of active neurons, both [tokens, neurons]."""
+        """Fit a block's rows.
+
+        gates, active: values of Gate, and a mask of active neurons, both [tokens, neurons]
+        """
         factor = self.directions.factor(gate, self.quantization)
         scores, calibration = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
         line = ScoreModel.fitted(scores[~self.held_out], gates[~self.held_out], active[~self.held_out])

@@ -20,7 +20,10 @@ def _shape(
     experts: tuple[int, int] = (1, 1),
     **more: Any,
 ) -> ModelSpec:
-    """Return a spec. experts: per layer, and per token. more: fields of ModelSpec that differ from a dReLU Llama's."""
+    """Return a spec.
+
+    experts: per layer, and per token. more: fields of ModelSpec that differ from a dReLU Llama's.
+    """
     query_heads, key_heads, head_width = heads
     fields: dict[str, Any] = {
         "family": "llama", "activation": "drelu", "norm_epsilon": 1e-5, "layer_kinds": (LayerKind(layers),),

@@ -324,7 +324,10 @@ def _parse_chat(record: Record) -> Chat:
 
 
 def _parse_files(record: Record, optional: Mapping[str, bool]) -> dict[str, FileEntry]:
-    """Read the entries of all files. optional: whether the rest of the manifest implies each optional file."""
+    """Read the entries of all files.
+
+    optional: whether the rest of the manifest implies each optional file
+    """
     files = {}
     for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, is_used in optional.items() if is_used)):
         entry = record.record(name)

@@ -83,7 +83,10 @@ class Admission:
         self._tokenizer = tokenizer
 
     def check(self, ask: Generate | Score, queued: int) -> list[int] | Refused:
-        """Return the tokens of a request, or its refusal. queued: the number of requests that wait already."""
+        """Return the tokens of a request, or its refusal.
+
+        queued: the number of requests that wait already
+        """
         try:
             if queued >= QUEUED_PER_SEQUENCE * self._limits.sequences + MIN_QUEUED:
                 raise _Refusal("busy", f"{queued} requests are waiting already; try again later")

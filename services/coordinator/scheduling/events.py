@@ -26,7 +26,10 @@ class RequestReceived:
 
 @frozen
 class ProcessReady:
-    """A service has finished its start or restart. numerics: the field of its `Hello`."""
+    """A service has finished its start or restart.
+
+    numerics: the field of its `Hello`
+    """
 
     process: ProcessKey
     numerics: str = ""
@@ -34,8 +37,11 @@ class ProcessReady:
 
 @frozen
 class EpochChanged:
-    """The epoch has changed: all participants leave the step. lost: the processes that ended; killed: True if
-    SIGKILL ended all of them."""
+    """The epoch has changed: all participants leave the step.
+
+    lost: the processes that ended
+    killed: True if SIGKILL ended all of them
+    """
 
     epoch: int
     lost: tuple[ProcessKey, ...]
@@ -44,8 +50,11 @@ class EpochChanged:
 
 @frozen
 class StepLeft:
-    """A participant has left a step. done: False if it abandoned the step because the epoch changed. ratings: the
-    field of `Prefilled`."""
+    """A participant has left a step.
+
+    done: False if it abandoned the step because the epoch changed
+    ratings: the field of `Prefilled`
+    """
 
     process: ProcessKey
     step: int

@@ -105,7 +105,10 @@ class Reservation:
         return bool(self._stage_tokens) and not self.waits and now - self._prompt_at >= RELEASE_AFTER_S
 
     def release(self, used_tokens: Sequence[int]) -> ReleaseMemory:
-        """Release memory between two steps. used_tokens: the number of tokens to keep in each KV slot."""
+        """Release memory between two steps.
+
+        used_tokens: the number of tokens to keep in each KV slot
+        """
         assert self._lendable is not None
         self._releasing = tuple(self._kv_tokens)
         sizes = zip(self._kv_tokens, map(self._lendable.granted_tokens, used_tokens), strict=True)

@@ -78,8 +78,11 @@ class Delays:
         """When to look again, by the clock of `look`."""
 
     def look(self, observations: Mapping[ProcessKey, Observation], flash_reads: int, now_s: float) -> Delay:
-        """Return the delay now. observations: those of all processes that take work; flash_reads: the number of
-        reads so far."""
+        """Return the delay now.
+
+        observations: those of all processes that take work
+        flash_reads: the number of reads so far
+        """
         passed_s, self._looked_at = now_s - self._looked_at, now_s
         before, self._observations = self._observations, observations
         self.due_at = now_s + LOOK_S

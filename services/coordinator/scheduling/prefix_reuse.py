@@ -29,7 +29,10 @@ FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
 
 @dataclasses.dataclass
 class Provenance:
-    """The numerics that computed a sequence's keys and values. runs: (end position, numerics), ascending."""
+    """The numerics that computed a sequence's keys and values.
+
+    runs: (end position, numerics), ascending
+    """
 
     runs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
@@ -165,8 +168,10 @@ class Shares:
         self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
 
     def add_request(self, owner: Owner, present: Mapping[Owner, int]) -> None:
-        """Note a request of an owner. present: the tokens of the active sequences of each owner that waits or
-        has slots."""
+        """Note a request of an owner.
+
+        present: the tokens of the active sequences of each owner that waits or has slots
+        """
         if not present:
             self._ended.clear()
         min_tokens = min((self._total(present_owner, present) for present_owner in present), default=0)

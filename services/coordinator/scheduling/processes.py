@@ -133,7 +133,10 @@ class WorkerProcesses:
         return process
 
     def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
-        """Request a beat of each process that owes none. send: raises Lost or Full."""
+        """Request a beat of each process that owes none.
+
+        send: raises Lost or Full
+        """
         for process in self:
             if process.asked_at is not None:
                 continue
@@ -194,7 +197,10 @@ class WorkerProcesses:
         return {process.name: f"step {step}" for process in self if self.credits.outstanding(process.peer)}
 
     def observe(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Observation]:
-        """Observe all processes but retired ones. owed: the answers that they owe, in words."""
+        """Observe all processes but retired ones.
+
+        owed: the answers that they owe, in words
+        """
         retired = self.retired()
         return {
             process.name: self._observe(process, owed.get(process.name, ""))
@@ -235,11 +241,18 @@ class DelayWatch:
         self._delays = Delays()
 
     def is_due(self, now: float, *, awaits: bool) -> bool:
-        """Return True if it is time to look. awaits: True if the run awaits something of a process."""
+        """Return True if it is time to look.
+
+        awaits: True if the run awaits something of a process
+        """
         return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
 
     def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
-        """Look once. owed: the answers that processes owe; dropped: why a peer's last message could not be read."""
+        """Look once.
+
+        owed: the answers that processes owe
+        dropped: why a peer's last message could not be read
+        """
         delay = self._delays.look(self._processes.observe(owed), flash_reads, now)
         reasons = self._processes.by_name(dropped)
         self._notes.clear()

@@ -98,7 +98,10 @@ class Results:
         return outcomes
 
     def _token_messages(self, sequence: Generation, sampled: Sampled, *, complete: bool) -> list[Outcome]:
-        """Add a token to its sequence and return the messages. complete: nothing can follow it."""
+        """Add a token to its sequence and return the messages.
+
+        complete: nothing can follow it
+        """
         message, reason = self._add(sequence, sampled.token, complete, sampled.now)
         if sampled.logprobs is not None:
             message = with_logprobs(message, sampled.logprobs, self._tokenizer.piece)
@@ -159,8 +162,10 @@ class Results:
 
 
 def _reason_to_end(sequence: Generation, complete: bool) -> FinishReason | None:
-    """Return why a sequence ends with its last token, which is not an end token. complete: its grammar allows no
-    continuation."""
+    """Return why a sequence ends with its last token, which is not an end token.
+
+    complete: its grammar allows no continuation
+    """
     if sequence.stream.stopped:
         return "stop"
     if complete:
@@ -195,7 +200,10 @@ def is_followed(sequence: Generation, token: int, end_tokens: Set[int]) -> bool:
 
 
 def with_logprobs(message: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:
-    """Return the message with log-probabilities. piece: returns the bytes of a token."""
+    """Return the message with log-probabilities.
+
+    piece: returns the bytes of a token
+    """
     return dataclasses.replace(message, logprob=logprobs.logprob, piece=piece(message.token), top=_top(logprobs, piece))
 
 

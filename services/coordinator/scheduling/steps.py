@@ -80,7 +80,10 @@ class OutstandingStep:
         return (event.step, event.epoch) == attempt and event.process in self._busy
 
     def epoch_changed(self, lost: Iterable[ProcessKey], killed: bool = True) -> None:
-        """Void the step, unless every participant was done. killed: True if SIGKILL ended the lost processes."""
+        """Void the step, unless every participant was done.
+
+        killed: True if SIGKILL ended the lost processes
+        """
         if lost and self._busy and not self._void:
             self.death_weight += STEP_KILL_WEIGHT if killed else CRASH_WEIGHT
         self._busy -= set(lost)
@@ -119,7 +122,10 @@ class OutstandingStep:
                 del self.rows[row]
 
     def account(self, measured: Cost) -> None:
-        """Add the cost of the step to that of every sequence in it. measured: figures of the service."""
+        """Add the cost of the step to that of every sequence in it.
+
+        measured: figures of the service
+        """
         message = self.action.message
         add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
         for sequence in self.sequences:
@@ -161,7 +167,10 @@ class StepBuilder:
         return self._decode(batch, epoch, decoders) if batch else None
 
     def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
-        """Return the fields of `Step` that divide the work between participants. texts: number of sequences."""
+        """Return the fields of `Step` that divide the work between participants.
+
+        texts: number of sequences
+        """
         holds = [role == ACCELERATOR for role, _ in participants]
         names = tuple(f"{role}.{index}" for role, index in participants)
         return {"participants": names, **self._limits.shares(holds, texts)}

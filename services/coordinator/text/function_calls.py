@@ -43,7 +43,10 @@ class Atom(NamedTuple):
 
 
 def atoms(text: str, special: Mapping[str, int]) -> list[Atom]:
-    """Split a text into atoms. special: ids of special tokens by their names."""
+    """Split a text into atoms.
+
+    special: ids of special tokens by their names
+    """
     names = sorted(special, key=len, reverse=True)
     parts = re.split("|".join([*(f"({re.escape(name)})" for name in names), f"({WILD}+)"]), text)
     return [Atom(part, special.get(part)) for part in parts if part]
@@ -62,8 +65,10 @@ def require_short_calls(calls: Calls) -> None:
 
 
 def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
-    """Return the grammar. answer: JSON schema of the answer if there are no calls; None: any text. Raises
-    CallsError."""
+    """Return the grammar. Raises CallsError.
+
+    answer: JSON schema of the answer if there are no calls; None: any text
+    """
     require_short_calls(calls)
 
     def lark(text: str) -> str:

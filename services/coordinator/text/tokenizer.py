@@ -27,11 +27,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        """Return the token ids of a text. frame: include the tokens that the file adds around a text."""
+        """Return the token ids of a text.
+
+        frame: include the tokens that the file adds around a text
+        """
         ...
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of token ids. special: include the names of special tokens."""
+        """Return the text of token ids.
+
+        special: include the names of special tokens
+        """
         ...
 
     def piece(self, token: int) -> bytes:
@@ -64,12 +70,18 @@ class FileTokenizer:
         return self._longest_token_bytes
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        """Return the token ids of a text. frame: include the tokens of the file's post-processor."""
+        """Return the token ids of a text.
+
+        frame: include the tokens of the file's post-processor
+        """
         with panics_are_errors():
             return list(self._library.encode(text, add_special_tokens=frame).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD. special: include the names of special tokens."""
+        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD.
+
+        special: include the names of special tokens
+        """
         return str(self._library.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:

@@ -92,7 +92,10 @@ class MemoryAccount:
 
 
 class MemoryCharge:
-    """The bytes that one request or connection holds. has_arrived: True once the body of the request is complete."""
+    """The bytes that one request or connection holds.
+
+    has_arrived: True once the body of the request is complete
+    """
 
     def __init__(self, account: MemoryAccount) -> None:
         self.account, self.held_bytes, self.peak_bytes = account, 0, 0

@@ -18,7 +18,10 @@ def conflict(param: str, message: str) -> PydanticCustomError:
 
 
 def unsupported(message: str) -> PydanticCustomError:
-    """Return the error for a known parameter that this server does not support. message: the reason."""
+    """Return the error for a known parameter that this server does not support.
+
+    message: the reason
+    """
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
 
 

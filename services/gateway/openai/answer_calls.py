@@ -23,14 +23,20 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The beginning of a call. call: its number in the completion, from 0."""
+    """The beginning of a call.
+
+    call: its number in the completion, from 0
+    """
 
     call: int
     name: str
 
 
 class Arguments(NamedTuple):
-    """More of a call's arguments, which are a JSON object. call: as in `CallStart`."""
+    """More of a call's arguments, which are a JSON object.
+
+    call: as in `CallStart`
+    """
 
     call: int
     text: str
@@ -174,7 +180,10 @@ def _match_ignoring_space(expected: str, text: str) -> int | None:
 
 
 class Call(NamedTuple):
-    """A call in a completion. arguments: JSON, which is incomplete if the completion was cut off."""
+    """A call in a completion.
+
+    arguments: JSON, which is incomplete if the completion was cut off
+    """
 
     name: str
     arguments: str

@@ -68,6 +68,7 @@ class EchoEncoder(CompletionEncoder):
     """The encoder of `/v1/completions` with `echo`.
 
     End tokens have log-probabilities too, so that a client that drops the last token drops none of the prompt's.
+
     prompts: set once they are scored, one for each `sequences_per_prompt` sequences
     """
 
@@ -78,9 +79,11 @@ class EchoEncoder(CompletionEncoder):
         self.prompts: list[EchoedPrompt] = []
 
     def echoed(self, prompt: str | None, tokens: Sequence[Rated]) -> EchoedPrompt:
-        """Encode a scored prompt. prompt: its text; None if it was sent as token ids, whose text is returned then.
+        """Encode a scored prompt.
 
         Raises ApiError if the response becomes too large.
+
+        prompt: its text; None if it was sent as token ids, whose text is returned then
         """
         pieces = [rated.piece for rated in tokens]
         text = b"".join(pieces).decode(errors="replace") if prompt is None else prompt

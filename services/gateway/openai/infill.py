@@ -78,7 +78,10 @@ class InfillTokens(NamedTuple):
     begin: tuple[int, ...]
 
     def prompt(self, prefix: Sequence[int], marked_suffix: Sequence[int]) -> list[int]:
-        """Return the prompt as token ids. marked_suffix: the tokens of MARK and the suffix."""
+        """Return the prompt as token ids.
+
+        marked_suffix: the tokens of MARK and the suffix
+        """
         texts = {PREFIX: prefix, SUFFIX: marked_suffix[len(self.mark) :]}
         parts = [texts[part] if part in texts else [self.tokens[part]] for part in self.format.parts]
         return [*self.begin, *(token for part in parts for token in part)]

@@ -122,7 +122,10 @@ class ResponseEncoder(ABC):
             raise ApiError(400, "answer_too_large", message, param="logprobs")
 
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, int]) -> bytes:
-        """Return the body of a whole response. sent: number and result of each sequence, in the order of sending."""
+        """Return the body of a whole response.
+
+        sent: number and result of each sequence, in the order of sending
+        """
         choices = []
         for index, (number, finished) in enumerate(sent):
             logprobs = self._logprob_lists(self._logprobs.pop(number, [])) if self._with_logprobs else "null"
@@ -155,7 +158,10 @@ class ResponseEncoder(ABC):
 
     @abstractmethod
     def _encode_logprobs(self, token: Token, offset: int) -> EncodedLogprobs:
-        """Return the JSON of a token's log-probabilities. offset: where its text begins, in characters."""
+        """Return the JSON of a token's log-probabilities.
+
+        offset: where its text begins, in characters
+        """
 
 
 class ChatEncoder(ResponseEncoder):

@@ -51,7 +51,10 @@ class Item:
         return "".join(self.pieces)
 
     def as_json(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the item in the form of the response. parts: the content of an item of text."""
+        """Return the item in the form of the response.
+
+        parts: the content of an item of text
+        """
         if self.call is None:
             fields = {"type": "message", "role": "assistant", "content": parts}
         else:
@@ -173,7 +176,10 @@ class ResponsesEncoder(ChatEncoder):
         return done + self._typed_event("response.output_item.done", output_index=index, item=self._output(item))
 
     def _end(self, finished: Finished, *, complete: bool) -> str:
-        """Complete the last item and return its status. complete: True if its call has all arguments."""
+        """Complete the last item and return its status.
+
+        complete: True if its call has all arguments
+        """
         item = self._items[-1]
         if item.call is not None:
             return COMPLETED if complete else INCOMPLETE

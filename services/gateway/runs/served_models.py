@@ -30,7 +30,10 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
-        """Connect to a run. ended: `run_ended` of `CoordinatorClient`."""
+        """Connect to a run.
+
+        ended: `run_ended` of `CoordinatorClient`
+        """
         return cls(CoordinatorClient(endpoint, ended), LiveFeed(directory))
 
     def end(self, code: str, reason: str) -> None:

@@ -45,12 +45,18 @@ class CallFormat:
     own_ids: bool = False
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return calls as text. calls: names and arguments."""
+        """Return calls as text.
+
+        calls: names and arguments
+        """
         texts = [f"{name}{self.between}{arguments}" for name, arguments in calls]
         return f"{self.before}{self.next.join(texts)}{self.after}"
 
     def message(self, content: str, calls: Sequence[tuple[str, str, str]]) -> Message:
-        """Return a message of the assistant in the form that the template takes. calls: ids, names and arguments."""
+        """Return a message of the assistant in the form that the template takes.
+
+        calls: ids, names and arguments
+        """
         return {
             "role": "assistant",
             "content": content or self.empty,
@@ -84,8 +90,10 @@ ONE_CALL = dataclasses.replace(DEFAULT, next="")
 
 
 def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str:
-    """Return a text that describes tools and the call format to a model whose template does not. form: DEFAULT or
-    ONE_CALL."""
+    """Return a text that describes tools and the call format to a model whose template does not.
+
+    form: DEFAULT or ONE_CALL
+    """
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in descriptions)
     example = form.written([("NAME", "ARGUMENTS")])
     several = "To call several, write several of these one after the other. " if form.next else ""

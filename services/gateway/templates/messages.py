@@ -13,7 +13,10 @@ Tools = Sequence[dict[str, Any]]
 
 
 class ChatTurn(NamedTuple):
-    """A message of a request. calls: ids, names and arguments of its function calls."""
+    """A message of a request.
+
+    calls: ids, names and arguments of its function calls
+    """
 
     role: str
     text: str
@@ -60,7 +63,10 @@ def as_texts(
 
 
 def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> Message:
-    """Return one message. names: names of called functions, by the ids of their calls."""
+    """Return one message.
+
+    names: names of called functions, by the ids of their calls
+    """
     if turn.calls:
         return form.message(turn.text, turn.calls)
     message: Message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.text}

@@ -31,7 +31,11 @@ from neuronpipe.services.worker.participant import OFFLOADED_MATRICES
 
 @frozen
 class _Matrix:
-    """One offloaded matrix. kernel: with the weights as arguments; buffers: kept alive here, as kernels do not."""
+    """One offloaded matrix.
+
+    kernel: with the weights as arguments
+    buffers: kept alive here, as kernels do not
+    """
 
     kernel: Any
     rows: int

@@ -108,8 +108,10 @@ class TrialSteps:
         self._keep: list[Any] = []
 
     def request(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
-        """Return an np_offloaded_blocks for a layer. predicted: the predicted neurons by sequence, as `fired_of`
-        returns."""
+        """Return an np_offloaded_blocks for a layer.
+
+        predicted: the predicted neurons by sequence, as `fired_of` returns
+        """
         model, per_token = self._manifest.model, self._manifest.model.experts_per_token
         pairs = texts * per_token
         if model.experts == 1:

@@ -24,7 +24,12 @@ UNLIKE_V68 = 73
 
 @frozen
 class Chip:
-    """A chip. soc: QNN's `soc_model`; arch: the version of its Hexagon; soc_ids: the kernel's numbers for it."""
+    """A chip.
+
+    soc: QNN's `soc_model`
+    arch: the version of its Hexagon
+    soc_ids: the kernel's numbers for it
+    """
 
     soc: int
     name: str

@@ -55,8 +55,10 @@ def compiled_neurons(package: Path, chip: Chip) -> list[int]:
 
 
 def model_graphs(manifest: Manifest, neurons: int) -> list[Graph]:
-    """Return all graphs that prompts of this model need. neurons: the largest product, which decides the ranges and so
-    the numerics."""
+    """Return all graphs that prompts of this model need.
+
+    neurons: the largest product, which decides the ranges and so the numerics
+    """
     from neuronpipe.services.offload.npu.graphs import Shapes, feed_forward_graph, matrix_graph
 
     shapes = Shapes.of(manifest, neurons)
@@ -76,8 +78,10 @@ def write_graphs(
     prepare: Prepare = lambda graph: graph.model,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> None:
-    """Write the graphs, each as `prepare` returns it for a chip. qnn: the version of the preparing library. Raises
-    UserError."""
+    """Write the graphs, each as `prepare` returns it for a chip. Raises UserError.
+
+    qnn: the version of the preparing library
+    """
     graphs, sums = model_graphs(manifest, neurons), {}
     make_folder(folder)
     try:
@@ -98,7 +102,10 @@ def _file(name: str) -> str:
 
 
 def _index(manifest: Manifest, neurons: int, chip: Chip | None, qnn: str, sums: dict[str, str]) -> dict[str, Any]:
-    """Return the content of graphs.json. sums: the checksum of each graph's file, "" if it is not known."""
+    """Return the content of graphs.json.
+
+    sums: the checksum of each graph's file, "" if it is not known
+    """
     from neuronpipe.services.offload.npu.graphs import MIDDLE, Scale, Shapes
 
     def files(kind: str) -> dict[str, list[str]]:

@@ -71,7 +71,10 @@ def as_integers(
 
 @frozen
 class Matrix:
-    """The ranges of an attention matrix's graph. measured: None if each token has its own scale."""
+    """The ranges of an attention matrix's graph.
+
+    measured: None if each token has its own scale
+    """
 
     rows: int
     columns: int
@@ -160,7 +163,10 @@ def _products(columns: int, measured: float | None, *, signed: bool = True) -> S
 
 @frozen
 class Shapes:
-    """The ranges of all graphs that a model's prompts need. by_token: True if each token has its own scale."""
+    """The ranges of all graphs that a model's prompts need.
+
+    by_token: True if each token has its own scale
+    """
 
     matrices: Mapping[tuple[int, int], Matrix]
     feed_forward: FeedForward
@@ -168,7 +174,10 @@ class Shapes:
 
     @classmethod
     def of(cls, manifest: Manifest, neurons: int) -> Shapes:
-        """Return the ranges that the package states. neurons: neurons of one product."""
+        """Return the ranges that the package states.
+
+        neurons: neurons of one product
+        """
         return cls.scaled(manifest.model, neurons, None if manifest.npu is None else manifest.npu.static_ranges)
 
     @classmethod
@@ -206,7 +215,10 @@ class _Graph:
         return self._read(name, self._scale(scale, np.uint16))
 
     def rows(self, name: str, shape: tuple[int, int], *, across: bool = False) -> str:
-        """Add an input of signed bytes. across: transpose it. Return the name of its value."""
+        """Add an input of signed bytes.
+
+        across: transpose it. Return the name of its value.
+        """
         self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT8, shape))
         scale = self._scale(Scale(1.0, 0), np.int8)
         read = self._read(name, scale)

@@ -61,8 +61,10 @@ class _Turn:
 
 @frozen(kw_only=True)
 class _Result:
-    """The outputs of a graph for a turn's inputs and these rows. outputs: None if no graph was run, because all neurons
-    are zero or their scales are not finite."""
+    """The outputs of a graph for a turn's inputs and these rows.
+
+    outputs: None if no graph was run, because all neurons are zero or their scales are not finite
+    """
 
     rows: PreparedRows
     outputs: dict[str, Any] | None
