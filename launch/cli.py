@@ -1,8 +1,8 @@
 """The command line `neuronpipe VERB ...`: parse it, run the verb, and turn errors into one line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interrupted, 143 and 129 ended by SIGTERM and
-SIGHUP. The verbs of `ENDED_IN_ORDER` live as long as a run: a signal is the way to end them, so they exit with 0, and a
-service manager does not take it for a failure.
+Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interrupted, 141 the reader of stdout is gone,
+143 and 129 ended by SIGTERM and SIGHUP. The verbs of `ENDED_IN_ORDER` live as long as a run. These two signals are the
+usual way to end them, so they exit with 0 then, and a service manager sees no failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP. Whatever a command does for Ctrl-C, it does for these as well."""
+    """Raised for SIGTERM and SIGHUP. It is a KeyboardInterrupt, so that a command cleans up as after Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -38,7 +38,10 @@ class Terminated(KeyboardInterrupt):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb, and return the exit code. A mistake of the user is one line on stderr, never a traceback."""
+    """Run one verb, and return the exit code. A mistake of the user is one line on stderr, never a traceback.
+
+    arguments: the words of the command line; None: those of this process
+    """
     words = sys.argv[1:] if arguments is None else arguments
     if arguments is None:
         begin_command()
@@ -76,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _remedy(message: str) -> str:
-    """Return the text to add to a message about a file that is too large: the limit of this shell, if it has one."""
+    """Return advice to append to a message that a file is too large; empty for other messages, or without a limit."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if os.strerror(errno.EFBIG) not in message or limit_bytes == resource.RLIM_INFINITY:
         return ""
@@ -143,7 +146,7 @@ def _signals_raised() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Redirect stdout to nowhere: at the exit, Python would try to write its buffer again, and report the error."""
+    """Redirect stdout to /dev/null, because Python writes its buffer again at exit, and would report the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -25,17 +25,17 @@ QUIET_MS = 500
 WARM_UP_POLL_S = 0.1
 READY_POLL_S = 0.02
 STARTING = "starting"
-MAX_UNKNOWN_S = 1.0  # a warm-up that was not reported by then does not exist, or the loader does not report it
+MAX_UNKNOWN_S = 1.0  # if no warm-up was reported by then, there is none, or the loader does not report it
 
 
 class Declined(UserError):
-    """The run refuses this request, and goes on."""
+    """Raised when a request is refused, and the run goes on."""
 
 
 class Client(Closing):
     """One connection to the coordinator of a run.
 
-    failed: polled while waiting; returns the reason once the run has ended
+    failed: polled while waiting; returns the reason once the run has ended, None before
     """
 
     def __init__(self, endpoint: str, failed: Callable[[], str | None]) -> None:
@@ -50,9 +50,9 @@ class Client(Closing):
         self._channel.send(message)
 
     def replies(self) -> Iterator[Message | None]:
-        """Yield messages from the coordinator as they come, and None after each while without one.
+        """Yield the coordinator's messages as they come, and None after each QUIET_MS without one.
 
-        Raises UserError when the run ends.
+        Raises UserError with the reason when the run ends.
         """
         quiet_ms = 0
         while True:
@@ -75,15 +75,15 @@ class Client(Closing):
         on_wait: Callable[[Status | None], None] = lambda status: None,
         first_status: Callable[[Status], None] = lambda status: None,
     ) -> Iterator[Message]:
-        """Send a request and yield its answers up to the last one. An interrupt cancels it.
+        """Send a request and yield its answers up to the last one. KeyboardInterrupt cancels the request.
 
-        on_wait: called again and again while nothing comes, with the run's status once that is known
+        on_wait: called after each QUIET_MS without a message, with the last status of the run; None before the first
         first_status: called once, with the status before the request
 
         Raises Declined if the run refuses the request, UserError if the run ends.
 
-        A restarted coordinator does not know the request. A `Generate` is then sent again: its tokens come again, and
-        `Token.index` numbers them. A `Score` has to be started again by the user. Sending a request twice is harmless.
+        A restarted coordinator does not know the request. A `Generate` is then sent again, and its tokens come again,
+        from `Token.index` 0 on. For a `Score`, UserError is raised.
         """
         # The coordinator answers in order, so the status tells the process that accepts the request.
         self.send(AskStatus())
@@ -92,7 +92,7 @@ class Client(Closing):
         accepted_by: int | None = None
         awaits_status = False
         status: Status | None = None
-        statuses = 0  # the first one was sent before the request arrived: it says nothing about it
+        statuses = 0  # received; the first one was sent before the request arrived, and does not show that it is lost
         try:
             for message in self.replies():
                 if message is None:
@@ -130,7 +130,10 @@ class Client(Closing):
             raise
 
     def status(self, on_wait: Callable[[], None] = lambda: None) -> Status:
-        """Return the run's status. on_wait: called again and again while there is no answer."""
+        """Return the run's status.
+
+        on_wait: called after each QUIET_MS without an answer
+        """
         self.send(AskStatus())
         for message in self.replies():
             if isinstance(message, Status):
@@ -148,7 +151,7 @@ def attach(path: Path | None) -> Client:
 
 
 def run_facts(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
-    """Return the fields by which the JSON output of every verb identifies a run. run: the value for --run."""
+    """Return the fields by which the JSON output of every verb identifies a run; `run` is the value for --run."""
     return {
         "run": str(directory.path),
         "id": run_file.run,
@@ -175,7 +178,7 @@ def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
 
 
 def show_warm_up(warm_up: WarmUp | None) -> str:
-    """Return `43 %, 1.8 GiB of 4.2 GiB, 1.2 GiB/s, 2 s left`, without speed and time if the loader reports none."""
+    """Return e.g. `43 %, 1.8 GiB of 4.2 GiB, 1.2 GiB/s, 2 s left`; speed and time left only if they are known."""
     if warm_up is None:
         return "not begun"
     percent = 100 * warm_up.loaded_bytes // max(1, warm_up.total_bytes)
@@ -186,7 +189,10 @@ def show_warm_up(warm_up: WarmUp | None) -> str:
 
 
 def starting(status: Status | None) -> str:
-    """Return that a run starts, and which process it waits for. status: None before the run has answered."""
+    """Return the line about a run that starts, with what it waits for.
+
+    status: None before the run has answered
+    """
     notes = "" if status is None else status.notes()
     return f"{STARTING}: {notes}" if notes else STARTING
 
@@ -205,7 +211,7 @@ def await_ready(client: Client, *, plain: bool) -> None:
 
 
 def follow_warm_up(client: Client, *, plain: bool) -> None:
-    """Show progress until memory is warm, and then a line if the progress was shown.
+    """Show progress on stderr until memory is warm; if that took long enough to be shown, print a last line.
 
     plain: show lines, not a bar
 

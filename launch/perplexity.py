@@ -1,4 +1,4 @@
-"""Measures how well a package predicts a text with a run of it, and compares a new package with its source in f16."""
+"""The perplexity of a text, measured with a run of a package, and compared with the same model in f16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from neuronpipe.services.coordinator.text.tokenizer import FileTokenizer
 
 @frozen
 class TextLoss:
-    """The perplexities of a text by a package and by the same source in f16, and how many tokens were scored."""
+    """The perplexities of a text by a package and by the same model in f16.
+
+    tokens: length of the text
+    """
 
     perplexity: float
     perplexity_f16: float
@@ -35,7 +38,7 @@ class TextLoss:
 
     @property
     def increase(self) -> float:
-        """The share by which the package's perplexity is higher."""
+        """The relative increase over f16, e.g. 0.01 for 1 %."""
         return self.perplexity / self.perplexity_f16 - 1
 
 
@@ -58,7 +61,7 @@ def score_with_run(
 ) -> list[float]:
     """Start a run and return the negative log-likelihood, in nats, of every token but the first of each context window.
 
-    path: the processes that compute
+    path: the role that computes
     plain: show progress as lines on stderr, not as one line that changes
     output: a .npy file for the logits
     """
@@ -86,9 +89,11 @@ def score_with_run(
 
 
 def measure_loss(package: Package, text: Path, convert_to_f16: Callable[[Path], Package], *, plain: bool) -> TextLoss:
-    """Return how well a new package predicts a text, and how well its source does in f16.
+    """Return the perplexities of the text by a new package and by the same model in f16.
 
-    convert_to_f16: makes a package of the source at a path; it is removed afterwards
+    convert_to_f16: converts the model to f16 at the given path; this package is removed afterwards
+
+    Raises UserError if the text has fewer than two tokens, or a run fails.
     """
     tokens = read_tokens(text, package)
     perplexity = _perplexity(package, tokens, plain=plain)

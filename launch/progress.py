@@ -1,10 +1,10 @@
 """Progress of long work on stderr: live on a terminal, a few plain lines elsewhere, and nothing for the first seconds.
 
-Progress  of work with a known amount: a bar, or a line at each tenth and after a long silence
-Elapsed   of a wait of unknown length: seconds
+Progress  work of a known amount: a bar, or a line at each tenth and after QUIET_S without a line
+Elapsed   a wait of unknown length: the seconds so far
 
-The silence is that of the whole command: the first of these counts from the start of the process, imports and planning
-included, and each later one from the last output.
+Nothing is shown before the command has been silent for SILENT_S. The silence counts from the start of the process,
+imports and planning included, or from the last output (`note_output`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ QUIET_S = 15.0
 TICK_S = 0.5
 REDRAW_S = 0.1
 REFRESH_S = 1.0  # not more often: drawing disturbs what is measured meanwhile
-WIDE_COLUMNS = 76  # from here on there is room for a bar
+WIDE_COLUMNS = 76  # the narrowest terminal with room for a bar
 WIPE = "\r\x1b[K"
 CANNOT_WIPE = ("dumb", "unknown")  # values of TERM
-MAX_START_S = 10.0  # an older process has installed itself first, and printed so
+MAX_START_S = 10.0  # an older process was preceded by an installation, which has printed lines
 
 _open: list[Progress] = []
-_silent_since_s: float | None = None  # None outside of a command: then each one counts from its own beginning
+_silent_since_s: float | None = None  # None outside of a command: each object counts from its creation
 
 
 def begin_command() -> None:
@@ -61,7 +61,7 @@ def note_output() -> None:
 def refresh() -> None:
     """Refresh the elapsed time of open `Progress` objects.
 
-    Call it in loops that wait, in work that forks: there no thread (`steady`) may do so.
+    For loops that wait in a process that forks, which must have no thread (`steady`).
     """
     for progress in _open:
         progress.refresh()
@@ -69,7 +69,7 @@ def refresh() -> None:
 
 @contextlib.contextmanager
 def refreshing() -> Iterator[None]:
-    """Refresh from a thread within the block, for a part of forking work that computes and does not fork."""
+    """Call `refresh` from a thread within the block, in which the process must not fork."""
     ended = threading.Event()
 
     def run() -> None:
@@ -96,8 +96,7 @@ class Progress:
         convert(source, target, progress=progress)
 
     plain: write lines even on a terminal, as with `--json`
-    steady: refresh the elapsed time from a thread while the work does not call. Not for work that forks, which calls
-        `refresh` where it waits.
+    steady: refresh the elapsed time from a thread. Not for a process that forks: it calls `refresh` instead.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Progress:
         self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` is done."""
         with self._lock:
             self._done, self._total = done, total
             if self._first is None or done < self._first[1]:
@@ -132,7 +130,7 @@ class Progress:
             self._show()
 
     def refresh(self) -> None:
-        """Refresh the elapsed time, from the first call on: before it, earlier work is still going on."""
+        """Refresh the elapsed time, unless the object was not called yet: then this work has not begun."""
         with self._lock:
             if self._first is not None and time.monotonic() - self._shown_at >= REFRESH_S:
                 self._show()
@@ -142,7 +140,6 @@ class Progress:
         self._print(line, sys.stdout)
 
     def note(self, line: str) -> None:
-        """Print a line about the work to the stream of the progress."""
         self._print(f"neuronpipe: {line}", self._stream)
 
     def _print(self, line: str, stream: TextIO) -> None:
@@ -182,7 +179,7 @@ class Progress:
         return f"{show_bytes(self._done)} of {show_bytes(self._total)}{pace and f', {pace}'}"
 
     def _pace(self, now_s: float) -> str:
-        """Return speed and time left since the first call, for bytes; empty before anything came."""
+        """Return the speed since the first call and the time left; empty unless the unit is bytes and some are done."""
         if self._unit != "bytes" or self._first is None or now_s <= self._first[0] or self._done == self._first[1]:
             return ""
         speed = (self._done - self._first[1]) / (now_s - self._first[0])
@@ -211,7 +208,7 @@ class Progress:
         bar.refresh()
 
     def _first_bar(self) -> ProgressBar:
-        """Create the bar. Importing rich takes a second while all cores are busy: meanwhile a word is shown."""
+        """Create the bar. Importing rich can take a second, so the activity is shown as text meanwhile."""
         self._stream.write(f"{WIPE}{self._what} ...")
         self._stream.flush()
         bar = _bar(self._what, self._unit, self._began, self._stream)

@@ -15,7 +15,7 @@ from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
 
 Keep = Callable[[int, Scored], None]
-"""Called with the index of the context window's first token and the message, while the logit rows may be read."""
+"""Called with the index of a window's first token and a `Scored`, whose logit rows may be read during the call only."""
 
 
 def score(
@@ -30,8 +30,12 @@ def score(
 ) -> list[float]:
     """Return the negative log-likelihood, in nats, of every token but the first of each context window.
 
+    path: the role that computes
     keep: called with each batch of logit rows
+    progress: called with the number of scored tokens and of all tokens
     on_wait: as in `Client.request`
+
+    Raises what `Client.request` raises.
     """
     nll: list[float] = []
     for first in range(0, len(tokens), window_tokens):

@@ -2,7 +2,7 @@
  *
  * cffi reads everything between the two cdef markers (bind.py), so there are plain declarations only. Conventions:
  * sizes are in bytes where the name says _bytes, else in elements. Functions that can fail return a negative NP_E_*
- * code. A function allocates memory only where its comment says so. No function takes Python's lock. / */
+ * code. A function allocates memory only where its comment says so. No function takes Python's lock. */
 #ifndef NEURONPIPE_H
 #define NEURONPIPE_H
 #include <stddef.h>
@@ -30,10 +30,12 @@ enum {
 /* A matrix consists of rows of `n` weights. Quantized rows have groups of 32 weights; a row's quants are contiguous,
  * its fp16 scales are stored separately. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low
  * nibble) and j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. iq4, mxfp4: as q4,
- * with w = s*value[nibble] (kernels/codebook.h), the values of GGUF's IQ4_NL and MXFP4. q3: 12 bytes a group, w = s*(code-4) with a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row
- * with the same weights and scales. q4k, q5k, q6k: groups with a minimum, w = d*scale*code - dmin*minimum, with a code
- * of 4, 5 or 6 bits, and of every 8 groups 16 bytes with d, dmin, scales and minimums (kernels/minimum.h), the values of
- * GGUF's Q4_K and Q5_K. q4h, q5h: the same with fp16 scales and minimums, the values of GGUF's Q4_1 and Q5_1. */
+ * with w = s*value[nibble] (kernels/codebook.h), the values of GGUF's IQ4_NL and MXFP4. q3: 12 bytes a group, with w =
+ * s*(code-4) and a code of three bits (kernels/three_bits.h); results of a q3 row have the bits of a q4 row with the
+ * same weights and scales. q4k, q5k, q6k: groups with a minimum, w = d*scale*code - dmin*minimum, with a code of 4, 5
+ * or 6 bits. Every 8 groups share 16 bytes with d, dmin, scales and minimums (kernels/minimum.h); the values of q4k and
+ * q5k are those of GGUF's Q4_K and Q5_K. q4h, q5h: the same with fp16 scales and minimums, the values of GGUF's Q4_1
+ * and Q5_1. */
 enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3, NP_Q4K = 4, NP_Q5K = 5, NP_Q6K = 6, NP_IQ4 = 7, NP_MXFP4 = 8, NP_Q4H = 9, NP_Q5H = 10 };
 
 size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
@@ -50,8 +52,8 @@ const char *np_isa_names(void);
 const char *np_isa_amx_lacks(void);
 
 /* A prepared activation vector, the input of a dot product with rows of `type`. f16 rows read float32; others read int8
- * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. All but those for
- * q8 are the same. 64-byte aligned buffers of np_activation_bytes. */
+ * in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Quantized types other than q8
+ * have the same activations. Buffers have np_activation_bytes and are 64-byte aligned. */
 size_t np_activation_bytes(int type, size_t n);
 /* 1 if rows of `type` read activations and panels that are prepared for `prepared_type`, else 0. */
 int np_reads_inputs_of(int type, int prepared_type);
@@ -64,8 +66,8 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const float *bias, float *out, size_t out_stride);
 
 /* Many tokens: their activations are packed into a panel once, for all rows. A panel is valid for rows of its type and
- * n (q4, q3, iq4 and mxfp4 panels for each other, and those of rows with a minimum) and for the instruction set in use when it was prepared. 64-byte aligned buffers of
- * np_panel_bytes, which is 0 where np_quant_bytes is. */
+ * n, and for the instruction set in use when it was prepared. q4, q3, iq4 and mxfp4 have the same panels, and so have
+ * all types with a minimum. Buffers have np_panel_bytes (0 where np_quant_bytes is) and are 64-byte aligned. */
 size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
 
@@ -138,9 +140,9 @@ void np_add(const float *x, size_t n, float *y);
 
 /* out[j] = sum over i < count of rows[i*stride + j], pairwise in a fixed tree over i: ((0+1)+(2+3))+((4+5)+...). */
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
-/* The same bits if the first `summed` rows (at most `count`) were summed before, into the nodes of the tree that they
- * make up: one node per bit set in `summed`, from the highest, each the sum of 2^bit rows, stored in the place of its
- * first row. Their other places are not read. */
+/* The same sum, with the same bits, if the first `summed` rows (at most `count`) were already summed into nodes of the
+ * tree. There is one node for each bit set in `summed`, from the highest bit on: the sum of 2^bit rows, stored in the
+ * place of its first row. The places of its other rows are not read. */
 void np_sum_tree_on(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out);
 /* The number of nodes that the first `rows` rows make up, and the first row of a node. */
 uint32_t np_tree_nodes(uint32_t rows);
@@ -256,7 +258,7 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   bit 27   set      loader, on request; cache, of a present entry (np_pins_follow)
  *   bit 27   cleared  cache, of a present entry
  *   uses     changed  cache, of a present entry: how often it found bit 26 set, minus how often not; 0 after loading
- * The other bits of an absent entry are undefined: compare states with NP_ENTRY_STATE_MASK. / */
+ * The other bits of an absent entry are undefined: compare states with NP_ENTRY_STATE_MASK. */
 enum {
     NP_ENTRY_SLOT_MASK = 0xffffff,
     NP_ENTRY_STATE_MASK = 0x3000000,
@@ -383,7 +385,7 @@ typedef struct {
     uint32_t slot_bytes;                /* of a slot: first bytes of the part, then moved_bytes */
     uint32_t moved_from, moved_bytes;   /* within part 0; moved_bytes is 0 in part 0 */
     uint32_t slot_count;
-    uint32_t demand_slots;              /* so many free slots are reserved for demands */
+    uint32_t demand_slots;              /* free slots that are reserved for demands */
     uint8_t *slots;
     int32_t slots_file;         /* the memory file that `slots` maps, or -1: several neighbouring slots are written to it by one call */
     uint64_t slots_file_offset; /* offset of `slots` in it */
@@ -394,7 +396,7 @@ typedef struct {
 } np_loader_part;
 typedef struct {
     uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part */
-    uint32_t merge_gap_bytes; /* clusters at most so far apart are read together */
+    uint32_t merge_gap_bytes; /* clusters with at most this gap between them are read together */
     uint32_t prefetch_depth;  /* prefetches start only while fewer reads are in flight; 0: no prefetching */
     uint32_t warm_up_reads;   /* so many of the reader's depth are long reads, for warm-up only; 0: warm-up uses ordinary reads */
     uint32_t warm_up_read_bytes; /* maximum of a long read, at least most_read_bytes */
@@ -697,10 +699,11 @@ typedef struct {
     uint32_t expert, first, count; /* pairs [first, first+count) */
 } np_group;
 
-/* Offloaded blocks XX Token t's prepared vector lies at t * vector_stride. A block's sum is its neurons' rows of Down
- * in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that of its
- * blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. In numerics of its own the first node may have all,
- * and the others zeros. */
+/* The offloaded blocks of a layer: the first `blocks` of each group's expert, for the group's tokens. Pointers are
+ * valid until the next np_engine_next_offload. Token t's prepared vector lies at t * vector_stride. A block's sum adds,
+ * in index order, each neuron's row of Down times its value and the pair's weight, with the bits of the kernels in use.
+ * The sum of a node is that of its blocks, by the tree of np_sum_tree, which has np_tree_nodes(blocks) nodes. A backend
+ * with numerics of its own may deliver the sum of all blocks in the first node, and zeros in the others. */
 typedef struct {
     uint32_t layer, tokens, pairs, blocks, groups;
     const np_group *group;        /* [groups] */
@@ -759,9 +762,10 @@ void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and
 /* ---- steps without messages (steps/) ------------------------------------------------------------------------- */
 /* A decode worker's step channel, in shared memory (a "lane" in SPEC.md). A worker that has just computed a step
  * listens on it for a while, and the coordinator sends the next step there instead of a message.
- *   state     AWAY: the worker does not listen. LISTENING: it waits (a futex word). RESERVED: the coordinator is about to send. GIVEN: it has.
- *             Worker: any -> AWAY, or LISTENING when it begins to listen or has computed; LISTENING -> AWAY. Coordinator: LISTENING ->
- *             RESERVED -> GIVEN, or back; LISTENING -> AWAY before it sends a message; any -> AWAY before it welcomes a worker.
+ *   state     a futex word. AWAY: the worker does not listen. LISTENING: it waits. RESERVED: the coordinator is about
+ *             to send. GIVEN: it has sent. Worker: any -> AWAY, or LISTENING when it begins to listen or has computed;
+ *             LISTENING -> AWAY. Coordinator: LISTENING -> RESERVED -> GIVEN, or back; LISTENING -> AWAY before it
+ *             sends a message; any -> AWAY before it welcomes a worker.
  *   given     counts steps sent; written by the coordinator before GIVEN
  *   answered  `given` of the last completed step; written by the worker after results, counters and state
  * The three words are sequentially consistent. A step that ends with an error is answered by a message instead. */

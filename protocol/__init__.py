@@ -1,1 +1,1 @@
-"""The wire: messages, links, codec, channels, the run directory and the shared segments. SPEC.md is its document."""
+"""The wire: messages, links, codec, channels, the run directory and the shared segments. SPEC.md specifies them."""

@@ -1,13 +1,14 @@
-"""Typed, bounded and robust ends of a link. The only module that sends over ZeroMQ.
+"""Ends of links over ZeroMQ, which check the type and limit the number of messages.
 
-    Listener    the bound end of a ROUTER link; sends to a named peer
-    Connection  the connected end: a DEALER
-    Publisher   the bound end of an XPUB link; a subscriber that does not keep up misses messages
-    Subscriber  the connected end: a SUB
+    Listener    the bound end of a link with a ROUTER; sends to a named peer
+    Connection  its connected end, a DEALER
+    Publisher   the bound end of a link with an XPUB; a subscriber that does not keep up misses messages
+    Subscriber  its connected end, a SUB
     Poller      waits for several channels and plain file descriptors at once
 
 A message is two frames: the magic with the major version, and one msgpack map. A message that cannot be decoded is
-counted, logged once and dropped. A channel belongs to one thread.
+counted and dropped, and each reason is logged once. A channel belongs to one thread. Only this module and guarded.py
+use ZeroMQ.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Context(Closing):
         self._pid = os.getpid()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a new socket that does not block the end of the process and limits the size of messages. Raises
-        UserError if no further socket can be opened."""
+        """Return a new socket, which accepts frames of at most MAX_FRAME_BYTES. Raises UserError if no further socket
+        can be opened, RuntimeError in a fork of the process that made this context."""
         if os.getpid() != self._pid:
             raise RuntimeError("this context was opened before a fork; open another one in this process")
         try:
@@ -61,8 +62,8 @@ class Context(Closing):
         return socket
 
     def close(self) -> None:
-        """Close all sockets, wait at most LINGER_MS for messages still to be sent, and end ZeroMQ's threads. Threads of
-        this process must not use their channels any more."""
+        """Close all sockets, wait at most LINGER_MS until pending messages are sent, and end ZeroMQ's threads. No
+        thread may use a channel of this context afterwards. In a fork of the process, this does nothing."""
         if os.getpid() == self._pid:
             for socket in self._sockets:
                 socket.close()
@@ -103,14 +104,14 @@ class Channel:
         self._outgoing = outgoing
         self._logged: set[str] = set()
         self.last_dropped: dict[str, str] = {}
-        """For at most MAX_LOGGED peers, why the last undecodable message of each was dropped."""
+        """Why the last undecodable message of each peer was dropped, for at most MAX_LOGGED peers."""
         socket.rcvhwm = incoming.limit_messages
         socket.sndhwm = outgoing.limit_messages
         socket.sndtimeo = WAIT_MS if outgoing.when_full == "wait" else 0
         socket.rcvtimeo = 0
 
     def close(self) -> None:
-        """Close the socket. Messages already sent still leave, for at most LINGER_MS."""
+        """Close the socket. ZeroMQ goes on sending pending messages for at most LINGER_MS."""
         self._socket.close()
 
     def _bind(self, endpoint: str) -> None:
@@ -207,8 +208,8 @@ def _name(*route: bytes) -> str:
 
 
 class Listener(Channel):
-    """The bound end of a link. Its peers are known by their routing ids. A peer that returns under the same id replaces
-    its predecessor."""
+    """The bound end of a link with a ROUTER. Peers are identified by their routing ids; a peer that connects with the
+    id of another one replaces it."""
 
     def __init__(self, context: Context, link: Link, endpoint: str) -> None:
         socket = context.socket(zmq.ROUTER)
@@ -218,7 +219,7 @@ class Listener(Channel):
         self._bind(endpoint)
 
     def send(self, peer: str, content: Message) -> None:
-        """Send a message to a peer. Raises Lost if there is no such peer, Full if it does not keep up."""
+        """Send a message to a peer. Raises Lost if there is no such peer, Full if its queue is full."""
         self._send([peer.encode("latin-1")], content)
 
     def send_frames(self, peer: str, *frames: bytes) -> None:
@@ -233,7 +234,11 @@ class Listener(Channel):
 
 
 class Connection(Channel):
-    """The connected end of a link. It may be opened before the bound end exists, and survives restarts of that end."""
+    """The connected end of a link with a ROUTER. It may be opened before the bound end exists, and reconnects when that
+    end is restarted.
+
+    name: routing id
+    """
 
     def __init__(self, context: Context, link: Link, endpoint: str, name: str) -> None:
         socket = context.socket(zmq.DEALER)
@@ -258,7 +263,7 @@ class Connection(Channel):
 
 
 class Publisher(Channel):
-    """The bound end of the events link. Sending costs almost nothing while nobody subscribes."""
+    """The bound end of a link with an XPUB. Without a subscriber, messages are not even encoded."""
 
     def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         super().__init__(context.socket(zmq.XPUB), link, link.inward, link.outward)
@@ -279,13 +284,13 @@ class Publisher(Channel):
                 self._watched = frame[:1] == b"\1"
 
     def send(self, content: Message) -> None:
-        """Send to all subscribers without waiting: one that does not keep up misses the message."""
+        """Send to all subscribers without waiting. A subscriber that does not keep up misses the message."""
         if self.watched:
             self._send([], content)
 
 
 class Subscriber(Channel):
-    """The connected end of the events link."""
+    """The connected end of a link with an XPUB."""
 
     def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         socket = context.socket(zmq.SUB)
@@ -297,7 +302,7 @@ class Subscriber(Channel):
         socket.connect(endpoint)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:
-        """Return the next event; None if none arrives within the time, or sooner after undecodable messages."""
+        """Return the next message; None if none arrives within the time, or sooner after undecodable messages."""
         received = self._receive(timeout_ms, 0)
         return None if received is None else received[1]
 
@@ -323,11 +328,11 @@ class Poller:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors that the operating system may watch right after `wait(0)` returned nothing. One becomes readable
-        when there may be something new; only `wait(0)` says whether there is, and from which source."""
+        """File descriptors to watch after `wait(0)` has returned nothing. When one becomes readable, `wait(0)` returns
+        the readable sources, which may be none."""
         return tuple(s if isinstance(s, int) else s._socket.fileno() for s in self._sources.values())
 
     def wait(self, timeout_ms: int | None = None) -> list[Channel | int]:
-        """Return the readable sources; none if the time is over first (None: no limit). Read a channel until it yields
-        None: several messages may have arrived as one event."""
+        """Wait until a source is readable, for at most `timeout_ms` (None: no limit), and return the readable sources.
+        Read a channel until it returns None: several messages may have arrived as one event."""
         return [self._sources[handle] for handle, _ in self._zmq.poll(timeout_ms)]

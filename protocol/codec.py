@@ -37,19 +37,19 @@ M = TypeVar("M", bound="Message")
 
 
 class Message:
-    """Base of everything that is sent, and of the maps nested in it; `@message` makes the dataclass."""
+    """Base of all messages, and of the dataclasses nested in them. A subclass needs `@message`."""
 
     __slots__ = ()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen, keyword-only, slotted dataclass, which all messages are."""
+    """Make `cls`, a subclass of `Message`, a frozen dataclass with slots and keyword-only fields."""
     return frozen(kw_only=True, slots=True)(cls)
 
 
 class Vocabulary:
-    """The message classes that are legal in one direction of one link. Decodes only these."""
+    """The message classes that are legal in one direction of one link, and their decoder."""
 
     def __init__(self, *classes: type[Message]) -> None:
         self.classes = classes
@@ -75,7 +75,7 @@ class Vocabulary:
 
 
 def encode(content: Message) -> bytes:
-    """Return the frame of one message. Raises WireError if a value cannot be encoded or the frame is too large."""
+    """Return a message as a frame. Raises WireError if a value cannot be encoded or the frame is too large."""
     cls: Any = type(content)
     write = _writer(cls)
     try:
@@ -95,7 +95,7 @@ def to_map(content: Message) -> dict[str, Any]:
 
 
 def from_map(cls: type[M], content: Any) -> M:
-    """Return the message of class `cls` that `content` describes. Raises WireError."""
+    """Return the message of class `cls` that the map `content` describes. Raises WireError that names the field."""
     kind: Any = cls
     try:
         read: M = reader(kind)(content)

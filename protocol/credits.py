@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class Credits:
-    """The sender's count. A peer announces its slots in `Hello`; no more requests than that are outstanding."""
+    """The number of outstanding requests of each peer, which never exceeds the `slots` in its `Hello`."""
 
     def __init__(self) -> None:
         self._slots: dict[str, int] = {}
         self._outstanding: dict[str, int] = {}
 
     def announce(self, peer: str, slots: int) -> None:
-        """Set the slots of a peer that starts or has restarted. It owes no answer then."""
+        """Set the slots of a peer that starts or has restarted, and its outstanding requests to 0."""
         self._slots[peer] = slots
         self._outstanding[peer] = 0
 
@@ -37,5 +37,5 @@ class Credits:
         return self._outstanding.get(peer, 0)
 
     def free(self, peer: str) -> int:
-        """Return how many requests the peer accepts before it has answered another one."""
+        """Return how many more requests the peer accepts now; 0 for an unknown peer."""
         return self._slots.get(peer, 0) - self.outstanding(peer)

@@ -4,8 +4,8 @@ UserError     an error that the user can correct; shown as one line, without a t
   NotRunning  there is no such run
 WireError     bytes that are no legal message; channels count and drop them, and they are never fatal
   UnknownType a well-formed message of a type that this link does not carry
-Lost          the peer of a message is gone Full          the peer does not keep up, and the link's rule is not to wait
-any longer
+Lost          the peer of a message is gone
+Full          the peer does not keep up, and the link's rule is not to wait any longer
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NotRunning(UserError):
 
 
 class WireError(ValueError):
-    """Bytes that are no legal message. The text names the type and the field."""
+    """Bytes that are no legal message. The error's text names the type and the field."""
 
 
 class UnknownType(WireError):

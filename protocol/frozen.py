@@ -23,8 +23,8 @@ def frozen(cls: type[T], /) -> type[T]: ...
 def frozen(*, kw_only: bool = False, slots: bool = False) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T] | None = None, /, *, kw_only: bool = False, slots: bool = False) -> Any:
-    """Make `cls` a dataclass that must not be changed. Methods that it defines itself stay. Two instances are equal if
-    they are of one class and all their fields are equal."""
+    """Make `cls` a dataclass whose instances must not be changed. Methods that it defines itself stay. Two instances
+    are equal if they are of one class and all their fields are equal."""
 
     def make(cls: type[T]) -> type[T]:
         # Python sets __hash__ to None in a class that defines __eq__ alone.

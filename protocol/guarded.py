@@ -81,7 +81,10 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 class GuardedPublisher(Publisher):
-    """The bound end of the watch link. port: 0 for any free port; the attribute `port` is the actual one."""
+    """The bound end of the watch link. Raises UserError if the address cannot be bound.
+
+    port: 0 for any free port; the attribute `port` is the actual one
+    """
 
     def __init__(self, context: Context, host: str, port: int, keys: WatchKeys) -> None:
         from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which only a watch server needs
@@ -104,13 +107,16 @@ class GuardedPublisher(Publisher):
         self.port = int(bound.strip("\0").rpartition(":")[2])
 
     def close(self) -> None:
-        """Close the socket and refuse all clients."""
+        """Close the socket and end the check of keys."""
         super().close()
         self._guard.stop()
 
 
 class GuardedSubscriber(Subscriber):
-    """The connected end of the watch link. address: an invitation. Raises UserError if it is not valid."""
+    """The connected end of the watch link. Raises UserError if `address` is no valid invitation.
+
+    address: as in `read_address`
+    """
 
     def __init__(self, context: Context, address: str) -> None:
         place, public, secret = read_address(address)
@@ -133,7 +139,7 @@ class GuardedSubscriber(Subscriber):
 
     @property
     def standing(self) -> Standing:
-        """State of this guest's connection; see `Standing`."""
+        """State of the connection after its last event."""
         while self._socket_events.poll(0):
             event = parse_monitor_message(self._socket_events.recv_multipart())["event"]
             self._standing = STANDINGS[event]
@@ -141,7 +147,7 @@ class GuardedSubscriber(Subscriber):
 
 
 class _Only:
-    """ZeroMQ's check of client keys: accepts one key."""
+    """The check of client keys that ZeroMQ calls: accepts one key."""
 
     def __init__(self, guest_public: bytes) -> None:
         self._guest_public = guest_public

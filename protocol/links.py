@@ -1,8 +1,8 @@
 """All links between processes, in one table: who binds, which messages travel in each direction, how many may wait, and
 what happens when the queue is full.
 
-A link has a ROUTER at its bound end and DEALERs that connect to it, or an XPUB and SUBs. A peer of a ROUTER is called
-by its routing id: "decode-0" for a service, "client-" and something random for a client.
+A link has a ROUTER at its bound end and DEALERs that connect to it, or an XPUB and SUBs. A ROUTER identifies a peer by
+its routing id: "decode-0" for a service, "client-" and random characters for a client.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ WAIT_MS = 2000
 
 @frozen(kw_only=True, slots=True)
 class Direction:
-    """One direction of a link: what it carries, how many messages may wait per peer, and what happens to one more.
+    """One direction of a link.
 
-    "wait": the sender waits up to WAIT_MS and then gets Full. "refuse": the sender gets Full at once. "drop": the
-    message is dropped and counted.
+    limit_messages: how many messages may wait per peer
+    when_full: what happens to a further message. "wait": the sender waits up to WAIT_MS and then gets Full; "refuse":
+        it gets Full at once; "drop": the message is dropped and counted
     """
 
     carries: Vocabulary
@@ -32,7 +33,13 @@ class Direction:
 
 @frozen(kw_only=True, slots=True)
 class Link:
-    """One link. `name` is also the file name of its socket in the run directory."""
+    """A link between the process that binds its socket and the processes that connect to it.
+
+    name: also the file name of the socket in the run directory
+    bound_by, connected_by: roles
+    inward: messages to the process that binds
+    outward: messages from it
+    """
 
     name: str
     bound_by: str
@@ -115,4 +122,4 @@ WATCH = Link(
     inward=_direction(16, "refuse"),  # subscriptions; with a limit of 1, peers whose keys are being checked block it
     outward=_direction(256, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
 )
-"""Over TCP, to subscribers that have the keys. Nothing can be sent towards the run."""
+"""The link of a watch server to its subscribers, over TCP with keys. Nothing can be sent towards the run."""

@@ -32,7 +32,8 @@ class LockedDirectory:
         self._lock: int | None = None  # set while this process or a fork of it is to be the run's supervisor
 
     def claim(self) -> None:
-        """Make the directory, unless it exists, and lock it. Raises UserError if the place cannot be used.
+        """Make the directory, unless it exists, and lock it. Raises UserError if a run is live there, or if it is
+        another user's, or has files but no lock.
 
         Another process may remove the directory before it is locked. Then the lock is on a file that is gone, and
         everything is repeated.
@@ -67,8 +68,8 @@ class LockedDirectory:
 
     @contextlib.contextmanager
     def ending(self, timeout_s: float) -> Iterator[None]:
-        """Surround code that ends the run, and return when no process holds the lock any more. Raises NotRunning if the
-        run has ended already, UserError if its end takes too long."""
+        """Surround code that ends the run, and then wait until no process holds the lock. Raises NotRunning if the
+        directory has no lock file, UserError if the lock is held for longer than `timeout_s`."""
         try:
             opened = (self.path / LOCK_FILE).open("rb")
         except FileNotFoundError:
@@ -82,7 +83,7 @@ class LockedDirectory:
                 time.sleep(LOOK_AGAIN_S)
 
     def remove(self) -> None:
-        """Remove the directory and everything in it, the lock last. What is already gone is no error. A link, or a
+        """Remove the directory and everything in it, the lock last. A missing directory is no error. A link, or a
         directory of another user, is left alone."""
         if not self._is_ours():
             return
@@ -106,7 +107,8 @@ class LockedDirectory:
                     os.close(lock)
 
     def unmake(self) -> None:
-        """Remove all traces after the directory could not be made."""
+        """Remove the directory after an error while it was made, and release the lock. Without the lock, only an empty
+        directory is removed."""
         with contextlib.suppress(OSError):
             self.path.rmdir() if self._lock is None else self.remove()
         if self._lock is not None:
@@ -123,7 +125,7 @@ class LockedDirectory:
                 inner.unlink() if inner.is_symlink() else inner.rmdir()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically, by renaming a finished one."""
+        """Write a file of the directory, replacing an older one atomically."""
         fresh = self.path / f".{name}"
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -42,7 +42,7 @@ class Range:
 class Sampling:
     """Marks a field, a number or a switch, as an option of sampling.
 
-    reads_text: it depends on the sequence so far, unless it has its default
+    reads_text: the option depends on the tokens of the sequence, unless it has its default
     """
 
     reads_text: bool = False
@@ -57,6 +57,7 @@ class Option:
 
     kind: float, int or bool
     range: range of a number; None for a switch
+    reads_text: as in `Sampling`
     meaning: one line for a person
     """
 
@@ -69,13 +70,13 @@ class Option:
 
 
 def ranges_of(cls: Any) -> dict[str, Range]:
-    """Return the ranges of the fields of a message that have one, by name."""
+    """Return the range of each field of a message that has one, by the field's name."""
     marks = {name: _mark(hint, Range) for name, hint in get_type_hints(cls, include_extras=True).items()}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 def sampling_options_of(cls: Any) -> tuple[Option, ...]:
-    """Return the fields of a message that are marked with SAMPLING or PENALTY, in its order."""
+    """Return the options of sampling of a message, its fields with a `Sampling` mark, in the order of the fields."""
     hints, kinds, ranges = get_type_hints(cls, include_extras=True), get_type_hints(cls), ranges_of(cls)
     _, meanings = documented(cls)
     options = []

@@ -9,7 +9,7 @@ run.
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
     supervisor  a socket of the supervisor, for requests to change the run or to end it
-    overdue     why processes are overdue, in words: from the coordinator to the supervisor
+    overdue     why processes are overdue, written by the coordinator for the supervisor
 
 Only its user can enter it. To attach, a client reads run.json, checks that the lock is held, and connects to the
 endpoints. It opens segments through the supervisor's descriptors.
@@ -135,8 +135,8 @@ class RunFile(Message):
     summary: RunSummary | None = None
 
     def open_segment(self, name: str) -> Segment:
-        """Open the segment of this name, with the layout that this file describes, for reading. Raises UserError if the
-        run has no such segment, or if the supervisor cannot be reached from this process."""
+        """Open the segment of this name for reading, with the layout that this file describes. Raises UserError if the
+        run has no such segment, its layout is damaged, or this process cannot see the supervisor."""
         handle = self.segments.get(name)
         if handle is None:
             raise UserError(f"segment {name}: this run has none; is it of this version?")
@@ -157,9 +157,9 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def create(cls, path: Path | None = None) -> RunDirectory:
-        """Make and lock a directory at `path`, or at a new path if that is None. The run lives until this process and
-        its forks `release` the lock. Remove what dead runs left at the same place. Raises UserError, and leaves
-        nothing, if the place cannot be used."""
+        """Make and lock a directory at `path`, and remove what a dead run left there. If `path` is None, choose a new
+        path in `base()`, and remove the dead runs there. The run lives until this process and its forks have released
+        the lock. Raises UserError if the place cannot be used."""
         if path is None:
             cls._sweep(base())
         place = (base() / f"{PREFIX}{os.urandom(4).hex()}") if path is None else Path(os.path.abspath(path))
@@ -177,8 +177,8 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def find(cls, path: Path | None = None) -> tuple[RunDirectory, RunFile]:
-        """Return the run at `path`, or the only live run of this user: see `live`. Raises NotRunning, or UserError if
-        there are several."""
+        """Return the run at `path`, or if that is None the only run in `live`. Raises NotRunning if there is none,
+        UserError if there are several or the one at `path` cannot be used."""
         if path is not None:
             directory = cls(Path(os.path.abspath(path)))
             return directory, directory.read()
@@ -190,8 +190,8 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def live(cls) -> list[tuple[RunDirectory, RunFile]]:
-        """Return every live run of this user below the folder for run directories. If there is none, return those
-        elsewhere, which were started with another folder or path. Raises NotRunning if there is none at all."""
+        """Return every live run of this user below `base()`. If there is none, return the live runs elsewhere, which
+        were started with another folder or path. Raises NotRunning if there is none at all."""
         folder, bound = base(), _bound_places()
         below = {place for place in bound if place.is_relative_to(folder)}
         live = cls._live({*folder.glob(f"{PREFIX}*"), *below}) or cls._live(bound - below)
@@ -280,8 +280,8 @@ class RunDirectory(LockedDirectory):
 
 
 def base() -> Path:
-    """Return the folder for run directories: the first usable of $XDG_RUNTIME_DIR, $TMPDIR, $PREFIX/tmp (Termux) and
-    /tmp."""
+    """Return the folder for run directories: the first of $XDG_RUNTIME_DIR, $TMPDIR, $PREFIX/tmp (Termux) and /tmp that
+    can be written. Raises UserError if none can."""
     prefix = os.environ.get("PREFIX")
     for place in (os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), prefix and f"{prefix}/tmp", "/tmp"):
         if place and os.path.isabs(place) and os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
@@ -290,8 +290,8 @@ def base() -> Path:
 
 
 def started(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot. Raises ProcessLookupError if it does not run.
-    psutil is not used, because it turns the ticks into a time of day, which changes when the clock is set."""
+    """Return the start time of a process in clock ticks since boot. Raises ProcessLookupError if it does not run, or
+    has ended without being reaped."""
     try:
         fields = stat_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -315,8 +315,8 @@ def is_alive(pid: int, started_ticks: int) -> bool:
 
 
 def _bound_places() -> set[Path]:
-    """Return the folders in which a process of any PID namespace has bound a socket with the name of a supervisor's
-    socket, except folders of runs that serve another run. Empty if the kernel does not tell."""
+    """Return the folders in which a process of any PID namespace has bound a supervisor's socket, except folders inside
+    another such folder. Empty if /proc/net/unix cannot be read."""
     try:
         lines = BOUND_SOCKETS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
     except OSError:

@@ -1,5 +1,4 @@
-"""The reader of everything that comes from files and from the wire: checks plain values against a dataclass's
-annotations.
+"""Checks of plain values, parsed from a file or a message, against the annotations of a dataclass.
 
 The annotation of each field is turned into a function once per class:
 
@@ -57,7 +56,8 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
-    """Read a dataclass strictly from the values of a file of ours. Raises UserError naming `where` and the field."""
+    """Read a dataclass strictly from `values`, the content of a file of this project. Raises UserError that begins with
+    `where` and names the field."""
     kind: Any = cls
     try:
         read: T = reader(kind, strict=True)(values)
@@ -69,7 +69,7 @@ def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
 
 
 def describe(annotation: object) -> str:
-    """Return an annotation as the specification writes it: 'int', 'array of int', '"none" or "last"', ..."""
+    """Return an annotation as SPEC.md writes it: 'int', 'array of int', '"none" or "last"', ..."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)
@@ -83,7 +83,8 @@ def describe(annotation: object) -> str:
 
 
 def documented(cls: Any) -> tuple[str, dict[str, str]]:
-    """Return the description of a dataclass, and of each of its fields, from its docstring."""
+    """Return the first paragraph of a dataclass's docstring, and the meanings of the fields by name, each as one
+    line."""
     text = inspect.getdoc(cls) or ""
     description, _, field_lines = text.partition("\n\n")
     entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", field_lines, re.MULTILINE)
@@ -96,7 +97,7 @@ def one_line(text: str) -> str:
 
 
 def present(annotation: object) -> object:
-    """Return the T of `T | None`, the only union that a field may have."""
+    """Return the T of `T | None`. Raises TypeError for any other union."""
     types_but_none = [part for part in get_args(annotation) if part is not types.NoneType]
     if len(types_but_none) != 1 or len(get_args(annotation)) != 2:
         raise TypeError(f"{annotation}: a field can be T or T | None, no other union")
@@ -104,8 +105,8 @@ def present(annotation: object) -> object:
 
 
 def annotated(cls: Any) -> Iterator[tuple[Field[Any], Any]]:
-    """Return the fields of a dataclass and their annotations. In a generic one, such as `Kept[Speed]`, type parameters
-    are replaced by their arguments."""
+    """Return the fields of a dataclass and their annotations. In a generic one, such as `Cached[Speed]`, type
+    parameters are replaced by their arguments."""
     plain = get_origin(cls) or cls
     arguments = dict(zip(getattr(plain, "__parameters__", ()), get_args(cls), strict=True))
     hints = get_type_hints(plain)
@@ -114,8 +115,8 @@ def annotated(cls: Any) -> Iterator[tuple[Field[Any], Any]]:
 
 @cache
 def reader(annotation: Any, *, strict: bool = False) -> Reader:
-    """Return the function that checks a value against `annotation` and returns it in its final form. It raises
-    Mismatch."""
+    """Return the function that checks a value against `annotation` and returns it in its final form: arrays as tuples,
+    maps as dataclasses. It raises Mismatch. Raises TypeError for an annotation that a field cannot have."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is float:
         return _finite if strict else _float

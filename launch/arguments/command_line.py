@@ -11,7 +11,7 @@ from neuronpipe.launch.arguments.verbs import check_first_word, find_verb, join_
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Parse a command line; stderr names the current spelling of former and foreign words. Raises UserError."""
+    """Parse a command line; print the current spelling of former and foreign words to stderr. Raises UserError."""
     lines = [
         f"`{word}` is written `{FORMER_VERBS[word]}` now; the former spelling will go"
         for word in words[:1]

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self.note = ""
 
     def make_short_help(self, common: Collection[str]) -> None:
-        """Show these arguments only in --help, and add --help-all."""
+        """Limit --help to the arguments with these destinations, and add --help-all, which shows all."""
         self.common = common
         self.add_argument("--help-all", action=_HelpAll, nargs=0, dest=HELP_ALL, help="show all options and exit")
 
@@ -48,7 +48,6 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def format_full_help(self) -> str:
-        """Return the help page with all arguments."""
         self.usage = self.short_usage()
         return super().format_help() + self.note
 
@@ -74,7 +73,6 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Iterable[str]:
-        """All options as they are typed."""
         return self._option_string_actions.keys()
 
     def error(self, message: str) -> NoReturn:
@@ -145,7 +143,7 @@ def cut(word: str) -> str:
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that the word begins, or else the most similar one; None if none is similar."""
+    """Return the shortest name that begins with the word, or else the most similar name; None if none is similar."""
     import difflib  # imported here: only a mistake pays for it
 
     by_plain_name = {name.strip("-"): name for name in names}

@@ -17,7 +17,10 @@ PATH_PREFIXES = ("/", "./", "../", "~")
 
 
 def add_text_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Declare TEXT, any number of words. more: text that ends the help."""
+    """Declare TEXT, any number of words.
+
+    more: text that ends the help
+    """
     parser.add_argument(
         "text",
         nargs="*",

@@ -65,12 +65,10 @@ class Settings:
                 raise UserError(f"{file}: {safe_name(verb)}: belongs in the section of a verb, e.g. [run]")
 
     def of(self, verb: str) -> Mapping[str, Any]:
-        """Return the section of a verb."""
         return self._by_verb.get(verb, {})
 
     @property
     def verbs(self) -> list[str]:
-        """All verbs that have a section."""
         return list(self._by_verb)
 
     def apply(self, verb: str, parser: argparse.ArgumentParser) -> None:

@@ -66,7 +66,6 @@ def parse_share(text: str) -> float:
 
 
 def parse_speed(text: str) -> float:
-    """Parse a speed in tokens per second."""
     try:
         speed = float(text)
     except ValueError:
@@ -77,7 +76,7 @@ def parse_speed(text: str) -> float:
 
 
 def parse_time(text: str) -> float:
-    """Parse `30s`, `5m`, `2h` or `forever`, in seconds."""
+    """Parse `30s`, `5m`, `2h` or `forever` (infinity) as seconds."""
     if text.strip() == "forever":
         return math.inf
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(s|m|h)\s*", text)
@@ -87,7 +86,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Parse a whole number of at most nine digits; the range is checked by its user."""
+    """Parse a whole number of at most nine digits. The caller checks the range."""
     if re.fullmatch(r"\s*-?\d{1,9}\s*", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write e.g. 4")
     return int(text)

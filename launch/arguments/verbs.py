@@ -72,7 +72,7 @@ TWO_WORD_VERBS = {
     "profile device": "measure this device for the planner: kernels, memory, flash",
     "profile diff": "show what changed from one device profile to another",
 }
-"""Verbs that read as a word of another one. A package with such a name is written ./device."""
+"""Verbs whose first word is a verb itself. To `profile` a package that is called device, write ./device."""
 
 
 class _Version(argparse.Action):
@@ -127,7 +127,7 @@ def check_first_word(words: list[str], parser: Parser) -> None:
 
 
 def parsers(verb: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """Return the main parser, and the parser of each verb; only that of `verb` has its arguments."""
+    """Return the main parser, and the parser of each verb. Only the parser of `verb` has its arguments."""
     parser = _MainParser(prog="neuronpipe", description=DESCRIPTION)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
@@ -152,12 +152,10 @@ def _sentence(purpose: str) -> str:
 
 
 def verb_parser(verb: str) -> Parser:
-    """Return the parser of one verb, with all its arguments."""
     return parsers(verb)[1][verb]
 
 
 def verb_module(verb: str) -> Any:
-    """Import the module of a verb."""
     folder = FOLDERS.get(verb) or FOLDERS[verb.split()[0]]
     return importlib.import_module(f"neuronpipe.launch.verbs.{folder}.{verb.replace(' ', '_')}")
 
@@ -177,5 +175,5 @@ def help_page(words: Sequence[str], *, show_all: bool = False) -> str:
 
 
 def read_settings() -> Settings:
-    """Read the settings file. Raises UserError."""
+    """Read the settings file. Raises UserError if it is not valid."""
     return Settings(settings_file(), (*VERBS, *TWO_WORD_VERBS), find_nearest)

@@ -1,7 +1,7 @@
 """The tests of `bench` and their prompts: `pp512` reads a prompt of 512 tokens, `tg128` generates 128 tokens, and
 `pp512+tg128` does both in one request.
 
-Each repetition has its own prompt, because a cache that has just seen a text would look too good. The prompts of a
+Each repetition has its own prompt, because the weight cache is too favourable to a repeated one. The prompts of a
 synthetic package come from a preset of its workload, those of any other package from the held-out part of the demo's
 corpus, encoded by the package's tokenizer.
 """
@@ -29,7 +29,7 @@ MAX_CHARACTERS = 200_000  # of the corpus: more than any context holds
 
 @frozen
 class Case:
-    """One test. With zero tokens, that part is not measured."""
+    """One test. A part with zero tokens is not measured."""
 
     name: str
     prefill_tokens: int
@@ -37,7 +37,6 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the request's prompt."""
         return self.prefill_tokens or LEAD_TOKENS
 
     @property

@@ -23,7 +23,7 @@ class EnergyMeter:
     def joules(self) -> float | None:
         """Return the energy used so far; None if there is no counter.
 
-        On a battery this is the mean of its power at the start and now, times the time.
+        From a battery it is estimated: the mean of its power at the start and now, times the time.
         """
         total_uj, has_counter = 0, False
         for zone, before in self._zone_uj.items():

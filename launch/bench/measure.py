@@ -27,11 +27,11 @@ from neuronpipe.protocol.messages.request import Generate
 POLL_S = 0.02
 QUIET_S = 0.3
 MAX_WARM_UP_S = 60.0
-FIRST_TOKENS = 8  # of the warm-up, whose speed is reported because the cache does not know the text yet
+FIRST_TOKENS = 8  # of the warm-up, whose speed is reported because the cache has seen nothing of its sequence
 
 
 def wait_until_warm(client: Client) -> None:
-    """Wait until the run is ready and flash has been quiet, so that everything is loaded that is loaded ahead."""
+    """Wait until the run is ready, and then until flash was idle for QUIET_S, for at most MAX_WARM_UP_S."""
     while not (status := client.status()).ready:
         time.sleep(POLL_S)
     quiet_since, last, began = time.monotonic(), -1, time.monotonic()
@@ -63,7 +63,10 @@ class Cost:
 
 @frozen
 class Bench:
-    """The run and the settings that all tests of one command share. measured: the tests that were measured so far."""
+    """The run and the settings that all tests of one command share.
+
+    measured: the tests that were measured so far
+    """
 
     package: Package
     plan: Plan
@@ -109,7 +112,10 @@ class Bench:
     def row(
         self, case: Case, warm_up: Repetition, repetitions: list[Repetition], joules: float | None
     ) -> dict[str, Any]:
-        """Return the row of a test. joules: energy of all repetitions, if it was measured."""
+        """Return the row of a test.
+
+        joules: energy of all repetitions, if it was measured
+        """
         plan = self.plan
         cost = Cost()
         for finished in (finished for repetition in repetitions for finished in repetition.finished):
@@ -184,6 +190,7 @@ def miss_rate(cost: Mapping[str, float], *, whole: bool) -> float:
 
     Trigger parts are looked up ahead: with a predictor those of the clusters that it names, otherwise all of a layer.
     Those that were not looked up ahead are assumed to miss as often.
+
     whole: a value part is read with its trigger part, so that trigger parts stand for both. Otherwise the value parts
         of clusters that fired count as well, which are looked up when they are computed.
     """

@@ -18,9 +18,11 @@ from neuronpipe.protocol.messages.request import AskStatus, Generate
 class SequenceTimes:
     """The times of the answer to one request.
 
-    gaps_ms: between tokens
-    counted_ms: those gaps in which all sequences of the repetition were generated
-    counts: whether the next gap is one of these
+    first_ms: time to the first token
+    gaps_ms: times between tokens
+    counted_ms: those of gaps_ms during which all sequences of the repetition were decoded
+    counts: whether all sequences have their first token, so that the next gap may count
+    finished: the last message; None while the request is under way
     """
 
     tokens: int = 0
@@ -33,7 +35,7 @@ class SequenceTimes:
 
 @frozen
 class Repetition:
-    """The sequences of requests that were sent at once; mostly one."""
+    """The sequences of requests that were sent at once."""
 
     sequences: tuple[SequenceTimes, ...]
 
@@ -44,7 +46,6 @@ class Repetition:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """The counted times between tokens."""
         return [gap for sequence in self.sequences for gap in sequence.counted_ms]
 
     @property
@@ -54,11 +55,10 @@ class Repetition:
 
     @property
     def finished(self) -> list[Finished]:
-        """The last message of each sequence."""
         return [sequence.finished for sequence in self.sequences if sequence.finished is not None]
 
     def time_ms(self, case: Case) -> float:
-        """Return the time that the test counts. Sequences share the steps, so that it is the mean of theirs."""
+        """Return the time that the test counts. Sequences share steps, so the decode time is their mean."""
         decode_ms = sum(sum(sequence.gaps_ms) for sequence in self.sequences) / len(self.sequences)
         return (self.first_ms if case.prefill_tokens else 0.0) + decode_ms
 
@@ -83,7 +83,7 @@ def run_repetition(client: Client, case: Case, requests: Sequence[Generate]) -> 
 
 
 def record(sequences: dict[str, SequenceTimes], message: Message) -> None:
-    """Record one message. Tokens that are repeated, because the coordinator was restarted, are ignored."""
+    """Record one message. Tokens that come again after a restart of the coordinator are ignored."""
     sequence = sequences.get(getattr(message, "request", ""))
     if sequence is None:
         return

@@ -13,16 +13,15 @@ from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]
 COMPARED = ("test", "mode", "workload", "batch")
-"""Fields that must be equal to compare two rows. Residency, workers and package may differ: they are compared."""
+"""Fields that must be equal to compare two rows. Package, workers and residency may differ."""
 
 DEFAULTS = {"batch": 1}
 """Values for rows that were saved before the field existed."""
 
-MAX_PERCENT_ERROR = 10.0  # 1,000 %
+MAX_PERCENT_ERROR = 10.0  # larger errors are shown as factors
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return all tables as text."""
     speeds = table(
         ("test", "tokens/s", "least .. most", "peak memory"),
         (
@@ -45,7 +44,6 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _head(row: Row) -> str:
-    """Return the lines about what all rows share: the package and the run."""
     package = f"{row['model']}, {show_bytes(row['model_bytes'])} on flash, {row['quantization']}"
     if row["workload"] is not None:
         package += f", workload {row['workload']}"
@@ -57,7 +55,6 @@ def _head(row: Row) -> str:
 
 
 def planned_table(rows: Sequence[Row]) -> str:
-    """Return the table of planned figures: measured, planned, and the error."""
     lines = []
     for row in rows:
         for name, (label, show) in _PLANNED.items():

@@ -1,4 +1,4 @@
-"""The bytes that a test moved, from the counters of its steps and the package, and the time that this takes at best."""
+"""The bytes that a test read, from the counters of its steps and the package, and the shortest time for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROWS = ("gate_rows", "up_rows", "down_rows")
 class Traffic:
     """Bytes of all steps of a test.
 
-    sequential_bytes: matrices, keys and values, read from end to end
-    pieces_bytes: neuron rows that lie apart, in pieces of piece_bytes
-    flash_bytes, flash_reads: what the loader read meanwhile, needed or prefetched
+    sequential_bytes: read from memory from end to end: matrices, keys, values, and gates except in predicted mode
+    pieces_bytes: read from memory in pieces of piece_bytes: rows of neurons that lie apart
+    flash_bytes, flash_reads: all reads of the loader meanwhile, prefetches included
     """
 
     sequential_bytes: float
@@ -30,11 +30,10 @@ class Traffic:
 
     @property
     def dram_bytes(self) -> float:
-        """All bytes read from memory."""
         return self.sequential_bytes + self.pieces_bytes
 
     def dram_limit_s(self, device: Device) -> float | None:
-        """Return the time of these bytes at the measured speeds of the memory; None if there are none."""
+        """Return the time of these bytes at the measured speeds of the memory; None if it was not measured."""
         speed = device.memory_speed
         if speed is None:
             return None

@@ -1,7 +1,7 @@
 """Compare two implementations in one run, whose processes are replaced between requests.
 
-Both see the same machine, the same caches and nearly the same moments. The order alternates, and every request has its
-own text, because a cache that has just seen a text would look too good.
+Both have the same machine, the same caches and nearly the same moments. The order alternates, and every request has its
+own prompt, because the weight cache is too favourable to a repeated one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def contenders(first: Iterable[Use], second: Iterable[Use]) -> tuple[Contender, 
 
 
 class Versus:
-    """Measures both sides on one live run, which was started with the first one's implementations.
+    """Measures both sides on one live run, which was started with the implementations of the first side.
 
     settle: called after processes were replaced, to wait until the run is at rest
     """
@@ -57,10 +57,13 @@ class Versus:
         self._current = sides[0]
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> list[Row]:
-        """Measure a case with both sides in turns, and return a row for each side.
+        """Measure a test with both sides in turns, and return a row of `Bench.row` for each side.
 
-        A pair of repetitions, one of each side, gives a ratio of tokens/s. The first row has their median, smallest and
-        largest in its field `versus`. The first repetition of each side warms up and does not count.
+        repetitions: number of pairs; a warm-up of each side comes first
+        progress: called after each of 2 + 2 * repetitions requests
+
+        The speed of the first side over that of the second is a ratio for each pair. The field `versus` of the first
+        row has the median, minimum and maximum of these ratios. Raises what `Bench.repeat` and `Candidate` raise.
         """
         warm_ups = [self._repeat(side, case, number, progress) for number, side in enumerate(self._sides)]
         repetitions_done: tuple[list[Repetition], list[Repetition]] = ([], [])
@@ -101,7 +104,6 @@ class Versus:
 
 
 def render(rows: list[Row]) -> str:
-    """Return both sides of each test, and the ratio, as text."""
     lines = []
     for row in rows:
         lines.append(

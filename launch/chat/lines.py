@@ -2,7 +2,7 @@
 
 a line that ends in a backslash     continues on the next one
 \"\"\"                                 begins and ends a block, which is one message
-a text that is pasted               is one message, if the terminal marks it (bracketed paste)
+pasted text                         is one message, if the terminal marks it (bracketed paste)
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Lines:
     def message(self) -> str | None:
         """Return the next message; None at the end of the input.
 
-        Raises KeyboardInterrupt, which discards what was typed so far, and UserError for input that is not text.
+        Raises KeyboardInterrupt, which discards what was typed so far, and UserError for input that is not UTF-8 or too
+        long.
         """
         first = self._line(PROMPT)
         if first is None:

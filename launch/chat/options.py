@@ -38,7 +38,9 @@ def set_option(request: Generate, text: str) -> tuple[Generate, str]:
 
 
 def reset_option(request: Generate, initial: Generate, name: str) -> tuple[Generate, str]:
-    """Return the request with an option, or without a name all options, as in the initial request; and these as text.
+    """Return the request with an option reset to its initial value, and the option as text.
+
+    name: an option; empty: all options
 
     Raises UserError for an unknown option.
     """

@@ -1,12 +1,14 @@
 """Agreement of two sets of answers: equal bits within the same numerics, close logits across different numerics.
 
 Across numerics (another instruction set, another kind of processor) sums are rounded in another order. Logits differ a
-little then, and a generated text may diverge where two tokens were nearly equally likely. So the logits of given tokens
-are compared: the distance of two rows, as a share of the row's spread, and the most likely token.
+little then, and a completion may diverge where two tokens were nearly equally likely. So the logits after given tokens
+are compared: the root mean squared difference of two rows, over the standard deviation of the expected row (the row's
+spread), and the most likely token.
 
-    numerics     logits                                              generated texts
-    same         every bit                                           every token
-    different    MAX_DIFFERENCE of the spread, MAX_OTHER_TOP rows    not compared
+    numerics     logits                                                      completions
+    same         every bit                                                   every token
+    different    at most MAX_DIFFERENCE; at most MAX_OTHER_TOP of the rows   not compared
+                 have another most likely token
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 MAX_DIFFERENCE = 0.04
-"""Largest root mean squared difference of two rows of logits, over the standard deviation of the first.
+"""The largest difference of two rows that agree.
 
 Between numpy in float32 and the native engine, whose activations have 8 bits, it is 0.02 (q8, q4;
 tests/integration/test_backends.py).
 """
 
 MAX_OTHER_TOP = 0.2
-"""Largest share of rows with another most likely token."""
+"""The largest share of rows whose most likely tokens may differ."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Answers:
 
     numerics: numerics of each role, as its processes declared them
     rows: logits by the role that computes them and by name, float32 [vocabulary]
-    texts: generated tokens by name, as text
+    texts: ids of generated tokens by name, separated by blanks
     """
 
     numerics: dict[str, str]
@@ -49,10 +51,10 @@ class Answers:
 class Agreement:
     """How far two sets of answers with different numerics are apart.
 
-    numerics: for each role where they differ, the numerics of the first and of the second set
-    difference: the largest difference of a row's logits, as a share of the row's spread
-    same_top: rows with the same most likely token
-    rows: rows that were compared
+    numerics: for each role where they differ, the expected and the actual numerics
+    difference: the largest difference of two rows, as a share of the expected row's spread; 0.01 is 1 %
+    same_top: number of rows whose most likely token is the same
+    rows: number of compared rows: those of roles that compute in other numerics
     """
 
     numerics: Mapping[str, tuple[str, str]]
@@ -69,9 +71,11 @@ class Agreement:
 
 
 def compare(expected: Answers, actual: Answers) -> Agreement | None:
-    """Compare answers; return their distance if the numerics differ, None if all bits are equal.
+    """Return the distance of the answers if their numerics differ, None if all bits are equal.
 
-    Answers that only one of the two has are ignored. Raises UserError that names the first disagreement.
+    Answers that `actual` lacks are ignored; `expected` must have all others. Completions are compared only if all
+    numerics are the same. Raises UserError if bits differ within the same numerics, if a logit is not finite, or if the
+    distance exceeds MAX_DIFFERENCE or MAX_OTHER_TOP.
     """
     changed = {
         role: (numerics, actual.numerics[role])

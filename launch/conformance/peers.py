@@ -1,8 +1,8 @@
 """Faulty peers around the tested process, and a coordinator that records what it receives and sends.
 
-Witness     a coordinator that records the messages of its services
+Witness     a coordinator that records the messages from and to its services
 Garbling    sends invalid messages before every message, and adds an unknown field to it
-Slow        starts late, ignores the first message, and pauses before every message
+Slow        starts late, and pauses before every message
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNKNOWN_FIELD = b"\xa8unheard!\x93\x01\x02\xa1x"
 
 
 def with_unknown_field(message: Message) -> bytes:
-    """Encode a message with a field that no version has; one with a long map stays as it is."""
+    """Encode a message with a field that no version has. A message of 15 or more fields stays as it is."""
     packed = encode(message)
     if 0x80 <= packed[0] < 0x8F:
         return bytes([packed[0] + 1]) + packed[1:] + _UNKNOWN_FIELD
@@ -96,7 +96,7 @@ class GarblingLoader(LoaderService):
 
 
 class SlowCoordinator(CoordinatorService):
-    """A coordinator that starts late, ignores the first Hello of each peer, and pauses before every message."""
+    """A coordinator that starts late, ignores the first Hello of each peer, and pauses before it sends a message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -115,7 +115,7 @@ class SlowCoordinator(CoordinatorService):
 
 
 class SlowCache(CacheService):
-    """A cache that starts late and pauses before every message."""
+    """A cache that starts late and pauses before it handles a message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -127,7 +127,7 @@ class SlowCache(CacheService):
 
 
 class SlowLoader(LoaderService):
-    """A loader that starts late and pauses before every message."""
+    """A loader that starts late and pauses before it handles a message."""
 
     def __init__(self, job: Job) -> None:
         time.sleep(LATE_S)
@@ -139,7 +139,7 @@ class SlowLoader(LoaderService):
 
 
 class Witness(CoordinatorService):
-    """A coordinator that records its services' messages in the file that RECORD names, as lines of JSON."""
+    """A coordinator that appends the messages from and to its services to the file in $RECORD, as lines of JSON."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -39,15 +39,12 @@ class PendingQuestion:
         self.question, self.answer, self.notes = "whether the run is ready", "no", ""
 
     def begin(self, question: str) -> None:
-        """Note that a new question was asked."""
         self.question, self.answer, self.notes = question, "nothing", ""
 
     def update(self, status: Status | None) -> None:
-        """Note the status of the run while the answer is awaited."""
         self.notes = "" if status is None else status.notes()
 
     def describe_timeout(self, limit_s: float) -> str:
-        """Return the message if the answer did not come within the limit."""
         notes = f"; {self.notes}" if self.notes else ""
         return f"asked for {self.question}, it answered {self.answer} within {limit_s:.0f} s{notes}"
 
@@ -64,7 +61,9 @@ class Probe:
 
         computed: called with the number of further tokens, of ANSWERED_TOKENS in total
 
-        Raises UserError if an answer takes longer than `limit_s`, or if the processes of a role differ in numerics.
+        limit_s: time limit in seconds, for all answers together
+
+        Raises UserError after the time limit, if the run ends, or if the processes of a role differ in numerics.
         """
         with self.client(limit_s) as client:
             answers = Answers(_numerics(client.status()))
@@ -74,7 +73,10 @@ class Probe:
 
     @contextlib.contextmanager
     def client(self, limit_s: float) -> Iterator[Client]:
-        """Yield a client of the run once it is ready. Raises UserError if the run or an answer is not ready in time."""
+        """Yield a client of the run once it is ready.
+
+        limit_s: time limit in seconds for that and for all answers to the client; then UserError is raised
+        """
         deadline, pending = time.monotonic() + limit_s, PendingQuestion()
 
         def failed() -> str | None:
@@ -108,12 +110,13 @@ class Probe:
         like: int | None = None,
         share: bool = True,
     ) -> str:
-        """Return the most likely tokens after a prompt, as text.
+        """Return the ids of the most likely tokens after a prompt, separated by blanks.
 
-        first: number of the prompt
-        on_token: called with every token
-        like: number of the prompt whose beginning this one shares
-        share: whether the keys and values of that beginning may be reused
+        tokens: number of tokens to generate
+        first: number that determines the prompt
+        on_token: called for every token
+        like: number of another prompt, whose first SHARED_TOKENS tokens replace those of this one
+        share: whether keys and values of these tokens may be reused
         """
         prompt = self._tokens(PROMPT_TOKENS, first)
         if like is not None:

@@ -1,8 +1,8 @@
 """The test suite: whole runs with the candidate as its role's processes, among ordinary, slow, garbling, stopped or
 killed peers.
 
-Every answer must agree with those of the built-in implementations: to the bit in the same numerics, within stated
-tolerances in others. After that the candidate is compared, to the bit, with its own first answers.
+The candidate's first answers must agree with those of the built-in implementations: to the bit in the same numerics,
+within the tolerances of agreement.py in others. All later answers must have the bits of its first ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEXT_TOKENS = 24
 TEXTS = 3
 SOURCE, COPY = 1000, 2000  # numbers of prompts that share no beginning with those of other questions
 COPIED = "a text that begins with another's keys and values"
-IDLE_S, BEATS = 1.5, 3  # at least so many beats in this time; four are requested per second
+IDLE_S, BEATS = 1.5, 3  # at least BEATS beats within IDLE_S; four are requested per second
 STOPPED_S = 0.5
 DAMAGE_STRIDE_BYTES = 4096
 
@@ -46,7 +46,10 @@ class Failed(Exception):
 
 @frozen
 class Result:
-    """The result of one check. why: the reason of a failure; empty if it passed."""
+    """The result of one check.
+
+    why: the reason of a failure; empty if it passed
+    """
 
     name: str
     why: str
@@ -57,7 +60,7 @@ class Suite:
     """All checks of one role.
 
     use: the candidate, for all processes of the role; None tests the built-in implementation
-    patience_s: time limit of each answer
+    patience_s: time limit of each client's answers, in seconds
     """
 
     def __init__(self, package: Package, plan: Plan, role: str, use: Implementation | None, patience_s: float) -> None:
@@ -117,7 +120,7 @@ class Suite:
         checks: Callable[[Probe, Path], Iterator[str]],
         package: Package | None = None,
     ) -> None:
-        """Do the checks of one run; each ends when `checks` yields its name. The first failure ends them."""
+        """Do the checks of one run. `checks` yields the names of those that passed; the first failure ends the run."""
         self._began = time.monotonic()
         witness = Use("coordinator", None, _peer("Witness"))
         try:
@@ -330,8 +333,8 @@ class Suite:
         lines = self._messages(record)
         drain_sent = {line["peer"] for line in lines if line.get("sent") == "Drain"}
         drained = {line["peer"] for line in lines if line.get("received") == "Drained"}
-        if silent := drain_sent - drained:
-            raise Failed(f"{min(silent)} got Drain, and ended without Drained")
+        if undrained := drain_sent - drained:
+            raise Failed(f"{min(undrained)} got Drain, and ended without Drained")
         if not drain_sent:
             raise Failed("the run ended without Drain")
 

@@ -1,12 +1,12 @@
-"""The trial run of an implementation before it replaces another: a small run of the same package beside the live one.
+"""The trial run of an implementation before it replaces another: a small run of the same package, next to the live run.
 
 It shares only the sealed fixed tensors with the live run, so that no failure can reach the live run. The current
 implementations answer first. Then the processes are replaced as they will be in the live run, and the same questions
 are asked again: the answers must agree (agreement.py), to the bit if the numerics are the same.
 
-One procedure serves all roles: a live run can have only one loader, and a read window, a ring and a routing id have one
-owner. The price is that the tested process is not the one that does the work later, and some memory beside the run's
-limit for a second.
+A candidate cannot be tested within the live run: that has only one loader, and a read window, a request ring and a
+routing id have one owner. The disadvantages are that the tested process is not the one that does the work later, and
+that the trial takes memory beyond the run's limit while it lasts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ FOLDER = "trial"
 
 @frozen
 class Candidate:
-    """An implementation, and the processes that it shall replace. use: None starts the same implementations anew."""
+    """An implementation, and the processes that it is to replace.
+
+    processes: their names, e.g. decode.0
+    use: the implementation as typed; None starts the current ones anew
+    folder: where its modules and programs are looked up
+    patience_s: time limit of each phase of the replacement, in seconds
+    """
 
     processes: tuple[str, ...]
     use: str | None
@@ -48,7 +54,6 @@ class Candidate:
     patience_s: float
 
     def request(self) -> dict[str, Any]:
-        """Return the request to the supervisor."""
         return {
             "ask": "swap",
             "processes": list(self.processes),
@@ -85,7 +90,6 @@ def small_plan(package: Package, plan: Plan) -> Plan:
 
 
 def _accelerator(plan: Plan) -> Accelerator | None:
-    """Return the plan's accelerator, with the memory that the plan gives it."""
     if not plan.compute.held_blocks:
         return None
     accelerator_bytes = plan.memory.accelerator_bytes
@@ -106,7 +110,7 @@ def run_trial(
     candidate: Candidate,
     progress: Callable[[int, int], None],
 ) -> Agreement | None:
-    """Run the trial; return the distance of the candidate's answers if it computes in other numerics.
+    """Run the trial; return the distance of the candidate's answers in other numerics, None if all bits are equal.
 
     progress: called with the computed tokens and their total
 

@@ -1,7 +1,7 @@
 """Checks of this machine, with advice.
 
 Each check answers one question that a run depends on. "fail": no run can start; "warn": runs are slower or lack
-something. A check that raises is a finding as well.
+something. A check that raises UserError, OSError or ImportError is a finding as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 @frozen(kw_only=True)
 class Check:
-    """One finding. advice: what to do next; empty if all is well."""
+    """One finding.
+
+    advice: what to do next; empty if all is well
+    """
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -266,7 +269,6 @@ def _when(taken_at: float, busy: float) -> str:
 
 
 def _checked_figures(name: str, summary: str, measured: FlashCurve | DeviceProfile) -> Check:
-    """Warn if other programs have disturbed the measurement."""
     from neuronpipe.plans.measure.cached_profile import doubt
 
     if (reason := doubt(measured)) is None:

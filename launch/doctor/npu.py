@@ -94,7 +94,10 @@ def _runtime(chip: Chip, android: Callable[[str], str], version: Callable[[Chip]
 
 
 def _contexts(directory: Path, chip: Chip, qnn: str | None) -> Check:
-    """Check the package's contexts. qnn: version to compare with; None, if the runtime does not load, trusts theirs."""
+    """Check the package's contexts.
+
+    qnn: version to compare with; None, if the runtime does not load, trusts theirs
+    """
     advice = f"`neuronpipe compile {directory} --soc {chip.soc}`, on any x86-64 machine with neuronpipe[npu]"
     if not (directory / MANIFEST).is_file():
         summary = f"not checked: {directory} is not a package"

@@ -31,8 +31,8 @@ def generate(
     """Stream the answer to a person, or print it as one JSON object.
 
     extra_fields: further fields of the JSON object
-    run_stays: whether the run goes on after the request; then a line on stderr says that memory was still warming up,
-        even if that took no noticeable time
+    run_stays: whether the run goes on after the request. A line on stderr then says that memory was still warming up,
+        however short the request was; otherwise only after SILENT_S
 
     Raises Declined if the run refuses the request, UserError if the run ends.
     """
@@ -74,13 +74,12 @@ class _Answer:
         self._has_open_line = False
 
     def add(self, token: Token) -> None:
-        """Show one more token, or keep it for the JSON object."""
+        """Show one more token, or collect it for the JSON object."""
         self._tokens.append(token)
         if not self._as_json:
             self._show(token.text)
 
     def finish(self, finished: Finished) -> None:
-        """Print the JSON object, or the summary line."""
         if self._as_json:
             print(json.dumps({**to_json(finished, self._tokens), **self._extra_fields}))
             return
@@ -144,9 +143,10 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
 
 
 def _accelerator_shares(finished: Finished) -> dict[str, float]:
-    """Return the accelerator's share of the rows of decode steps, if it computed any.
+    """Return the accelerator's shares of the rows of decode steps, without those that are 0.
 
-    accelerator_share is of feed-forward rows, accelerator_matrix_share of the rows of attention and output matrices.
+    accelerator_share: of feed-forward rows
+    accelerator_matrix_share: of rows of attention and output matrices
     """
     rows = {name: finished.decode.get(f"{name}_rows", 0.0) for name in ("gate", "up", "down", "matrix")}
     offloaded = {name: finished.decode.get(f"held_{name}", 0.0) for name in ("rows", "matrix_rows")}

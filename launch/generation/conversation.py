@@ -1,7 +1,7 @@
 """A conversation, and the prompt that it makes for a package's model.
 
-With a chat template, the template writes the prompt. It is a stranger's program and runs in a helper process with
-limits. Without one, the package holds a base model, which knows no roles: the prompt is the conversation's own text.
+A package with a chat template: the template writes the prompt. It is an untrusted program, so it runs in a helper
+process with limits. A package without one holds a base model, which knows no roles: the prompt is the messages as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ NO_ROLES = "this is a base model: without a chat template there is no place for 
 
 
 class Prompt(NamedTuple):
-    """A prompt, and whether the tokenizer adds its begin and end tokens; chat templates write them themselves."""
+    """A prompt.
+
+    frame: whether the tokenizer adds its begin and end tokens, which chat templates write themselves
+    """
 
     text: str
     frame: bool
@@ -37,7 +40,6 @@ class Conversation:
 
     @property
     def model(self) -> str:
-        """The name of the model in the package."""
         return self._package.manifest.name
 
     @property
@@ -47,7 +49,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message of the conversation."""
+        """The system message; None without one."""
         return self._system
 
     def set_system(self, system: str) -> None:
@@ -63,7 +65,7 @@ class Conversation:
         return [{"role": role, "content": text} for role, text in (*system, *self.turns)]
 
     def prompt(self) -> Prompt:
-        """Return the prompt. Raises UserError if the template refuses the conversation, or fails."""
+        """Return the prompt. Raises UserError if it is too long, or the template fails or refuses the conversation."""
         prompt = Prompt(self._render(), frame=False) if self.has_roles else Prompt(self._concatenate(), frame=True)
         if len(prompt.text) > MAX_PROMPT_CHARACTERS:
             raise UserError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters: give a shorter one")
@@ -102,9 +104,9 @@ class Conversation:
 
 
 def with_chat_template(request: Generate, package: Package, system: str | None) -> Generate:
-    """Return the request with its prompt as the first message of a conversation.
+    """Return the request with its prompt as the first message of a conversation; unchanged without a chat template.
 
-    Without a chat template the request stays as it is. Raises UserError.
+    Raises UserError for a system message to a base model, and what `Conversation.prompt` raises.
     """
     conversation = Conversation(package, system)
     if not conversation.has_roles:

@@ -13,7 +13,9 @@ FOLDER = "notices"
 def first_time(notice: str, subject: str) -> bool:
     """Return True if this user was not shown the notice about this subject before, and record that it is shown.
 
-    Without a writable cache folder every time is the first. notice, subject: file names, such as an id.
+    Without a writable cache folder every time is the first.
+
+    notice, subject: file names, such as an id
     """
     if (folder := cache_folder()) is None:
         return True

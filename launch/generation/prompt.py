@@ -18,9 +18,9 @@ from neuronpipe.protocol.errors import UserError
 def checked_prompt(prompt: str | None, package: Path | None) -> str:
     """Return the prompt; None reads standard input.
 
-    package: the package that an error names in the command for a chat, if there is one
+    package: named in the advice of an error to use `chat`
 
-    Raises UserError for an empty or too long prompt, and if standard input is a terminal.
+    Raises UserError for an empty or too long prompt, and if standard input is a terminal or not UTF-8.
     """
     if prompt is None:
         prompt = _read_standard_input(package)

@@ -34,5 +34,5 @@ class AnswerOutput:
 
 
 def for_terminal(text: str) -> str:
-    """Replace control characters in text of a model: packages come from strangers, and a terminal would obey."""
+    """Replace control characters in text of a model, which must not control the user's terminal."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)

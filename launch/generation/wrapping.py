@@ -24,7 +24,10 @@ NOT_FIRST = frozenset("、。，．：；？！）］｝」』】》〉…ー々
 
 
 class SoftWrap:
-    """Word wrap of one answer. columns: returns the terminal's width; called at the beginning of each line."""
+    """Word wrap of one answer.
+
+    columns: returns the terminal's width; called at the beginning of each line
+    """
 
     def __init__(self, columns: Callable[[], int]) -> None:
         self._columns = columns

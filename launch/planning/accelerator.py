@@ -12,11 +12,12 @@ from neuronpipe.protocol.errors import UserError
 
 
 def named_accelerator(backend: str | None, memory_bytes: int | None, manifest: Manifest) -> Accelerator | None:
-    """Return the device of the backend that --backend names; None if it names none.
+    """Return the device of a backend; None without a backend.
 
+    backend: the value of --backend for the accelerator
     memory_bytes: the value of --gpu-memory
 
-    Raises UserError if there is no such device or it cannot compute this model.
+    Raises UserError if there is no such device, if it cannot compute this model, or for --gpu-memory without a backend.
     """
     if backend is None:
         if memory_bytes is not None:
@@ -37,7 +38,7 @@ def named_accelerator(backend: str | None, memory_bytes: int | None, manifest: M
 def measured_accelerator(
     profile: DeviceProfile | None, memory_bytes: int | None, manifest: Manifest
 ) -> tuple[Accelerator, str] | None:
-    """Return the device that a profile has measured, and its backend; None if it cannot compute this model.
+    """Return the device of a device profile, and its backend; None if there is none, or it cannot compute this model.
 
     Does not call the driver, which would take time and memory.
     """

@@ -14,7 +14,7 @@ from neuronpipe.protocol.errors import UserError
 
 
 def memory_warning(plan: Plan, device: Device, min_limit_bytes: int) -> str | None:
-    """Return a warning if the plan takes more memory than is available now.
+    """Return a warning if the plan takes more memory than is available now, unless its run follows what is available.
 
     min_limit_bytes: the smallest limit for which there is a plan
 

@@ -18,9 +18,9 @@ class PlanOptions:
 
     memory_bytes: the limit of the whole run; AUTO follows the memory that is available
     backends: pairs of role and backend, in the order typed; a later one of the same role wins
-    plan_file: an existing plan to use; then no other option may ask for anything
-    typed: the names of the options that were typed for this command, in the order of the help. An option from the
-        settings file is not among them: it gives way to a live run and to --plan. The exception is --plan itself.
+    plan_file: an existing plan to use; then no other option may be typed
+    typed: the options that were typed for this command, in the order of the help. Options from the settings file are
+        not among them, except --plan: they give way to a live run and to --plan
     """
 
     memory_bytes: int | None = None
@@ -46,15 +46,14 @@ class PlanOptions:
 
     @property
     def has_fixed_limit(self) -> bool:
-        """True if --memory names a number of bytes."""
         return self.memory_bytes not in (None, AUTO)
 
     def backend(self, role: str) -> str | None:
-        """Return the backend that was typed for a role."""
+        """Return the backend of a role; None if the options name none."""
         return dict(self.backends).get(role)
 
     def check_consistent(self) -> None:
-        """Raise UserError if one option decides what another one asks for."""
+        """Raise UserError if two options contradict each other."""
         if self.plan_file is not None and len(self.typed) > 1:
             raise UserError(
                 f"{self.typed[0]} and --plan {self.plan_file}: the plan decides that; leave one of the two out"

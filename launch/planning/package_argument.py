@@ -25,7 +25,7 @@ def add_package_argument(
 ) -> None:
     """Declare PACKAGE; without it, the value is the demo.
 
-    has_default: whether the help says so; a verb that refuses the demo asks for a package by itself
+    has_default: whether the help names this default; a verb that refuses the demo reports the missing word itself
     shapes: text about shapes, for verbs that accept the name of a shape as well
     more: text that ends the help
     type, action: as in `ArgumentParser.add_argument`
@@ -67,9 +67,9 @@ def open_package(path: Path, *, plain: bool = False) -> Package:
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise UserError if there is nothing at `path` and it reads like a package's name or a shape.
+    """Raise UserError if there is nothing at `path` and it reads like the name of a package, a file or a shape.
 
-    A word that contains a blank passes: the caller knows better what it may be.
+    A word that contains a blank is not refused, because it may be a prompt.
     """
     if os.path.exists(path):
         return

@@ -29,7 +29,10 @@ PLANNING = "planning"
 
 @frozen(kw_only=True)
 class PlanResult:
-    """A plan, and the search that it came from; None if a file was given."""
+    """A plan for a model.
+
+    search: the search that found it, and its result; None for the plan of a file
+    """
 
     manifest: Manifest
     plan: Plan
@@ -41,7 +44,7 @@ class PlanResult:
         return self.plan.memory.least_bytes if self.search is None else self.search[0].limits_bytes()[0]
 
     def with_reasons(self, *reasons: str) -> PlanResult:
-        """Return the same with further reasons before those of the plan."""
+        """Return the result with further reasons before those of the plan."""
         plan = dataclasses.replace(self.plan, reasons=(*reasons, *self.plan.reasons))
         return dataclasses.replace(self, plan=plan)
 
@@ -69,16 +72,18 @@ def plan_here(
     gateway: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> PlanResult:
-    """Probe this machine and make the plan for an open package. Raises UserError.
-
-    A warning that the plan takes more memory than is available now is printed to stderr when the plan is made, not
-    before: a refusal is one line.
+    """Probe this machine and make the plan for an open package.
 
     plain: show progress as lines on stderr, not as one line that changes
-    several: unless the options name a number of sequences, plan for as many as slow down a single one by at most a
-        tenth
-    gateway: the run has a gateway, whose memory counts
-    report: receives a line for each repeated measurement, at once; None: they are printed to stderr with the warning
+    several: plan for several sequences, as in `search_plan`; otherwise for one
+    gateway: the run has a gateway process, whose memory counts
+    report: called with a line for each repeated measurement, while the machine is probed; None: these lines are printed
+        to stderr after planning
+
+    A warning that the plan takes more memory than is available now is printed to stderr after planning. If planning
+    fails, none of these lines is printed.
+
+    Raises UserError if no plan fits the options, the plan file does not fit, or the machine has too little memory.
     """
     lines: list[str] = []
     with Elapsed(plain=plain) as elapsed:
@@ -103,7 +108,8 @@ def plan_here(
 def plan_for(subject: Subject, options: PlanOptions, *, several: bool, gateway: bool) -> PlanResult:
     """Make the plan for a described model and device, or check the plan file of the options against them.
 
-    Prints nothing and does not compare the plan with the memory that is available. Raises UserError.
+    Prints nothing, and does not compare the plan with the memory that is available. Raises UserError if no plan fits,
+    or if the plan file does not.
     """
     if options.plan_file is None:
         search, outcome, plan = search_plan(subject, options, several=several, gateway=gateway)

@@ -17,7 +17,11 @@ NPU = "onnx:qnn"
 
 @frozen
 class PromptBackend:
-    """A backend for prompts, None for the CPU; and the reason for the choice, empty if there is none to tell."""
+    """A backend for prompts.
+
+    backend: None for the CPU
+    reason: why it was chosen; empty if no neural processor was considered
+    """
 
     backend: str | None = None
     reason: str = ""
@@ -27,7 +31,7 @@ ON_CPU = PromptBackend()
 
 
 def local_npu() -> str | None:
-    """Return the name of this machine's chip if a runtime for its neural processor is installed."""
+    """Return the name of this machine's chip; None if no runtime for its neural processor is installed."""
     from neuronpipe.services.offload.npu.chips import find_chip
     from neuronpipe.services.offload.npu.providers import Provider, require_modules
 

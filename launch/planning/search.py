@@ -59,7 +59,8 @@ def search_plan(
 ) -> tuple[Search, SearchResult, Plan]:
     """Search for the best plan, and return the search, its result and the plan.
 
-    several: make room for further sequences, unless the options name their number or a speed: each takes memory
+    several: unless the options name a number of sequences or a speed, plan for as many sequences as slow down a single
+        one by at most a tenth
 
     Raises UserError if nothing fits the options.
     """
@@ -94,7 +95,10 @@ def search_plan(
 
 @frozen
 class _Outcome:
-    """The result of a search. reasons: why an accelerator is used or not, for the plan."""
+    """The result of a search.
+
+    reasons: why an accelerator is used or not, for the plan
+    """
 
     search: Search
     result: SearchResult
@@ -167,7 +171,6 @@ class _PlanSearch:
         return _Outcome(search, search.reaching(target_speed, limit_bytes))
 
     def _space(self, accelerator: Accelerator | None, backend: str | None) -> Space:
-        """Return the choices that the options leave open."""
         device, gateway, quota = self.subject.device, self.gateway, self.subject.device.cpu_quota
         cores = device.cores
         if self.options.cores is not None:

@@ -32,8 +32,7 @@ def model_required() -> str:
 def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, gateway: bool) -> PlanResult:
     """Make the plan for a shape on this machine; parameters as in `plan_here`.
 
-    Flash speed is that of the largest package, from cached measurements or from a short one; the plan's reasons say
-    so.
+    The speed of flash is that of the largest package, cached or measured briefly, as the plan's reasons state.
     """
     lines: list[str] = []
     measured, device = probe_without_package(report=lines.append)
@@ -54,7 +53,10 @@ def probe_without_package(report: Callable[[str], None]) -> tuple[Path, Device]:
 
 
 def flash_caveat(measured: Path, device: Device) -> str:
-    """Return where the speeds of a plan for a shape on this machine come from. measured: a package."""
+    """Return where the speeds of a plan for a shape on this machine come from.
+
+    measured: the package whose file was read to measure flash
+    """
     if device.flash is None:
         return "no package exists whose flash could be measured: the time of flash is not expected"
     name = "the demo model" if measured == DEMO else measured.name

@@ -70,7 +70,7 @@ class _Conversion(Protocol):
 
 
 def _announce(source: Path, work: Work, reason: str) -> None:
-    """Print what a package takes. Raises UserError if the disk has too little room for it."""
+    """Print the size and place of the package to make. Raises UserError if the disk has too little room for it."""
     package_size, free = show_bytes(work.choice.package_bytes), show_bytes(work.free_bytes)
     if work.missing_bytes:
         removal = f", `neuronpipe rm {work.name}` removes the outdated one," if work.replaces else ""
@@ -101,7 +101,10 @@ def choice_line(choice: Choice, alternative: str) -> str:
 
 
 def _report_conversion(source: Path, conversion: _Conversion, reason: str, *, plain: bool) -> Package:
-    """Make a package, and show on stderr what it takes and the progress. reason: why it is made again."""
+    """Make a package, and show on stderr what it takes and the progress.
+
+    reason: why it is made again
+    """
     with Elapsed(plain=plain) as elapsed, Progress("converting", "bytes", plain=plain, steady=True) as progress:
 
         def begin(work: Work) -> None:

@@ -1,2 +1,2 @@
-"""Profiles of a device, as text (text_report.py) and as curves (picture.py); of a package, recorded by a run
-(activity.py) or measured for neural processors (npu.py)."""
+"""The work of `profile device` (steps.py, accelerator.py, text_report.py, picture.py) and of `profile` with --activity
+(activity.py) and --npu (npu.py)."""

@@ -1,4 +1,4 @@
-"""Measurement of the accelerator of a device profile: the requested one, else the first one available."""
+"""Measurement of an accelerator for a device profile: the requested one, else the first one available."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ BACKEND = "opencl"
 def accelerator_options(backend: str | None) -> str | None:
     """Return the backend's options that select the device; None if there is none to measure.
 
-    backend: the requested one; None: any device except the processor itself, which a driver may also offer. Raises
-    UserError if the requested one is not available.
+    backend: the requested one; None: the first device, unless it is the processor itself, which a driver may offer too
+
+    Raises UserError if the requested one is not available.
     """
     name, _, options = (backend or BACKEND).partition(":")
     if name != BACKEND:
@@ -35,7 +36,7 @@ def accelerator_options(backend: str | None) -> str | None:
 
 
 def accelerator_count(options: str | None) -> int:
-    """Return the number of its figures."""
+    """Return the number of measurements of the device that these options select; 0 for None."""
     if options is None:
         return 0
     from neuronpipe.services.offload.gpu.gpu_measurement import POINTS
@@ -44,9 +45,11 @@ def accelerator_count(options: str | None) -> int:
 
 
 def with_accelerator(profile: DeviceProfile, options: str | None, progress: Callable[[], None]) -> DeviceProfile:
-    """Return the profile with the measurements of the device that these options select.
+    """Return the profile with the measurements of the device that these options select; unchanged for None.
 
-    progress is called `accelerator_count(options)` times. Raises UserError if the driver fails.
+    progress: called `accelerator_count(options)` times
+
+    Raises UserError if the driver fails.
     """
     if options is None:
         return profile

@@ -1,7 +1,7 @@
 """`neuronpipe profile --activity`, `--import-activity` and `--reorder`: access frequencies of neurons on a text.
 
-A run of the package is recorded: decode workers expose what each neuron did, and the run waits while this process reads
-it, as for a reader of logits (services/worker/recording.py). plans/activity makes a profile from the recording.
+A run of the package is recorded: after each token, decode workers expose what each neuron did, and the run waits until
+this process has read it (services/worker/recording.py). plans/activity makes a profile from the recording.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ MIN_TOKENS, MAX_TOKENS = 64, 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `profile` for activity."""
     group = parser.add_argument_group("activity", "how often neurons are wanted, instead of a predictor")
     group.add_argument(
         "--activity",
@@ -75,8 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class ActivityOptions:
     """The options of `profile` for activity.
 
-    measure: measure activity on the text in a run, with the options after it
-    imported: folder of PowerInfer's counts
+    measure: whether to measure activity in a run, with `text`, `tokens`, `mode` and `memory_bytes`
+    imported: folder of PowerInfer's counts, to store them
+    import_tokens: number of tokens on which these were counted
+    reorder: whether to store the package hot-first, at last
     """
 
     measure: bool
@@ -95,7 +96,7 @@ class ActivityOptions:
         return bool(self.measure or self.imported or self.reorder or self.import_tokens)
 
     def refuse_unrelated(self, changed: Set[str]) -> None:
-        """Raise UserError for arguments that are meaningless here.
+        """Raise UserError for arguments that have no effect or contradict each other.
 
         changed: names of the arguments with values other than their defaults
         """
@@ -160,7 +161,6 @@ def _measured(options: ActivityOptions, package: Package) -> Package:
 
 
 def _windows(text: Path | None, tokens: int | None, package: Package) -> tuple[str, Windows]:
-    """Return the name of the text, and its context windows."""
     from neuronpipe.plans.predictor import calibration_texts as texts
 
     tokens = DEFAULT_TOKENS if tokens is None else tokens
@@ -207,9 +207,9 @@ def record(
     folder: RecordingFolder,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Score the missing context windows, token by token on the decode path, and add what they accessed.
+    """Score the windows that `folder` lacks, token by token by the decode workers, and add their activity to `folder`.
 
-    progress: receives (done, all) tokens
+    progress: called with the number of scored tokens and of all tokens
     """
     from neuronpipe.launch.client import Client
     from neuronpipe.launch.planning.implementations import implementations

@@ -1,6 +1,6 @@
-"""`neuronpipe profile --npu`: loss of prompts on a neural processor, by how activations are scaled to integers.
+"""`neuronpipe profile --npu`: measure how much prompts lose on a neural processor, whose activations are integers.
 
-Two scalings are measured on held-out text, and the better one is stored in the package for its runs and `compile`.
+Two ways of scaling activations are measured on held-out text. The package stores the better one for runs and `compile`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ SCALING_NAMES = {"token": "a scale of each token's own", "static": "ranges of ca
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `profile` for neural processors."""
     group = parser.add_argument_group("neural processor", "what it loses, instead of a predictor")
     group.add_argument(
         "--npu",
@@ -37,14 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_unrelated(changed: Set[str]) -> None:
-    """Raise UserError for arguments that are meaningless here. changed: those with values other than their defaults."""
+    """Raise UserError for arguments that have no effect with --npu.
+
+    changed: names of the arguments with values other than their defaults
+    """
     if "npu" not in changed:
         raise UserError("--scaling: says something about --npu; give that too")
     refuse_combination("--npu", changed, {"package", "npu", "scaling", "text", "tokens", "json"})
 
 
 def main(package: Package, *, text: Path | None, tokens: int | None, scaling: Scaling | None, as_json: bool) -> int:
-    """Measure, store the profile and print it. scaling: the one to store; None stores the better one."""
+    """Measure, store the profile and print it.
+
+    scaling: the one to store; None stores the better one
+    """
     _require_supported(package)
     from neuronpipe.services.offload.npu.accuracy_measurement import keep, measure
     from neuronpipe.services.offload.npu.providers import Provider
@@ -78,7 +83,6 @@ def _require_supported(package: Package) -> None:
 
 
 def render(npu: dict[str, Any]) -> str:
-    """Return the profile as readable text."""
     lines = [f"{'activations with':<28} {'perplexity':>11} {'change':>9} {'likeliest':>10} {'again':>8} {'error':>14}"]
     for loss in npu["losses"]:
         change, errors = loss["perplexity"] / npu["exact_perplexity"] - 1, loss["error_by_layer"]

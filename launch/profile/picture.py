@@ -23,7 +23,7 @@ from neuronpipe.protocol.frozen import frozen
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
 COLUMNS, PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 3, 440, 330, 24, 66
 FOUR_ROUND_PARTS = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-HIGH_SPREAD = 0.25  # longer bars are cut
+HIGH_SPREAD = 0.25  # bars of a larger spread are cut
 LEFT, TOP, BOTTOM = 56, 50, 84  # within a panel: for the axis, the title, the labels and the legend
 
 
@@ -39,13 +39,16 @@ class Line:
 class Panel:
     """Curves over one axis.
 
-    about: description of the axes; labels: positions where the axis is marked; log: logarithmic axis; highest: top of
-    the vertical axis, for panels that are compared; 0: as high as the curves.
+    about: description of the axes
+    scale: divides figures, to show them in the unit of the axis
+    labels: marked positions of the horizontal axis
+    log: whether the horizontal axis is logarithmic
+    highest: top of the vertical axis, for panels that are compared; 0: the highest figure
     """
 
     title: str
     about: str
-    scale: float  # of a figure to its unit
+    scale: float
     lines: tuple[Line, ...]
     labels: tuple[tuple[float, str], ...]
     log: bool
@@ -59,7 +62,6 @@ def write_picture(file: Path, profile: DeviceProfile) -> None:
 
 
 def draw(profile: DeviceProfile) -> str:
-    """Return the SVG as text."""
     panels = [*_memory(profile), *_decode(profile), *_prefill(profile), *_accelerator(profile)]
     if profile.flash is not None:
         panels += _flash(profile.flash)

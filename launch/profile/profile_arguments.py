@@ -21,10 +21,11 @@ DEFAULT_VALUES = 1 << 25  # gate values of one layer in memory: 128 MiB, several
 def refuse_combination(
     variant: str, changed: Set[str], accepted: Set[str], reason: str = "have nothing to do with each other"
 ) -> None:
-    """Raise UserError for an argument that is meaningless together with another.
+    """Raise UserError for an argument that has no effect with a variant of `profile`.
 
-    variant: the requested variant, as in `--npu`. changed: the arguments with values other than their defaults.
-    accepted: those that the variant accepts.
+    variant: the variant as typed, e.g. `--npu`
+    changed: names of the arguments with values other than their defaults
+    accepted: those that the variant accepts
     """
     if refused := changed - accepted:
         name = min(refused).replace("imported", "import").replace("_", "-")
@@ -32,20 +33,25 @@ def refuse_combination(
 
 
 def is_demo(package: Package) -> bool:
-    """Return True if this package's own text is the demo's corpus."""
+    """Return True if the package is of the demo's model, whose own text is the demo's corpus."""
     return bool(package.manifest.name == Package.open(DEMO).manifest.name)
 
 
 def text_name(package: Package, file: Path | None) -> str:
-    """Return the name under which a package records the text that it was measured on. file: the value of `--text`."""
+    """Return the name under which a package records the text that it was measured on.
+
+    file: the value of `--text`
+    """
     name = "the demo's corpus" if is_demo(package) else "the package's own workload"
     return name if file is None else safe_name(file.name)
 
 
 def read_calibration_texts(package: Package, file: Path | None, tokens: int | None) -> Texts:
-    """Return calibration and held-out texts of a file, or the package's own. Raises UserError.
+    """Return the calibration and held-out texts of a file, or the package's own.
 
     file, tokens: the values of `--text` and `--tokens`
+
+    Raises UserError if there are too few tokens, or no text.
     """
     from neuronpipe.plans.predictor import calibration_texts as texts
 

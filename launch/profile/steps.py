@@ -1,13 +1,11 @@
-"""Decode steps of a run, measured for a device profile beside the kernels alone.
+"""Decode steps of a run, measured for a device profile, which otherwise has the kernels alone.
 
-A small synthetic package, larger than most caches, runs with all weights resident. The workers' step time relative to
-the kernels' own speeds contains everything between kernels, barriers, and what the run's other processes take from the
-workers' cores. The remaining time of a token lies between steps.
+All figures come from runs of a small synthetic package, which is larger than most caches:
 
-The same package with a few missing value rows in exact mode gives the delay of a read in a run: a gate that fires late
-in a layer names a read that all workers wait for. With more missing rows in predicted mode it gives the processor time
-of a read relative to the loader alone. If an accelerator was measured, the package runs with all neurons offloaded, in
-both modes: the layer's time beyond kernels, copies and calls.
+all weights resident             step time, to compare with that of the kernels; time between steps
+few rows missing, exact mode     delay of a read, which all workers wait for if a gate fires late in a layer
+more missing, predicted mode     processor time of a read, relative to a loader without a run
+all neurons offloaded            if an accelerator was measured: time of a layer beyond kernels, copies and calls
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ TOKENS = 48
 REPETITIONS = 3
 CONTEXT_TOKENS = 256
 READS_TOKENS: dict[StepMode, int] = {"exact": TOKENS, "predicted": 128}
-"""Tokens per repetition for reads. A sequence's first tokens miss most, in bursts that later tokens do not have."""
+"""Tokens per repetition for figures of reads. The first ones miss most, in bursts that later tokens do not have."""
 RESIDENT: dict[StepMode, float] = {"exact": 0.85, "predicted": 0.6}
-"""Resident share of the feed-forward for reads: exact misses a few value rows, predicted neurons of every layer."""
+"""Resident share of the feed-forward for figures of reads."""
 MIN_US = 0.1  # replaces differences at or below zero, since a profile's figures are above zero
 MODES: tuple[StepMode, ...] = ("exact", "predicted")
 LOADING = ("loader", "cache")  # roles that use processor time for reads
@@ -61,8 +59,10 @@ NEEDED_BYTES = 1 << 30  # available memory; the run uses half of it
 def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> DeviceProfile:
     """Return the profile with steps, read delays and the accelerator's overhead in runs.
 
-    Steps are in both modes with all decode workers, and in exact mode with one. Unchanged if memory is short or its
-    speed is not in the profile. progress is called at most `steps_count(device, ...)` times.
+    Steps are measured in both modes with all decode workers, and in exact mode with one. The profile is unchanged if
+    memory is short, or if the profile has no speed of the memory.
+
+    progress: called at most `steps_count(device, ...)` times
     """
     memory_speed = profile.memory_speed()
     if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
@@ -85,8 +85,10 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
 
 
 def kernels_alone(profile: DeviceProfile, cases: Sequence[tuple[StepMode, int]]) -> DeviceProfile:
-    """Return the profile as if a step took no longer than its kernels, so that nothing is assumed about the measured
-    value."""
+    """Return the profile with steps that take no longer than their kernels.
+
+    The plan of a measurement must not depend on the figures that it measures.
+    """
     same = Figure(median=1.0, spread=0.0)
     steps = (
         StepPoint(mode=mode, workers=workers, kernels_us=same, step_us=same, between_us=same) for mode, workers in cases
@@ -95,7 +97,10 @@ def kernels_alone(profile: DeviceProfile, cases: Sequence[tuple[StepMode, int]])
 
 
 def steps_count(device: Device, *, accelerator: bool = False) -> int:
-    """Return the maximum number of measurements. accelerator: whether the profile has one."""
+    """Return the maximum number of measurements.
+
+    accelerator: whether the profile has one
+    """
     cases = _cases(len(decode_cores(device)))
     runs = len(cases) + sum(mode == "exact" for mode, _ in cases) + 1 + (len(MODES) if accelerator else 0)
     return 1 + runs * (1 + REPETITIONS)
@@ -173,7 +178,7 @@ def _measured(
 def _with_reads(
     profile: DeviceProfile, package: Package, device: Device, progress: Callable[[], None]
 ) -> DeviceProfile:
-    """Add read factors and delays. Factors come first, since reads named one by one wait for a busy loader."""
+    """Add read factors, then delays, which are what the factors do not explain."""
     workers = profile.decode_workers
     together = _reading(package, device, "predicted", workers, progress)
     profile = dataclasses.replace(profile, read_factors=together.factors(profile))
@@ -186,7 +191,11 @@ def _with_reads(
 
 @frozen
 class _Reading:
-    """Repetitions of a number of tokens with flash reads. loading_s: processor time of reading, of each row."""
+    """Repetitions of a number of tokens with flash reads.
+
+    rows: of the repetitions, as `Bench.row` returns them
+    loading_s: processor time of loader and cache in each repetition
+    """
 
     package: Package
     plan_document: Plan
@@ -200,11 +209,11 @@ class _Reading:
 
     @property
     def is_enough(self) -> bool:
-        """Return True if most layers read something."""
+        """True if each repetition had at least one read per layer and token, on average."""
         return all(float(row["flash_reads_per_token"]) >= LAYERS for row in self.rows)
 
     def factors(self, profile: DeviceProfile) -> tuple[ReadFactor, ...]:
-        """Return the processor time of a read relative to the loader alone."""
+        """Return the processor time of a read, relative to a loader without a run; empty if there are too few reads."""
         if not self.is_enough:
             return ()
         ratios = []
@@ -215,7 +224,7 @@ class _Reading:
         return (ReadFactor(workers=self.workers, factor=Figure.of(ratios)),)
 
     def delays(self, device: Device) -> tuple[ReadDelay, ...]:
-        """Return the part of a layer's wait that the known costs of its reads do not explain."""
+        """Return the part of a layer's wait that the costs of its reads do not explain; empty if there are too few."""
         if not self.is_enough:
             return ()
         plan_document, manifest = self.plan_document, self.package.manifest
@@ -275,7 +284,6 @@ def _repetitions(
 
 
 def _loading_s(client: Client) -> float:
-    """Return the processor time of the processes that read."""
     pids = [process.pid for process in client.status().processes if process.role in LOADING and process.pid]
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
@@ -286,7 +294,6 @@ def _kernels_us(package: Package, plan_document: Plan, device: Device) -> float:
 
 
 def _known_ms(*times_ms: float | None) -> float:
-    """Return the sum of times that were measured for certain."""
     known_ms = [time_ms for time_ms in times_ms if time_ms is not None]
     assert len(known_ms) == len(times_ms)
     return sum(known_ms)

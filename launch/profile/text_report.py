@@ -17,7 +17,6 @@ UNSTEADY = 0.15  # figures with a larger spread are marked
 
 
 def render(profile: DeviceProfile) -> str:
-    """Return every group of figures on one page, with typical values if there are many."""
     lines = _head(profile)
     lines += _memory(profile)
     lines += _decode(profile)

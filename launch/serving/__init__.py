@@ -1,1 +1,1 @@
-"""Serving over HTTP: runs that are started again, and several packages."""
+"""Serving over HTTP: restarts of runs, and several packages."""

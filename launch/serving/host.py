@@ -44,7 +44,11 @@ GATEWAY: ProcessKey = ("gateway", 0)
 
 
 class Host:
-    """The gateway and the runs of several packages. notify: called with a line when a run starts or ends."""
+    """The gateway and the runs of several packages.
+
+    offers: the packages, by the names of their models
+    notify: called with a line when a run starts or ends
+    """
 
     def __init__(
         self, offers: Mapping[str, Offer], hosted: HostedPackages, listener: Listener, notify: Callable[[str], None]
@@ -60,7 +64,7 @@ class Host:
     def serve(self, serving: Callable[[], None]) -> None:
         """Serve until a signal, which is raised again at the end.
 
-        serving: called when the first requests are taken
+        serving: called once, when requests are first accepted
 
         Raises UserError if the gateway dies again and again.
         """
@@ -97,7 +101,6 @@ class Host:
             os.close(self._wake_write)
 
     def _look(self, serving: Callable[[], None]) -> None:
-        """Wait for an event, and handle it."""
         assert self._link is not None
         reports = {offer.live.report: name for name, offer in self._offers.items() if offer.live is not None}
         link = self._link.fileno()
@@ -135,7 +138,6 @@ class Host:
                 self._tell({"started": name, "directory": str(offer.live.directory.path)})
 
     def _be_gateway(self, command: int, link: socket.socket) -> None:
-        """Run the gateway in the child process; never returns."""
         code = 1
         try:
             os.setsid()  # Ctrl-C is for the command
@@ -223,7 +225,7 @@ class Host:
     def _start(self, name: str) -> None:
         offer = self._offers[name]
         if offer.live is not None:
-            return  # a new gateway is told so, and had not read it yet
+            return  # a new gateway requests a run before it reads that the run is live
         again_in_s = offer.refused_until - time.monotonic()
         if again_in_s > 0:
             self._tell({"ended": name, "why": offer.reason, "again_in_s": again_in_s})
@@ -242,12 +244,11 @@ class Host:
         """Begin to end a run. It takes a while, in which other runs may be started."""
         offer = self._offers[name]
         if offer.live is None:
-            return  # it has ended by itself, and the gateway is told so
+            return  # it has ended by itself, which the gateway has not read yet
         offer.is_ending = True
         offer.live.begin_to_stop()
 
     def _run_ended(self, name: str) -> None:
-        """Handle the end of a run, requested or not."""
         offer = self._offers[name]
         assert offer.live is not None
         reason, was_requested = offer.live.failed() or "the run has ended", offer.is_ending
@@ -259,12 +260,14 @@ class Host:
         self._tell({"ended": name, "why": "it was ended", "again_in_s": 0.0})
 
     def _close(self, offer: Offer) -> None:
-        """Wait until nothing is left of the offer's run."""
         offer.live, offer.is_ending = None, False
         offer.contexts.close()
 
     def _refuse(self, name: str, reason: str, duration_s: float) -> None:
-        """Refuse requests for a while after a run has ended by itself. duration_s: how long the run was live."""
+        """Refuse requests for a while after a run has ended by itself.
+
+        duration_s: how long the run was live
+        """
         offer = self._offers[name]
         wait_s = offer.backoff.after(duration_s)
         offer.refused_until, offer.reason = time.monotonic() + wait_s, reason

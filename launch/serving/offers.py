@@ -28,7 +28,10 @@ from neuronpipe.services.runtime.implementations import Implementations
 class Offer:
     """A package, its plan, and the state of its run.
 
+    live: the run; None while there is none
     is_ending: the run was told to end; its processes may still exist
+    contexts: closing them waits for the end of the run
+    began: when the run started (monotonic clock, seconds)
     refused_until: after runs that ended by themselves, when the next one may start (monotonic clock, seconds)
     reason: why the last run ended
     """
@@ -55,8 +58,12 @@ def make_offers(
 ) -> dict[str, Offer]:
     """Return the packages by the names of their models, each with its plan.
 
-    Each plan may take all of the limit but the gateway's part. plain, report: as in `plan_here`
-    Raises UserError, which names the package if there are several.
+    With a --memory of a number of bytes, each plan may use all of it except the gateway's part.
+
+    uses: values of --use
+    plain, report: as in `plan_here`
+
+    Raises UserError, which names the package.
     """
     offers: dict[str, Offer] = {}
     packages = _open_packages(paths, options, plain=plain)
@@ -106,9 +113,11 @@ def _errors_of(path: Path, options: PlanOptions, reserved_bytes: int = 0) -> Ite
 
 
 def total_limit_bytes(options: PlanOptions, path: Path) -> int:
-    """Return the limit of the gateway and all runs together: --memory, or what is available now.
+    """Return the limit of the gateway and all runs together.
 
-    path: a package, on whose folder this machine is probed
+    It is the number of --memory, a share of all memory for `--memory auto`, else the memory that is available now.
+
+    path: a package, whose file system is probed with this machine
     """
     if options.memory_bytes is not None and options.has_fixed_limit:
         return options.memory_bytes
@@ -119,7 +128,7 @@ def total_limit_bytes(options: PlanOptions, path: Path) -> int:
 def shared_limit_bytes(options: PlanOptions, total_bytes: int, offers: Iterable[Offer]) -> int:
     """Return the limit of all runs together, within the total.
 
-    A run that follows the available memory leaves room for the gateway by itself.
+    With `--memory auto` that is the total, because such runs shrink by themselves when the gateway needs memory.
     """
     if options.follows_available_memory:
         return total_bytes

@@ -1,8 +1,8 @@
 """The time between two runs of `serve`: how long it waits, and what clients get meanwhile.
 
-A run ends when one of its processes dies more often than the supervisor starts it again. After many kills at once, by
-the system for lack of memory for instance, the next run may serve as if nothing had happened. After a defect, starting
-again at once would only load the machine. So each wait is twice the one before, until a run has lasted.
+A run ends when one of its processes exceeds its restart budget. If the cause was temporary, for instance lack of
+memory, the next run may serve well. If it was a defect, starting again at once would only load the machine. So each
+wait is twice the previous one, up to MAX_WAIT_S; a run that lasts STEADY_S resets it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from neuronpipe.services.gateway.http.api_errors import ApiError
 from neuronpipe.services.runtime.listener import Listener
 
 MIN_WAIT_S, MAX_WAIT_S = 1.0, 60.0
-STEADY_S = 300.0  # a run that lasted so long resets the wait
+STEADY_S = 300.0
 CLIENT_S = 1.0  # to read a request: other clients wait behind it
 MAX_BODY_BYTES = 64 << 10  # read before the answer: closing a connection with unread bytes would lose it
 
 
 class Backoff:
-    """The wait before the next run; without side effects."""
+    """The wait before the next run.
+
+    runs_ended: number of runs that have ended so far
+    """
 
     def __init__(self) -> None:
         self.runs_ended = 0

@@ -76,7 +76,6 @@ def answer(client: socket.socket, content: dict[str, Any]) -> None:
 
 
 def _wait(control: socket.socket, timeout_s: float) -> None:
-    """Wait until there is an answer, or until the time limit."""
     deadline = time.monotonic() + timeout_s
     while not select.select([control], [], [], TICK_S)[0] and time.monotonic() < deadline:
         refresh()
@@ -85,7 +84,7 @@ def _wait(control: socket.socket, timeout_s: float) -> None:
 def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Send a request to the supervisor of a run, and return its answer.
 
-    Raises UserError with the reason if the supervisor refuses, NotRunning if the run has ended.
+    Raises UserError if the supervisor refuses or does not answer in time, NotRunning if the run has ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.settimeout(timeout_s)

@@ -37,10 +37,10 @@ class ProcessLogs:
             self._starts[spec] = 0
 
     def redirect_streams(self, spec: ProcessSpec, inherited: set[int]) -> None:
-        """In the child: read from nowhere and write to the log, if there is room for one.
+        """In the child: redirect stdin from /dev/null, and stdout and stderr to the log, or /dev/null without one.
 
-        Closes the parent's descriptors, except segments and `inherited`: the client's pipes and terminals stay with the
-        client.
+        Closes the parent's other descriptors, except segments and `inherited`, so that pipes and terminals stay with
+        the client.
         """
         null = os.open(os.devnull, os.O_RDWR)
         try:
@@ -69,7 +69,6 @@ class ProcessLogs:
         return message or None
 
     def note(self, spec: ProcessSpec, line: str) -> None:
-        """Append a line to the log of a process."""
         with contextlib.suppress(OSError), self._log(spec).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -90,7 +89,7 @@ class ProcessLogs:
         return f"; its log is {copy}"
 
     def last_words(self, spec: ProcessSpec) -> str:
-        """Return the last line that the current incarnation wrote."""
+        """Return the last line that the current incarnation wrote; SILENT if there is none."""
         return last_line(self._log(spec), self._starts[spec])
 
     def _log(self, spec: ProcessSpec) -> Path:
@@ -109,7 +108,7 @@ def close_descriptors(unwanted: Callable[[int, str], bool]) -> None:
 
 
 def last_line(log: Path, start: int = 0) -> str:
-    """Return the last line of a log, from the byte `start` on."""
+    """Return the last line of a log, from the byte `start` on; SILENT if there is none."""
     try:
         with log.open("rb") as stream:
             stream.seek(start)

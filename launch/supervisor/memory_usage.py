@@ -24,6 +24,7 @@ def _without_segments(sizes: Sequence[ProcessMemory], segments_bytes: int) -> in
 
     Processes are scanned one after the other. A segment's page that another process begins to use in between would
     count one and a half times, so the shared part of each process is subtracted.
+
     segments_bytes: the size of the segments' pages, in place of shared parts that are not known
     """
     shared_sizes = [size.shared_bytes for size in sizes if size.shared_bytes is not None]
@@ -55,7 +56,10 @@ class MemoryUsage:
         return time.monotonic() - self._began < EARLY_S
 
     def sample(self, pids: Sequence[int], *, scans: bool = True) -> None:
-        """Measure. scans: also private memory, which cannot grow while the processes sleep."""
+        """Measure the memory of these processes and of the segments.
+
+        scans: whether private memory is measured as well, if a scan is due; it cannot grow while the processes sleep
+        """
         before = time.monotonic()
         early = self.is_early
         if scans and before >= self._scan_at:

@@ -80,7 +80,6 @@ class MemoryWatch:
         return changed
 
     def _is_used(self) -> bool:
-        """True while memory may grow."""
         warms_up = bool(self._flash[WARM_UP_LEFT])
         return warms_up or self._usage.is_early or time.monotonic() < self._used_until
 

@@ -22,7 +22,11 @@ UNKNOWN = "keeps the run waiting"
 
 
 class Overdue:
-    """Reads reports about overdue processes. lines: the board's line of each process; directory: the run's."""
+    """Reads reports about overdue processes.
+
+    lines: the board's line of each process
+    directory: the run directory
+    """
 
     def __init__(self, lines: Mapping[ProcessKey, int], memory: RunMemory, directory: Path) -> None:
         self._lines, self._directory = lines, directory
@@ -70,7 +74,6 @@ class Overdue:
                     times.clear()
 
     def _reasons(self) -> dict[str, str]:
-        """Return the coordinator's reasons, by the names of processes."""
         try:
             lines = (self._directory / OVERDUE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:

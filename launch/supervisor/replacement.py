@@ -28,8 +28,10 @@ MAX_PATIENCE_S = 600.0
 class Replacement:
     """One change of processes.
 
+    before, after: the old and the new implementation of each process
     client: the connection that waits for the answer
-    deadline: deadline of the current phase (monotonic clock)
+    patience_s: time limit of each phase
+    deadline: end of the current phase (monotonic clock, seconds)
     """
 
     phases: dict[ProcessKey, Literal["draining", "starting"]]

@@ -8,10 +8,10 @@ segments, so that no worker's death loses one. It opens no ZeroMQ context, whose
                               is started again
     it does not answer        it is killed (watchdog.py) and restarted; the same if the coordinator reports that it
                               keeps the run waiting. The third time, or if it never was ready, the run ends
-    its restart budget ends   the run ends with a message and status EXHAUSTED; only an accelerator is done without
+    its restart budget ends   the run ends with a message and status EXHAUSTED; without an accelerator it goes on
     it exits with status 2    a mistake of the user: the run ends with the message in the file `failure`
-    a request (control.py)    processes are replaced (replacement.py); if the new implementation dies again and again,
-                              the one before it comes back
+    a request (control.py)    processes are replaced (replacement.py); where the run would end because of the new
+                              implementation, the previous one is started again
     SIGTERM, SIGINT, SIGHUP,  the coordinator ends the other processes and then itself; what is left gets SIGTERM, then
     an "end" request          SIGKILL. The gateway ends last, because it answers clients until then
     SIGURG                    the run is in use: memory is measured for a while. Otherwise, unless memory is short, the
@@ -177,7 +177,6 @@ class Supervisor:
         return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * timeout_s))}
 
     def _nudge_coordinator(self) -> None:
-        """Wake the coordinator: the board has changed."""
         for pid, spec in self._processes.items():
             if spec.role == "coordinator":
                 with contextlib.suppress(ProcessLookupError):
@@ -255,7 +254,6 @@ class Supervisor:
                 self._undo_replacement(f"was not ready within {replacement.patience_s:.0f} s")
 
     def _undo_replacement(self, reason: str) -> None:
-        """Kill the new processes, and go back to the old implementations."""
         replacement, self._replacement = self._replacement, None
         assert replacement is not None
         self._implementations |= replacement.before
@@ -266,7 +264,10 @@ class Supervisor:
         answer(replacement.client, {"error": reason})
 
     def _watch(self, *, at_once: bool) -> None:
-        """Kill processes that do not answer. at_once: a signal has come, perhaps because a process was stopped."""
+        """Kill processes that do not answer.
+
+        at_once: a signal has come, perhaps because a process was stopped
+        """
         now = time.monotonic()
         if now < self._watchdog.due_at and not at_once:
             return
@@ -280,7 +281,6 @@ class Supervisor:
                 os.kill(overdue.pid, signal.SIGABRT if overdue.aborts else signal.SIGKILL)
 
     def _replace_overdue(self) -> None:
-        """Kill processes that keep the run waiting, as the coordinator reports."""
         self._pardon()
         replaced = self._replacement.phases.keys() if self._replacement is not None else set()
         for key, reason in self._overdue.take(self._incarnations, self._implementations, replaced).items():
@@ -313,7 +313,6 @@ class Supervisor:
         self._board[line] = pid
 
     def _become(self, spec: ProcessSpec, parent: int) -> None:
-        """Serve as the process, in the child; never return."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -401,7 +400,7 @@ class Supervisor:
     def _fall_back_or_fail(self, spec: ProcessSpec, reason: str) -> None:
         """Go back to the implementation before the replacement, or end the run.
 
-        An accelerator that was ready once is done without: the decode workers compute its blocks from then on.
+        The run goes on without an accelerator that was ready once: the decode workers compute its blocks.
         """
         key = (spec.role, spec.index)
         if key not in self._earlier:
@@ -424,7 +423,6 @@ class Supervisor:
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
-        """Drain, terminate, then kill the processes; then remove the run directory."""
         self._stopping = True
         if self._replacement is not None:
             answer(self._replacement.client, {"error": "the run is ending"})

@@ -1,7 +1,7 @@
 """The watchdog: finds processes that do not answer although they have not ended. Their parent kills and replaces them.
 
     a process that       is overdue after         how it is ended
-    a signal stopped     STOPPED_S                SIGKILL
+    a signal has stopped STOPPED_S                SIGKILL
     hangs at its work    HANG_S, or STEP_HANG_S   SIGABRT, which counts as a crash; then SIGKILL
 
 A process hangs if it works (services/runtime/pulse.py) without progress: its pulse does not change, and while a worker
@@ -10,8 +10,8 @@ is killed because the machine was suspended or is overloaded: for a process that
 processor time, for one that sleeps at most MAX_GAP_S between two looks. A process that a debugger has stopped is left
 alone.
 
-While all is well, nothing is looked at more than once in IDLE_LOOK_S: the kernel reports at once that a child was
-stopped (SIGCHLD), and `look` is called then.
+While no process works or is stopped, one look per IDLE_LOOK_S is enough: when a child is stopped, the kernel sends
+SIGCHLD, and `look` is called at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ class _Watched:
 
 @frozen
 class Overdue:
-    """A process that does not answer, and the reason. aborts: whether to end it by SIGABRT instead of SIGKILL."""
+    """A process that does not answer, and the reason.
+
+    aborts: whether to end it by SIGABRT instead of SIGKILL
+    """
 
     pid: int
     why: str
@@ -84,7 +87,7 @@ class Overdue:
 
 
 class Watchdog:
-    """Finds overdue processes from observations. It has no clock of its own."""
+    """Finds overdue processes from observations. The caller passes the time."""
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
@@ -114,7 +117,11 @@ class Watchdog:
 
 
 def observe(pid: int, word: int, progress: tuple[int, ...] = (), patience_s: float = HANG_S) -> Observation:
-    """Observe a process. word: its pulse; progress: further counters that show its progress."""
+    """Observe a process.
+
+    word: its pulse
+    progress: further counters that show its progress
+    """
     try:
         state = process_facts.state(pid)
         cpu_s = processor_time_s(pid)

@@ -195,7 +195,6 @@ def _step_marks(svg: Svg, rows: Sequence[Row], window: TimeWindow, scale: float,
 
 
 def _legend(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
-    """Draw the meanings of the colours that occur."""
     labels = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
     x = float(LEFT)
     for group in GROUPS:

@@ -19,7 +19,6 @@ def new_page() -> Svg:
 
 
 def finish_page(svg: Svg, width: int, height: int) -> str:
-    """Set the size of the page, and return it as text."""
     for element in (svg, svg[0]):
         element.set("width", str(width))
         element.set("height", str(height))
@@ -38,7 +37,10 @@ def add_text(
     anchor: str = "start",
     weight: str = "400",
 ) -> None:
-    """Add one line of text. y: y of its baseline."""
+    """Add one line of text.
+
+    y: y of its baseline
+    """
     attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
     if anchor != "start":
         attributes["text-anchor"] = anchor

@@ -46,7 +46,10 @@ def fitted(values: Sequence[float], columns: int) -> list[float]:
 
 
 def key(colour: str, name: str, detail: str = "") -> Text:
-    """Return the legend entry of a colour. detail: text after its name."""
+    """Return the legend entry of a colour.
+
+    detail: text after its name
+    """
     return Text.assemble(("■ ", colour), name, (f" {detail}" if detail else "", FAINT))
 
 

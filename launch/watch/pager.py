@@ -58,7 +58,6 @@ class Keyboard:
         return key.group()
 
     def _read(self, within_s: float) -> bool:
-        """Return True if input was read."""
         if not select.select([sys.stdin], [], [], within_s)[0]:
             return False
         read = b""
@@ -79,17 +78,17 @@ class Pager:
     """The scroll position of a page. Its lines may change each time it is displayed."""
 
     def __init__(self) -> None:
-        self._above = self._most_above = 0  # lines
+        self._above = self._max_above = 0  # lines
         self._room = 1
 
     def visible(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
         """Return the lines that fit into so many rows, and a line that says how to scroll."""
         self._room = max(1, rows - 1)
-        self._most_above = max(0, len(page) - self._room)
-        self._above = min(self._above, self._most_above)
+        self._max_above = max(0, len(page) - self._room)
+        self._above = min(self._above, self._max_above)
         lines = page[self._above : self._above + self._room]
-        above, below = self._above, self._most_above - self._above
-        hidden = f"; ↑ {above} ↓ {below}" if self._most_above else ""
+        above, below = self._above, self._max_above - self._above
+        hidden = f"; ↑ {above} ↓ {below}" if self._max_above else ""
         ended = [Segments([*line, Segment.line()]) for line in lines]
         return Group(*ended, Text(LEAVES + hidden, FAINT, no_wrap=True, overflow="ellipsis"))
 
@@ -97,5 +96,5 @@ class Pager:
         """Scroll if this key does; return True if the position has changed."""
         step = (pressed in DOWN) - (pressed in UP) + self._room * ((pressed in PAGE_DOWN) - (pressed in PAGE_UP))
         before = self._above
-        self._above = min(max(0, before + step), self._most_above)
+        self._above = min(max(0, before + step), self._max_above)
         return self._above != before

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-WIDE_COLUMNS = 100  # from here on two columns
+WIDE_COLUMNS = 100  # the narrowest terminal with two columns of sections
 HISTORY = 240
 
 
@@ -36,7 +36,6 @@ class View:
 
 
 def render(views: Sequence[View], columns: int) -> RenderableType:
-    """Return the display of all runs, one below the other."""
     parts: list[RenderableType] = []
     for view in views:
         parts += [*_run(view, columns), Text()]

@@ -30,13 +30,16 @@ from rich.text import Text
 
 NAME_COLUMNS = 14
 PROCESSES_COLOUR = "#a0a0a0"
-NARROW_COLUMNS = 56  # below, cores and memory make way for what the processes do
+NARROW_COLUMNS = 56  # below, cores and memory are left out, for the activities of processes
 LETTERS = {group.letter: group.label for group in GROUPS if group.letter}
 STATES = {"ready": "green", "busy": "green", "starting": "yellow", "draining": "yellow"}
 
 
 def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableType:
-    """Return the section on tokens and waiting. speeds: tokens per second at each of the last snapshots."""
+    """Return the section on tokens and waiting.
+
+    speeds: tokens per second at each of the last snapshots
+    """
     room = columns - NAME_COLUMNS
     rows = _pairs()
     trend = spark(speeds[-max(8, room - 26) :])
@@ -54,7 +57,6 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
 
 
 def memory(shot: Snapshot, columns: int) -> RenderableType:
-    """Return the section on memory and flash."""
     room = columns - NAME_COLUMNS
     rows = _pairs()
     limit = max(1, shot.memory_limit_bytes)
@@ -118,7 +120,6 @@ def _traffic(bytes_per_s: float, bytes_per_token: float | None, columns: int) ->
 
 
 def processes(views: Sequence[ProcessView], columns: int) -> RenderableType:
-    """Return the table of processes, and their numerics."""
     narrow = columns < NARROW_COLUMNS
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=FAINT, show_edge=False)
     table.add_column("process", no_wrap=True, width=NAME_COLUMNS - 1)

@@ -27,7 +27,11 @@ AWAITED: dict[Standing, str] = {
 
 
 class Source(Protocol):
-    """One run that is watched. latest: the newest snapshot; ended: why there will be no more."""
+    """One run that is watched.
+
+    latest: the newest snapshot
+    ended: why there will be no more
+    """
 
     name: str
     latest: Snapshot | None
@@ -44,7 +48,10 @@ class Source(Protocol):
         """Return what is missing if there was nothing to show for PATIENT_S; else an empty string."""
 
     def poll(self, fresh: bool) -> list[Message]:
-        """Return the events since the last call. fresh: take a new snapshot, if this source takes them."""
+        """Return the events since the last call.
+
+        fresh: take a new snapshot, if this source takes them
+        """
 
     def close(self) -> None:
         """Close the connection to the run; the source cannot be used any more."""
@@ -81,7 +88,10 @@ class LocalSource(Source):
 
 
 class RemoteSource(Source):
-    """A run behind a watch server. address: the invitation."""
+    """A run behind a watch server.
+
+    address: the invitation
+    """
 
     def __init__(self, address: str) -> None:
         self._context = open_context()
@@ -133,12 +143,11 @@ class WaitReport:
     """Reports on standard error, if there is no screen, what sources wait for; each message once."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
+        self._printed: set[tuple[str, str]] = set()
 
     def say(self, sources: Iterable[Source]) -> None:
-        """Print messages that were not printed before."""
         for source in sources:
             awaits = source.awaits
-            if awaits and (source.name, awaits) not in self._said:
-                self._said.add((source.name, awaits))
+            if awaits and (source.name, awaits) not in self._printed:
+                self._printed.add((source.name, awaits))
                 print(f"neuronpipe: {source.name}: {awaits}", file=sys.stderr, flush=True)

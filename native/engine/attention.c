@@ -8,7 +8,7 @@
  *            q, k or v
  *   attend   (query heads of a key, token)    attention
  *   project  rows of the output matrix        residual
- * / */
+ */
 #include "engine/attention.h"
 
 #include <string.h>

@@ -3,14 +3,14 @@
 #define NP_ATTENTION_H
 #include "engine/engine.h"
 
-/* The first two stages, which leave the residual stream as it is; and the projection, which is added to it. */
+/* Compute queries, keys, values and attention, without changing the residual stream; then add attention's output. */
 int np_attention(np_engine *engine, uint32_t layer);
 int np_project(np_engine *engine, uint32_t layer);
-/* The same in halves, for an offload backend that computes the matrices in between: the inputs of a matrix (and, for
- * attention, the predictions), */
+/* The halves of both, around a matrix that an offload backend computes. First its inputs and, for attention, the
+ * predictions; */
 int np_begin_attention(np_engine *engine, uint32_t layer);
 void np_begin_projection(np_engine *engine);
-/* and what follows from its rows: heads and attention; the addition to the residual stream. */
+/* then what depends on its rows: heads and attention; the addition to the residual stream. */
 int np_attend_heads(np_engine *engine, uint32_t layer);
 int np_add_projection(np_engine *engine, uint32_t layer);
 

@@ -4,8 +4,8 @@
 #include "engine/engine.h"
 
 int np_feed_forward(np_engine *engine, uint32_t layer);
-/* The same in halves, for an offload backend that computes blocks in between: inputs, routes and predictions; the sum
- * of all blocks. For steps whose block sums fit `partials` at once. */
+/* The halves of it, around blocks that an offload backend computes: inputs, routes and predictions; then the sum of all
+ * blocks. For steps whose block sums fit `partials` at once. */
 int np_begin_feed_forward(np_engine *engine, uint32_t layer);
 int np_end_feed_forward(np_engine *engine);
 /* Open the window of these blocks of a group, unless it is open, and wait until all their clusters are present: for a

@@ -10,7 +10,7 @@
  *   submission head   the kernel      that it has read the entries before it (counted here, by io_uring_enter's result)
  *   completion tail   the kernel      the entries before it, and the bytes that they are about: load acquire
  *   completion head   us, release     that we have read the entries before it
- * / */
+ */
 #include <errno.h>
 #include <linux/io_uring.h>
 #include <linux/time_types.h>

@@ -1,5 +1,5 @@
-/* The layout of prepared activations for q8 and q4 rows. (q3 rows read those of q4. For f16 rows an activation is n
- * float32.)
+/* The layout of prepared activations for quantized rows. Rows of all types but q8 read those of q4. For f16 rows an
+ * activation is n float32.
  *
  *   bytes                            content
  *   padded(n, 128)                   int8 quants, zeros after n

@@ -27,12 +27,12 @@ typedef struct {
     size_t registers; /* of 64 bytes of quants, of q3 48 */
     __mmask16 scales; /* which of 16 scales are there */
     __mmask64 last;   /* which bytes of the last register are there */
-    size_t lacking;   /* bytes of a plane that the last register's groups lack of eight */
+    size_t lacking;   /* by how many bytes of a plane the last register's groups fall short of eight */
 } np_block;
 
 NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q3 ? NP_Q3_GROUP_BYTES : 16; }
 
-/* Of two groups of q8, or of four of other types. */
+/* The bytes of two groups of q8, or of four of other types. */
 NP_INLINE size_t np_register_bytes(const int type) { return type == NP_Q3 ? 4 * NP_Q3_GROUP_BYTES : 64; }
 
 NP_INLINE np_block np_block_of(size_t groups, const int type) {
@@ -65,8 +65,8 @@ NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, si
 
 NP_INLINE char np_nibble(const int type) { return type == NP_Q3 ? 7 : 15; }
 
-/* Nibbles of q4 are taken as 0..15, codes as 0..7, values of a codebook plus 128: 2 to this power times a group's sum of
- * activations is to be taken off. */
+/* Weights are multiplied as unsigned numbers: nibbles of q4 as 0..15, codes of q3 as 0..7, values of a codebook plus
+ * 128. So 2 to this power times a group's sum of activations must be subtracted. */
 NP_INLINE unsigned np_offset_bits(const int type) { return np_has_codebook(type) ? 7 : type == NP_Q3 ? 2 : 3; }
 
 /* Nibbles as unsigned weights: those of a codebook as its values plus 128, others as they are. */

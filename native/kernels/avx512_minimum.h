@@ -43,8 +43,8 @@ NP_INLINE NP_AVX512 __m512 np_scaled_sums(const np_activation *x, size_t group) 
     return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(x->sums + group)), _mm512_loadu_ps(x->scales + group));
 }
 
-/* Bits of a plane for four groups. `lacking`: bytes that a row's last groups lack of eight; what lies before is read
- * instead, since a row has at least 16 bytes of nibbles there. */
+/* Bits of a plane for four groups. lacking: by how many bytes a row's last groups fall short of eight. As many bytes
+ * before the groups are read instead, where a row has at least 16 bytes of nibbles. */
 NP_INLINE __mmask64 np_plane_bits(const uint8_t *plane, size_t lacking) {
     uint64_t bits;
     memcpy(&bits, plane - lacking, 8);

@@ -12,7 +12,7 @@ enum { NP_GROUP = 32 };      /* weights that share a scale */
 enum { NP_TYPES = NP_Q5H + 1 };
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
-/* True if so many of NP_TOKEN_BLOCK tokens are faster together with the others than by themselves. */
+/* True if computing all NP_TOKEN_BLOCK tokens together is faster than those in the mask by themselves. */
 NP_INLINE int np_are_faster_together(unsigned mask) { return __builtin_popcount(mask) >= NP_TOKEN_BLOCK - 1; }
 
 /* Rows of weights: consecutive ones from quants and scales on, or those at the addresses in quants_at and scales_at. */
@@ -60,7 +60,7 @@ typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t 
 /* Quantized rows times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are
  * the panel). */
 typedef struct {
-    size_t most_columns; /* n beyond this goes without a panel of its own */
+    size_t most_columns; /* for a greater n the panel is a copy of the activations (panel.c) */
     size_t (*bytes)(int type, size_t n, size_t tokens);
     void (*prepare)(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint8_t *panel);
     void (*dot)(int type, const np_dot_job *job);

@@ -1,4 +1,4 @@
-/* Panels of many tokens. For an instruction set without a panel kernel, the panel is a copy of the activations, and
+/* Panels of many tokens. Where kernel_for finds no panel kernel, the panel is a copy of the activations, and the
  * np_dot_function is used. */
 #include "kernels/minimum.h"
 

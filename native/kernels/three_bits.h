@@ -4,9 +4,9 @@
  *   bytes 0..7     low two bits of codes: byte i has those of i, i + 8, i + 16, i + 24, from its lowest bits on
  *   bytes 8..11    third bits: byte 8 + i has those of i, i + 4, i + 8, ..., i + 28, from its lowest bit on
  *
- * With a group's first eight bytes, and the same two bits to the right behind them, low two bits lie where q4 has them;
- * and with the last four bytes four times, two and one bits to the left, as they are, and one bit to the right, the
- * third bits lie above those. */
+ * Unpacked to q4's 16 bytes: the first eight bytes, then the same shifted right by two bits, have the low two bits
+ * where q4 has them. The last four bytes, four times, shifted left by two and by one, not at all, and right by one,
+ * have the third bits above those. */
 #ifndef NP_KERNELS_THREE_BITS_H
 #define NP_KERNELS_THREE_BITS_H
 #include "kernels/isa.h"

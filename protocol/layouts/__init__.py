@@ -1,4 +1,4 @@
-"""Layouts of all segments. Each is a function of its lengths that has the segment's name."""
+"""The layouts of all segments: a function for each, with the segment's name, and its lengths as parameters."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 REQUEST_ENTRIES = 16384
 """Length of a participant's request ring, a power of two: what a whole layer of a 7B model can miss."""
 PIN_STATE = 2
-"""Word of the residency segment's `slots` line that says whether what the plan pins stays pinned."""
+"""Word of the residency segment's `slots` line that has the state of the plan's pins."""
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
@@ -21,8 +21,9 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
 
 
 def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, value_slot_bytes: int) -> Layout:
-    """Neuron slots. Each stores one part of a resident cluster: the bytes of bundles.bin that the part uses, rounded up
-    to whole cache lines. With co-located scales, a value slot also stores the scales of its cluster's value rows."""
+    """The slots of resident clusters, in two arrays. A trigger slot stores the trigger part of one cluster, a value
+    slot the value part: the bytes that the part uses in bundles.bin, rounded up to cache lines of 64 bytes. With
+    co-located scales, a value slot ends with the scales of its rows, which lie in the trigger part in bundles.bin."""
     fields = Fields(
         "slots",
         2,

@@ -20,7 +20,7 @@ class ResetDone(Message):
 class SlotCounts(Message):
     """From the loader: how many of the granted slots are left. The loader sends it when a quarter of them is used, when
     clusters begin to wait for slots, when a figure has changed as another message is handled, and at the latest with
-    the next beat. A loader without a generation sends it with generation 0, every 50 ms. The first one of the present
+    the next beat. Before its first `Reset` it sends it every 50 ms, with generation 0. The first one of the present
     generation means the same as `ResetDone`, in case that message was lost.
 
     generation: that of the last `Reset`; 0 before the first
@@ -54,9 +54,9 @@ class Trimmed(Message):
 
 @message
 class Reserve(Message):
-    """From the coordinator: keys, values and the stage of a prompt need this much of the memory that slots have
-    borrowed. The cache takes slots back until that much is free, and then answers `Reserved`. The message replaces the
-    last reservation, which may have been larger. A cache that starts reads the last one from the board.
+    """From the coordinator: how much memory keys, values and the buffers of prefill need now. Weight slots may have
+    borrowed it: the cache evicts clusters until that much is free, and then answers `Reserved`. The message replaces
+    the last reservation, which may have been larger. A cache that starts reads the last one from the board.
 
     number: grows with every `Reserve`, so that answers can be matched
     reserved_bytes: how much of the memory that the plan sets aside for KV cache and prefill

@@ -214,7 +214,7 @@ class ProcessStatus(Message):
     backend: the backend that computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it
         computes nothing
     work: its part of the present decode steps, in words, if processes compute different parts
-    note: what the run waits for in vain from this process, in words; empty: nothing
+    note: what the run has been waiting for too long from this process, in words; empty: nothing
     """
 
     role: str

@@ -78,16 +78,15 @@ class Ready(Message):
 
 @message
 class AskBeat(Message):
-    """Send a `Beat`. The coordinator sends this every 250 ms while requests are under way or a monitor is attached, but
-    not to a service that has not answered the last one. A run without requests and monitors sleeps. A service that has
-    received no `Welcome` yet ignores it."""
+    """A request for a `Beat`. The coordinator sends it every 250 ms while requests are under way or a monitor is
+    attached, but not to a service that has not answered the last one. Otherwise it sends none, so that the run sleeps.
+    A service that has received no `Welcome` yet ignores it."""
 
 
 @message
 class Beat(Message):
-    """A heartbeat: the answer to `AskBeat`. A service may also send it unasked. A process without work that does not
-    answer for 5 s counts as silent, and so does a process that a signal has stopped. A process with work whose `step`
-    stays the same for too long counts as stuck.
+    """A heartbeat: the answer to `AskBeat`. A service may also send it unasked. The coordinator reports a service that
+    was ready as "silent" if it has no work and does not answer for 5 s, or if a signal has stopped it.
 
     role: as in `Hello`
     index: as in `Hello`
@@ -108,7 +107,8 @@ class Beat(Message):
 
 @message
 class Drain(Message):
-    """Accept no new work, finish the work under way, answer `Drained`, and exit with status 0."""
+    """A request to end: the service accepts no new work, finishes the work under way, answers `Drained`, and exits with
+    status 0."""
 
 
 @message

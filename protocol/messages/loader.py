@@ -35,7 +35,7 @@ class Grant(Message):
 
     generation: that of the last `Reset`
     part: 0 trigger, 1 value
-    slots: slot numbers, little-endian uint32; empty once for each time that they are used up
+    slots: slot numbers, little-endian uint32; empty at most once until the next `Grant` with slots
     """
 
     generation: int

@@ -97,7 +97,6 @@ def _add_options(parser: argparse.ArgumentParser, two_words: str) -> None:
 
 
 def _mark(action: Any, verb: str) -> None:
-    """Say what completes the value of an argument."""
     import shtab
 
     if action.choices:

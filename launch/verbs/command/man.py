@@ -17,6 +17,7 @@ EXIT_CODES = {
     "2": "wrong usage or input; one line on standard error says what",
     "3": "no such run",
     "130": "interrupted; 143 and 129: ended by SIGTERM and SIGHUP",
+    "141": "the reader of standard output is gone",
 }
 FILES = {
     "~/.config/neuronpipe/config.toml": f"defaults of options; {CONFIG} names another file",
@@ -36,7 +37,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def page() -> str:
-    """Return the manual page as roff."""
     lines = [
         f'.TH NEURONPIPE 1 "" "neuronpipe {_text(version("neuronpipe"))}" "User Commands"',
         ".nh",

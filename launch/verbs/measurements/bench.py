@@ -120,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
             rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, step)]
         if arguments.picture:
             _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
-    if sides is None and (why := beaten(rows)) is not None:  # measured after the run has ended, which would disturb it
+    if sides is None and (why := beaten(rows)) is not None:  # not before: the run would disturb this measurement
         remeasure_memory(package.path, why, lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
     if arguments.json:
         print(json.dumps(rows, indent=1))

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run all checks; return 0 if all have passed, 1 otherwise."""
     if not 0 < arguments.patience <= 600:
         raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())

@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the checks; return 1 if one fails."""
     refuse_unknown(arguments.package)
     path = arguments.package
     directory = open_package(path, plain=arguments.json).path if is_source(path) else path

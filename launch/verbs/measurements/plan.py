@@ -103,7 +103,6 @@ def _is_shape(path: Path) -> bool:
 
 
 def _plan_for_shape(path: Path, options: PlanOptions, *, gateway: bool) -> PlanResult:
-    """Make the plan for a shape on this machine."""
     shape = model_named(str(path))
     result = plan_shape_here(manifest_of_shape(shape), options, several=gateway, gateway=gateway)
     return result.with_reasons(*shape_assumptions(shape))

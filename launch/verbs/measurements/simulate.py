@@ -155,7 +155,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _model(path: Path, *, plain: bool) -> tuple[SimulatedModel, Package | None]:
-    """Return the model, and its package if it has one."""
     if not path.exists():
         return model_named(str(path)), None
     package = open_package(path, plain=plain)
@@ -182,8 +181,9 @@ def _plan_run(
 ) -> PlannedRun:
     """Plan the run on the simulated device as `run` would.
 
-    machine: this machine, if it is the simulated device. Without a limit it gets the memory that `run` would take, and
-    any other device keeps everything in memory.
+    machine: this machine, if it is the simulated device; else None
+
+    Without --memory, this machine gives a run what `run` would take, and any other device keeps everything in memory.
     """
     if options.memory_bytes is not None and options.ffn_resident_share is not None:
         raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")

@@ -1,1 +1,1 @@
-"""Verbs that make, list and change packages, and `profile device`."""
+"""Verbs that make, list and change packages; also `profile device` and `profile diff`, which are about devices."""

@@ -1,7 +1,9 @@
-"""`neuronpipe compile [PACKAGE] [--soc SOC]`: make the graphs that compute a package's prompts on
-a neural processor, and compile them for a chip, so that no run has to.
+"""`neuronpipe compile [PACKAGE] [--soc SOC]`: write the ONNX graphs by which a neural processor computes a package's
+prompts.
 
-The chip need not be in this machine. Models of one shape share their graphs, and existing ones are not made again.
+With --soc the graphs are also compiled into contexts for a chip, which need not be in this machine; otherwise each
+start prepares them. The files go to the package's folder npu or to -o, and nothing else of the package changes. Models
+of one shape share graphs. Contexts that fit are not made again.
 """
 
 from __future__ import annotations

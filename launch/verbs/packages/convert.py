@@ -1,7 +1,7 @@
 """`neuronpipe convert SOURCE [-o DIR]`: convert a Hugging Face directory or a GGUF file to a package.
 
-Without -o the package gets a name, and `run SOURCE` uses it from then on. --measure TEXT also tells how much worse than
-in f16 the package predicts a text.
+Without -o the package gets a name, and `run SOURCE` uses it from then on. --measure TEXT also compares its perplexity
+with that of the model in f16.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bits_per_weight(text: str) -> float:
-    """Parse a number of bits. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         if 1 <= (bits := float(text)) <= 16:
             return bits
@@ -135,7 +134,6 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def conversion_options(arguments: argparse.Namespace) -> Options:
-    """Return the choices that override the source, from the parsed arguments."""
     return Options(
         arguments.activation,
         arguments.tokenizer,
@@ -147,7 +145,6 @@ def conversion_options(arguments: argparse.Namespace) -> Options:
 
 
 def conversion_words(arguments: argparse.Namespace) -> list[str]:
-    """Return the options as words of a command line, with absolute paths."""
     words = []
     for name in ("quantization", "gates", "activation", "tokenizer", "chat_template", "context"):
         if (value := getattr(arguments, name)) is not None:
@@ -257,7 +254,6 @@ def _importance(arguments: argparse.Namespace) -> MeasureImportance | None:
 
 
 def package_facts(package: Package, encoded: Encoded) -> dict[str, Any]:
-    """Return the JSON fields about a new package."""
     manifest = package.manifest
     return {
         "package": str(package.path),
@@ -289,7 +285,10 @@ def _source_note(encoded: Encoded, quantization: Quantization) -> str:
 
 
 def render(path: Path, manifest: Manifest, encoded: Encoded, name: str | None = None) -> str:
-    """Return the new package and its quantization errors as text. name: the package's name, if it has one."""
+    """Return the new package and its quantization errors as text.
+
+    name: the package's name, if it has one
+    """
     model, size = manifest.model, show_bytes(manifest.size_bytes)
     lines = [f"{escaped(str(path))}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]

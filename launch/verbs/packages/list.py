@@ -66,7 +66,6 @@ def _describe_pull(name: str) -> dict[str, Any]:
 
 
 def render(listing: dict[str, Any]) -> str:
-    """Return the packages and pulls as a table."""
     lines = []
     if packages := listing["packages"]:
         width = max(4, *(len(package["name"]) for package in packages)) + 2

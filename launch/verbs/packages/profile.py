@@ -1,11 +1,13 @@
-"""`neuronpipe profile [PACKAGE]`: measure which neurons fire on a text, and fit a predictor of them.
+"""`neuronpipe profile PACKAGE`: compute a text, and store in the package a predictor of the neurons that fire.
 
---silent    thresholds for a SiLU model, in place of a predictor
---activity  how often neurons are needed, measured in a run (launch/profile/activity.py)
+Another option stores something else instead:
+
+--silent    thresholds of a SiLU model
+--activity  access frequencies of neurons, measured in a run (launch/profile/activity.py)
 --npu       the loss of prompts on a neural processor (launch/profile/npu.py)
 
-Predictors and thresholds are fitted without training on one part of the text and judged on the other. The package gets
-a new id, so that plans made before are refused.
+Predictors and thresholds are fitted without training on one part of the text, and their quality is measured on the
+other. The package gets a new id, so that earlier plans are refused. Devices are measured by profile_device.py.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from neuronpipe.protocol.errors import UserError
 if TYPE_CHECKING:
     from neuronpipe.plans.predictor.profiling import ProfilingResult
 
-DEFAULT_RANK_DIVISOR = 11  # of the width, rounded to groups: 352 of 4096 is the published choice
+DEFAULT_RANK_DIVISOR = 11  # the default rank is width / 11, rounded to groups, like the published 352 for width 4096
 
 
 COMMON_OPTIONS = ("package", "text", "tokens", "silent", "activity", "npu", "json")
@@ -172,7 +174,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace, package: Package, progress: Progress) -> ProfilingResult:
-    """Fit the predictor, and write it to the package."""
     # Imported here, with the progress already shown, because they take a while.
     from neuronpipe.plans.predictor.imported_predictor import open_imported
     from neuronpipe.plans.predictor.profiling import profile
@@ -223,7 +224,6 @@ def _typed_names(arguments: argparse.Namespace) -> set[str]:
 
 
 def _set_thresholds(arguments: argparse.Namespace) -> int:
-    """Set or remove the thresholds of a SiLU model."""
     from neuronpipe.plans.predictor import thresholds
 
     allowed = {"package", "silent", "text", "tokens", "json"}
@@ -253,7 +253,6 @@ def _set_thresholds(arguments: argparse.Namespace) -> int:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Return the result as text."""
     predictor = result["predictor"]
     exact, predicted = result["exact_perplexity"], result["predicted_perplexity"]
     lines = [

@@ -1,6 +1,8 @@
-"""`neuronpipe profile device [PACKAGE]`: measure this machine for the planner, and store the profile.
+"""`neuronpipe profile device [PACKAGE]`: measure this machine, and store the device profile for the planner.
 
-A package with the name `device` is written ./device.
+Measured are kernels, memory, an accelerator, whole steps of runs, and flash, by reading the package's file. The profile
+is stored in the user's cache, for this device and the package's file system; the package is not changed. --flash
+measures flash alone, --show nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _measure(directory: Path, backend: str | None, *, flash_alone: bool, plain: bool) -> DeviceProfile:
-    """Measure and store the profile. backend: the accelerator's, if one is named."""
+    """Measure and store the profile.
+
+    backend: the accelerator's, if one is named
+    """
     refuse_unknown(directory)
     if is_source(directory):
         directory = open_package(directory, plain=plain).path

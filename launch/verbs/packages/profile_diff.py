@@ -1,4 +1,7 @@
-"""`neuronpipe profile diff A [B|PACKAGE]`: show what changed between two device profiles, beyond the spread."""
+"""`neuronpipe profile diff A [B|PACKAGE]`: show which figures of two device profiles differ by more than their spread.
+
+A and B are files; a package stands for the stored profile of this device and the package's file system.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _open_run(
 def _find_live(
     path: Path, options: PlanOptions, directory: Path | None, uses: list[str]
 ) -> tuple[RunDirectory, RunFile] | None:
-    """Return the live run at --run, or that of the package, or any. Options for a plan ask for a new run."""
+    """Return the live run at --run, else that of the package, else any; None for a new run, as plan options require."""
     plan_options = [*options.typed, *(["--use"] if uses else [])]
     package = None if path is DEMO else open_package(path).path.resolve()
     try:

@@ -92,7 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @frozen(kw_only=True)
 class ServeOptions:
-    """The options of the server, and those of its runs. run: --run; is_demo: whether no package was named."""
+    """The options of the server, and those of its runs.
+
+    run: --run
+    is_demo: whether no package was named
+    """
 
     host: str
     port: int
@@ -105,7 +109,6 @@ class ServeOptions:
     is_demo: bool
 
     def listen(self) -> Listener:
-        """Open the port. Raises UserError."""
         return bind(self.host, self.port, self.key, checked_origins(self.origins))
 
 
@@ -322,7 +325,10 @@ def _print_several(options: ServeOptions, listener: Listener, hosted: HostedPack
 
 
 def _print_address(listener: Listener, title: str, facts: Sequence[tuple[str, str]], inspection: str) -> None:
-    """Print what is served where. inspection: the command that shows the state of the runs."""
+    """Print what is served where.
+
+    inspection: the command that shows the state of the runs
+    """
     address, *more_addresses = listener.addresses
     print(f"serving {title} at {address}")
     lines = [

@@ -51,7 +51,7 @@ def _used(name: str, size: dict[str, int]) -> str:
 
 
 def show_misses(status: Status) -> str:
-    """Return a warning if the run misses far more than its plan expects, or if its pins were tried; else empty."""
+    """Return a warning if the run misses far more than its plan expects, or has released pins for that; else empty."""
     far = is_far_above(status.miss_rate, status.planned_miss_rate)
     if not far and status.pins == "held":
         return ""
@@ -62,7 +62,6 @@ def show_misses(status: Status) -> str:
 
 
 def render(facts: dict[str, Any], status: Status) -> str:
-    """Return the status as text."""
     segments = facts.get("segments", {})
     lines = [
         f"{facts['run']}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s",

@@ -79,24 +79,24 @@ def _control(client: Client, sensors: Path, every_s: float, *, as_json: bool) ->
     while True:
         if time.monotonic() >= battery_due:
             battery, battery_due = battery_status(), time.monotonic() + BATTERY_EVERY_S
-        heat = read_thermal_state(sensors, battery)
-        before, share = throttling.share, throttling.update(heat)
+        thermal = read_thermal_state(sensors, battery)
+        before, share = throttling.share, throttling.update(thermal)
         if share or before:
             client.send(Throttle(share=share, for_s=PAUSES_LAST * every_s))
-        reading = (heat.state, heat.throttled, share)
+        reading = (thermal.state, thermal.throttled, share)
         if as_json or reading != last_printed:
-            _print_reading(heat, share, as_json)
+            _print_reading(thermal, share, as_json)
             last_printed = reading
         time.sleep(every_s)
         client.status()
 
 
-def _print_reading(heat: ThermalState, share: float, as_json: bool) -> None:
+def _print_reading(thermal: ThermalState, share: float, as_json: bool) -> None:
     if not as_json:
-        print(f"{time.strftime('%H:%M:%S')}  {render(heat, share)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')}  {render(thermal, share)}", flush=True)
         return
-    fields = {**dataclasses.asdict(heat), "state": heat.state, "throttled": heat.throttled, "throttle_share": share}
-    print(json.dumps(fields), flush=True)
+    fields = {**dataclasses.asdict(thermal), "state": thermal.state, "throttled": thermal.throttled}
+    print(json.dumps(fields | {"throttle_share": share}), flush=True)
 
 
 class Throttling:
@@ -105,11 +105,11 @@ class Throttling:
     def __init__(self) -> None:
         self.share = 0.0
 
-    def update(self, heat: ThermalState) -> float:
+    def update(self, thermal: ThermalState) -> float:
         """Return the share of the time to pause from now on, 0..MAX_SHARE."""
-        if heat.state == "hot":
+        if thermal.state == "hot":
             self.share = min(MAX_SHARE, self.share + STEP_UP)
-        elif heat.state != "warm":
+        elif thermal.state != "warm":
             self.share = max(0.0, self.share - STEP_DOWN)
         self.share = round(self.share, 4)
         return self.share
@@ -127,15 +127,14 @@ def battery_status() -> str:
     return result.stdout
 
 
-def render(heat: ThermalState, share: float) -> str:
-    """Return a reading as one line of text."""
-    temperatures = [f"{s.name} {s.celsius:.0f} of {s.limit_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
-    parts = [f"{heat.state}: {', '.join(temperatures)}"] if temperatures else ["no temperature can be read here"]
-    if heat.throttled:
-        parts.append(f"the system has lowered the clocks to {heat.clock_share:.0%}")
+def render(thermal: ThermalState, share: float) -> str:
+    temperatures = [f"{s.name} {s.celsius:.0f} of {s.limit_celsius:.0f} C" for s in thermal.sensors[:SENSORS_SHOWN]]
+    parts = [f"{thermal.state}: {', '.join(temperatures)}"] if temperatures else ["no temperature can be read here"]
+    if thermal.throttled:
+        parts.append(f"the system has lowered the clocks to {thermal.clock_share:.0%}")
     if share:
         parts.append(f"throttled: pauses for {share:.0%} of the time")
-    elif heat.state == "hot":
+    elif thermal.state == "hot":
         parts.append("let it cool: no case, no charging, no sun")
     if not temperatures:
         parts.append("on a phone, install the app Termux:API and `pkg install termux-api`")
