@@ -1,11 +1,11 @@
 """Errors that cross a boundary: to the person at the terminal, or between a process and its peers.
 
-UserError     an error that the user can correct; shown as one line, without a traceback
+UserError     a mistake that the user can correct; shown as one line, without a traceback
   NotRunning  there is no such run
-WireError     bytes that are no legal message; channels count and drop them, and they are never fatal
-  UnknownType a well-formed message of a type that this link does not carry
+WireError     bytes that are no legal message; channels count and drop them
+  UnknownType a message of a type that the link does not carry
 Lost          the peer of a message is gone
-Full          the peer does not keep up, and the link's rule is not to wait any longer
+Full          the queue to the peer is full, and the link's rule is not to wait any longer
 """
 
 from __future__ import annotations

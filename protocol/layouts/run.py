@@ -6,14 +6,15 @@ from neuronpipe.protocol.memory.layout import LINE_WORDS, Fields, Layout
 
 BOARD_WORDS = ("pid", "incarnation", "restarts", "gone", "signal")
 """Words of a process's line on the board, in order. pid: 0 while there is no process; incarnation: how many
-incarnations came before; restarts: how many of them were lost, without those that were replaced; gone: 1 if it is not
-started again and the run goes on without it; signal: number of the signal that ended the last incarnation, 0 if that
-exited or was killed for lack of memory."""
+incarnations came before; restarts: how many of them were lost, without those that were replaced; gone: 1 if the process
+is not started again and the run goes on without it; signal: number of the signal that ended the last incarnation, 0 if
+it exited or was killed for lack of memory."""
 
 LEDGER_ENTRY = ("fingerprint", "place", "weight", "last_death_s")
 """64-bit words of an entry of the ledger, in order. fingerprint: hash of the request, 0 if there is none; place: 0
-while the request is being admitted, else 1 + the tokens whose keys and values are computed. For suspects only,
-weight: how much the deaths at that place count; last_death_s: time of the last one, by the monotonic clock."""
+while the request is being admitted, else 1 + the number of tokens whose keys and values are computed. Only for
+suspects, weight: how much the deaths of processes at that place count; last_death_s: time of the last death, by the
+monotonic clock."""
 
 SUSPECTS = 64
 """Number of requests that the ledger remembers because they were under way when a process died."""
@@ -34,16 +35,16 @@ BOARD_FLASH = (
     "warm_up_left_bytes",
     "warm_up_ns",
 )
-"""64-bit words of the board's flash lines, in order: figures of the loader since it was started; then the bytes that
-the cache has asked it to warm up since the last reset, how many of these are missing, and for how long some were; 0 if
-the loader does not report them."""
+"""64-bit words of the board's flash line, in order: figures of the loader since it was started. The last three are
+about the warm-up since the last reset: bytes of the clusters that the cache wants, bytes of those not loaded yet, and
+its duration; 0 if the loader does not report them."""
 
 BOARD_MISSES = ("steps", "wanted", "missed")
-"""64-bit words of the board's misses line, in order: sums over the decode steps since the coordinator was started, in
-cluster parts as plans count them."""
+"""64-bit words of the board's misses line, in order: numbers of decode steps since the coordinator was started, and of
+the cluster parts that they needed and missed."""
 
 TRACE_SPANS = 4096
-"""Spans of a ring, a power of two: a dozen tokens of a 7B model."""
+"""Number of spans of a ring, a power of two: enough for a dozen tokens of a 7B model."""
 
 
 def board(*, processes: int, sequences: int) -> Layout:

@@ -54,10 +54,10 @@ def exchange(
 ) -> Layout:
     """The buffers of a decode step, which its participants share. tokens: maximum of one decode step; pairs: a pair is
     a token and one of its experts; groups: maximal number of experts that are computed at once; query_width:
-    query_heads * head_width; neurons: neurons of one expert's blocks, padding included; rank: rank of the predictor in
-    use, else 0; claims: counters of the work that participants claim piece by piece; logit_rows: maximal number of
-    tokens in a step of either kind whose logits are needed; workers: decode workers, each of which has a step channel
-    of lane_words."""
+    query_heads * head_width; neurons: neurons of one expert's blocks, padding included; rank: rank of the predictor, 0
+    without one; claims: number of counters by which participants claim pieces of work; logit_rows: maximal number of
+    tokens of a decode or prefill step whose logits are needed; workers: decode workers, each of which has a step
+    channel of lane_words."""
     fields = Fields(
         "exchange",
         5,
@@ -129,8 +129,9 @@ def prefill_stage(
     experts_per_token: int,
     groups: int,
 ) -> Layout:
-    """The same buffers in the memory of a process whose threads compute its steps alone; not a segment. partial_tokens:
-    maximal number of tokens whose block sums are in memory at once; other lengths as in `exchange`."""
+    """The buffers of a prefill step, those of `exchange` without logits and lanes. Not a segment: they are memory of
+    the process whose threads compute the step. partial_tokens: maximal number of tokens whose block sums are in memory
+    at once; other lengths as in `exchange`."""
     fields = Fields(
         "prefill_stage",
         8,

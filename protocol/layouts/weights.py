@@ -48,9 +48,9 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
 
 
 def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
-    """The residency entries of clusters, and the requests for them. clusters: layers * experts * clusters, for each
-    part; participants: workers with a read window and a request ring, decode workers first, then prefill workers;
-    ring_entries: length of a ring, a power of two."""
+    """The residency entries of clusters, and the requests for them. clusters: clusters of all layers and experts, each
+    with an entry for either part; participants: workers with a read window and a request ring, decode workers first,
+    then prefill workers; ring_entries: length of a ring, a power of two."""
     fields = Fields("residency", 3, {"clusters": clusters, "participants": participants, "ring_entries": ring_entries})
     fields.add(
         "arrivals",

@@ -1,4 +1,4 @@
-"""The layout of a shared segment: where each of its arrays lies. Pure calculation; touches no memory.
+"""The layout of a shared segment: where each of its arrays lies.
 
 A layout is a list of fields. Each is an array that starts at a multiple of 64 bytes, after the header page. A field
 names the processes that write it and read it, and what orders the write before the read; SPEC.md prints this table. The
@@ -47,8 +47,8 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str, kind: int, text: str, total_bytes: int) -> Layout:
-        """Parse the text of a layout. Raises ValueError if it is not one, or if a field does not lie within
-        `total_bytes`."""
+        """Parse the `text` of a layout; its fields have no writers, readers and orderings. Raises ValueError if it is
+        none, if fields overlap, or if one does not lie within `total_bytes`."""
         fields, end_bytes = [], PAGE_BYTES
         for line in text.splitlines():
             match = _LINE.fullmatch(line)
@@ -97,7 +97,10 @@ class Layout:
 
 @dataclass(slots=True)
 class Fields:
-    """Places fields one after the other. `lengths` has the dimensions that are referred to by name."""
+    """A layout under construction.
+
+    lengths: the dimensions that `add` refers to by name
+    """
 
     name: str
     kind: int
@@ -106,7 +109,8 @@ class Fields:
     _end_bytes: int = PAGE_BYTES
 
     def add(self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str) -> None:
-        """Place the next field on the next cache line. by, to: the processes that write and read it."""
+        """Place the next field on the next cache line. by, to: the processes that write and read it. Raises ValueError
+        for a negative length or a repeated name."""
         shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
         if min(shape) < 0:
             raise ValueError(f"{self.name}.{name}: shape {shape} is negative")

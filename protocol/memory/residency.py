@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-TRIGGER: Final = 0  # the parts of a cluster, as the wire numbers them
+TRIGGER: Final = 0  # numbers of a cluster's parts, also in messages
 VALUE: Final = 1
 
 SLOT_MASK = 0x00FFFFFF

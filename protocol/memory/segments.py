@@ -98,8 +98,8 @@ class Segment(Closing):
 
     @classmethod
     def attach(cls, layout: Layout, fd: int, generation: int | None = None) -> Segment:
-        """Take over an inherited descriptor of a segment. Raises UserError if the segment does not have this layout, or
-        this generation if one is given."""
+        """Return the segment of a descriptor of this process, an inherited one for example. Raises UserError if it does
+        not have this layout, or this generation if one is given."""
         header = os.pread(fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
             raise UserError(f"segment {layout.name}: descriptor {fd} is no segment; start the run again")
@@ -153,7 +153,8 @@ class Segment(Closing):
         return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
 
     def map(self, *, writable: bool = False) -> Mapping:
-        """Map the whole segment. Raises PermissionError if the descriptor is read-only or the segment sealed."""
+        """Map the whole segment. Raises PermissionError if it is to be writable, and the descriptor is read-only or the
+        segment sealed."""
         return Mapping(self, writable)
 
     def close(self) -> None:
@@ -181,7 +182,7 @@ class Mapping(Closing):
         return self._views[0]
 
     def view(self, name: str) -> memoryview[Any]:
-        """Return the items of one field, in one dimension. The layout has the field's shape."""
+        """Return the items of a field in one dimension; the layout has its shape. Raises KeyError."""
         field = self.layout[name]
         content = self._views[0][field.offset_bytes : field.offset_bytes + field.total_bytes]
         typed: memoryview[Any] = content.cast(_FORMATS[field.type])

@@ -1,4 +1,4 @@
-"""Spans: what a process did in which period. A span has 32 bytes; the latest of every process lie in a ring.
+"""Spans of the trace: what a process did in a period. Each process writes its spans to a ring of its own.
 
 native/neuronpipe.h has the same numbers for C; a test compares them.
 """
@@ -17,11 +17,15 @@ FIELDS = (
     ("20", "value", "4 bytes; its meaning depends on the kind"),
     ("24", "step", "8 bytes; number of the step, as in `Step` and `Prefill`; 0 if there is none"),
 )
-"""Offset in bytes, name and meaning. Little-endian."""
+"""Fields of a span, little-endian: offset in bytes, name, size and meaning."""
 
 
 class Kind(NamedTuple):
-    """A kind of span. value: the meaning of a span's value, empty if it has none."""
+    """A kind of span.
+
+    by: the roles that write it
+    value: the meaning of a span's `value`; empty if it has none
+    """
 
     number: int
     name: str
@@ -54,4 +58,4 @@ KINDS = (
         "messages",
     ),
 )
-"""In the order of their numbers."""
+"""All kinds of spans, in the order of their numbers."""

@@ -28,8 +28,8 @@ class SlotCounts(Message):
     value_free: free slots of part 1
     trigger_waiting: clusters whose part 0 waits for a slot or to be read
     value_waiting: the same for part 1
-    trigger_granted: slots of part 0 received since the `Reset`; the cache subtracts this from what it granted to know
-        what is under way
+    trigger_granted: slots of part 0 received since the `Reset`; the cache subtracts this from the number that it sent,
+        and knows how many are under way
     value_granted: the same for part 1
     """
 

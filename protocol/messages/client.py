@@ -51,8 +51,8 @@ class Refused(Message):
 class Likely(Message):
     """One of the most likely tokens, in `Token` and `Rated`.
 
-    token: its id
-    piece: its own bytes, which need not be whole characters
+    token: id of the token
+    piece: bytes of the token, which need not be whole characters
     logprob: natural logarithm of its probability
     """
 
@@ -277,7 +277,7 @@ class Status(Message):
     mode: "exact", "predicted" or "thresholded"
     processes: one item for each process of the plan, in the order of the board's lines and the trace's rings
     memory_bytes: memory of processes and segments together
-    memory_peak_bytes: its maximum so far
+    memory_peak_bytes: maximum of `memory_bytes` so far
     memory_limit_bytes: the plan's limit
     sequences_active: sequences that have a KV slot
     max_sequences: number of KV slots

@@ -30,7 +30,7 @@ class StepEvent(Message):
     events of both kinds are due, prefill comes first. Figures are sums over the steps. Counts and waiting times come
     from the counters of the participants.
 
-    step: number of the last one
+    step: number of the last step
     batch: tokens computed: the sequences of decode steps, the tokens of prefill steps
     prefill: true if they were prefill steps
     ms: time from sending a step to the last answer

@@ -113,7 +113,7 @@ class Drain(Message):
 
 @message
 class Drained(Message):
-    """The answer to `Drain`: no work is left, and the process exits.
+    """The answer to `Drain`: no work is left, and the service exits.
 
     role: as in `Hello`
     index: as in `Hello`

@@ -92,11 +92,11 @@ class Snapshot(Message):
     prompt_tokens_per_s: prompt tokens computed per second of recent prefill steps; 0 if none were
     tbt_ms: recent time between tokens, as "p50", "p90" and "p99"; empty if there was none
     memory_bytes: memory of processes and segments together
-    memory_peak_bytes: its maximum so far
+    memory_peak_bytes: maximum of `memory_bytes` so far
     memory_limit_bytes: the plan's limit
     regions: the regions of shared memory
     slots: number of slots for cluster parts, in the hot and cold regions together
-    slots_free: how many of them are free
+    slots_free: number of free slots
     withheld_bytes: memory of slots that is returned to the system because the system is short of it
     warm_up: as in `Status`
     hit_rate: share of the needed cluster parts that were resident recently
@@ -106,7 +106,7 @@ class Snapshot(Message):
     flash_waiting: cluster parts that were requested and are not being read yet
     flash_in_flight: reads under way
     dram_bytes_per_s: recent reads from memory by computing, estimated from its counters
-    dram_bytes_per_token: the same per token
+    dram_bytes_per_token: recent reads from memory per token, estimated likewise
     flash_wait: share of recent step time that workers waited for flash
     participant_wait: share of recent step time that workers waited for each other
     fired: for each layer, the share of its neurons that fired recently
