@@ -122,3 +122,10 @@ def test_every_command_of_a_page_succeeds(page: Path, shell: Shell, guide_folder
             process.send_signal(signal.SIGINT)
         for process in staying:
             process.communicate(timeout=30)
+
+
+def test_the_command_of_the_demo_in_the_readmes_table_fits_its_limit(shell: Shell) -> None:
+    row = re.search(r"^\| \d+ MiB \| demo, .* \| `(.*)` \|", PAGES[0].read_text("utf-8"), re.MULTILINE)
+    assert row is not None
+    answer = shell.json(*shlex.split(row[1]))
+    assert answer["memory"]["peak_bytes"] <= answer["memory"]["limit_bytes"]
