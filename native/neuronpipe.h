@@ -109,9 +109,9 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales);
 
-/* Encode a row of q4k, q5k, q6k, q4h, q5h, iq4 or mxfp4. importance: [n], not negative, how much the error of each weight
- * counts; NULL: all count alike. Returns NP_OK; NP_E_ARGUMENT for another type, if n is no multiple of 32, or if a weight is
- * not finite or does not fit. */
+/* Encode a row of q4k, q5k, q6k, q4h, q5h, iq4 or mxfp4. importance: [n], not negative, how much the error of each
+ * weight counts; NULL: all count alike. Returns NP_OK; NP_E_ARGUMENT for another type, if n is no multiple of 32, or if
+ * a weight is not finite or does not fit. */
 int np_encode_row(int type, const float *w, const float *importance, size_t n, void *quants, void *scales);
 
 /* Decode a row to float32. */
@@ -398,7 +398,7 @@ typedef struct {
     uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part */
     uint32_t merge_gap_bytes; /* clusters with at most this gap between them are read together */
     uint32_t prefetch_depth;  /* prefetches start only while fewer reads are in flight; 0: no prefetching */
-    uint32_t warm_up_reads;   /* so many of the reader's depth are long reads, for warm-up only; 0: warm-up uses ordinary reads */
+    uint32_t warm_up_reads;   /* long reads, for warm-up only, within the reader's depth; 0: warm-up uses ordinary reads */
     uint32_t warm_up_read_bytes; /* maximum of a long read, at least most_read_bytes */
 } np_loader_reading;
 typedef struct {
@@ -410,7 +410,7 @@ typedef struct {
     uint64_t waited_for_slot; /* demands that had to wait for a slot */
     uint64_t warm_up_bytes, warm_up_left_bytes; /* of the warm-up since the last reset; those not loaded yet */
     uint64_t warm_up_ns;      /* duration of the warm-up */
-    uint64_t already_there;
+    uint64_t already_there;   /* requested cluster parts whose entries were not absent */
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
@@ -530,7 +530,7 @@ typedef struct {
 } np_predictor;
 
 typedef struct {
-    uint32_t window_tokens; /* a token attends to at most so many positions; 0: all */
+    uint32_t window_tokens; /* maximal number of positions that a token attends to; 0: all */
     np_matrix qkv, attention_output;
     np_norm attention_norm, ffn_norm;
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
@@ -856,8 +856,8 @@ int np_process_die_with(int32_t parent);
 int np_process_name(const char *name); /* as shown by `ps` and `top`; 15 characters */
 /* Return freed memory that the C library keeps to the kernel, if the library supports it. */
 void np_memory_give_back(void);
-/* Have the C library map allocations of at least so many bytes, if it supports this: they return to the kernel when
- * freed. Otherwise freed memory may stay, fragmented, depending on the order of all allocations. */
+/* Have the C library map allocations of at least this size, if it supports this: they return to the kernel when freed.
+ * Otherwise freed memory may stay, fragmented, depending on the order of all allocations. */
 void np_memory_map_from(size_t bytes);
 /* Return the whole pages within these bytes of a memory file to the kernel; they then read as zeros in every mapping.
  * Returns NP_OK or -errno. */

@@ -48,8 +48,8 @@ class Context(Closing):
         self._pid = os.getpid()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a new socket, which accepts frames of at most MAX_FRAME_BYTES. Raises UserError if no further socket
-        can be opened, RuntimeError in a fork of the process that made this context."""
+        """Return a new socket. Raises UserError if no further one can be opened, RuntimeError in a fork of the process
+        that opened this context."""
         if os.getpid() != self._pid:
             raise RuntimeError("this context was opened before a fork; open another one in this process")
         try:
@@ -62,8 +62,8 @@ class Context(Closing):
         return socket
 
     def close(self) -> None:
-        """Close all sockets, wait at most LINGER_MS until pending messages are sent, and end ZeroMQ's threads. No
-        thread may use a channel of this context afterwards. In a fork of the process, this does nothing."""
+        """Close all sockets, wait at most LINGER_MS until pending messages are sent, and end ZeroMQ's threads. Do
+        nothing in a fork. No thread may use a channel of this context afterwards."""
         if os.getpid() == self._pid:
             for socket in self._sockets:
                 socket.close()
@@ -208,8 +208,7 @@ def _name(*route: bytes) -> str:
 
 
 class Listener(Channel):
-    """The bound end of a link with a ROUTER. Peers are identified by their routing ids; a peer that connects with the
-    id of another one replaces it."""
+    """The bound end of a link with a ROUTER. A peer that connects with another one's routing id replaces it."""
 
     def __init__(self, context: Context, link: Link, endpoint: str) -> None:
         socket = context.socket(zmq.ROUTER)
@@ -273,7 +272,6 @@ class Publisher(Channel):
 
     @property
     def watched(self) -> bool:
-        """True if there is a subscriber."""
         while True:
             try:
                 # The first subscription to this major version and the end of the last one: b"\1NP2", b"\0NP2".
@@ -315,7 +313,6 @@ class Poller:
         self._sources: dict[object, Channel | int] = {}
 
     def add(self, source: Channel | int) -> None:
-        """Wait for this source too."""
         handle = source if isinstance(source, int) else source._socket
         self._zmq.register(handle, zmq.POLLIN)
         self._sources[handle] = source
@@ -328,11 +325,11 @@ class Poller:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """File descriptors to watch after `wait(0)` has returned nothing. When one becomes readable, `wait(0)` returns
-        the readable sources, which may be none."""
+        """File descriptors to watch after `wait(0)` has returned nothing. When one becomes readable, call `wait(0)`
+        again, which may return nothing."""
         return tuple(s if isinstance(s, int) else s._socket.fileno() for s in self._sources.values())
 
     def wait(self, timeout_ms: int | None = None) -> list[Channel | int]:
-        """Wait until a source is readable, for at most `timeout_ms` (None: no limit), and return the readable sources.
-        Read a channel until it returns None: several messages may have arrived as one event."""
+        """Return the readable sources; none after `timeout_ms` (None: no limit). Read a channel until it returns None:
+        several messages may have arrived as one event."""
         return [self._sources[handle] for handle, _ in self._zmq.poll(timeout_ms)]

@@ -95,7 +95,7 @@ def to_map(content: Message) -> dict[str, Any]:
 
 
 def from_map(cls: type[M], content: Any) -> M:
-    """Return the message of class `cls` that the map `content` describes. Raises WireError that names the field."""
+    """Return the message of class `cls` that the map `content` describes. Raises WireError."""
     kind: Any = cls
     try:
         read: M = reader(kind)(content)

@@ -23,17 +23,15 @@ class Credits:
         return True
 
     def give_back(self, peer: str) -> None:
-        """Count an answer of the peer. An answer without an outstanding request is ignored."""
+        """Count an answer; ignore one without an outstanding request."""
         if self._outstanding.get(peer, 0) > 0:
             self._outstanding[peer] -= 1
 
     def forget(self, peer: str) -> None:
-        """Remove a peer that is gone, with its requests."""
         self._slots.pop(peer, None)
         self._outstanding.pop(peer, None)
 
     def outstanding(self, peer: str) -> int:
-        """Return how many requests the peer has not answered."""
         return self._outstanding.get(peer, 0)
 
     def free(self, peer: str) -> int:

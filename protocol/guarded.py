@@ -76,7 +76,6 @@ def read_address(address: str) -> tuple[str, bytes, bytes]:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """Return the address of a TCP socket in ZeroMQ's syntax."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -139,7 +138,6 @@ class GuardedSubscriber(Subscriber):
 
     @property
     def standing(self) -> Standing:
-        """State of the connection after its last event."""
         while self._socket_events.poll(0):
             event = parse_monitor_message(self._socket_events.recv_multipart())["event"]
             self._standing = STANDINGS[event]
@@ -147,11 +145,10 @@ class GuardedSubscriber(Subscriber):
 
 
 class _Only:
-    """The check of client keys that ZeroMQ calls: accepts one key."""
+    """ZeroMQ's check of client keys: accepts one key."""
 
     def __init__(self, guest_public: bytes) -> None:
         self._guest_public = guest_public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return True if a client with this key is accepted."""
         return key == self._guest_public

@@ -36,9 +36,7 @@ class Link:
     """A link between the process that binds its socket and the processes that connect to it.
 
     name: also the file name of the socket in the run directory
-    bound_by, connected_by: roles
     inward: messages to the process that binds
-    outward: messages from it
     """
 
     name: str
@@ -122,4 +120,4 @@ WATCH = Link(
     inward=_direction(16, "refuse"),  # subscriptions; with a limit of 1, peers whose keys are being checked block it
     outward=_direction(256, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
 )
-"""The link of a watch server to its subscribers, over TCP with keys. Nothing can be sent towards the run."""
+"""Over TCP, to subscribers that have the keys. Nothing can be sent towards the run."""

@@ -35,8 +35,7 @@ class LockedDirectory:
         """Make the directory, unless it exists, and lock it. Raises UserError if a run is live there, or if it is
         another user's, or has files but no lock.
 
-        Another process may remove the directory before it is locked. Then the lock is on a file that is gone, and
-        everything is repeated.
+        If another process removes the directory before it is locked, everything is repeated.
         """
         deadline = time.monotonic() + MAX_CLAIM_S
         while self._lock is None:
@@ -107,7 +106,7 @@ class LockedDirectory:
                     os.close(lock)
 
     def unmake(self) -> None:
-        """Remove the directory after an error while it was made, and release the lock. Without the lock, only an empty
+        """Undo `claim` or a part of it: remove the directory and release the lock. Without the lock, only an empty
         directory is removed."""
         with contextlib.suppress(OSError):
             self.path.rmdir() if self._lock is None else self.remove()

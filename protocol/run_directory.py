@@ -157,9 +157,9 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def create(cls, path: Path | None = None) -> RunDirectory:
-        """Make and lock a directory at `path`, and remove what a dead run left there. If `path` is None, choose a new
-        path in `base()`, and remove the dead runs there. The run lives until this process and its forks have released
-        the lock. Raises UserError if the place cannot be used."""
+        """Make and lock a directory at `path`, and remove what a dead run left there. None: choose a new path in
+        `base()`, and remove the dead runs there. The run lives until this process and its forks have released the lock.
+        Raises UserError if the place cannot be used."""
         if path is None:
             cls._sweep(base())
         place = (base() / f"{PREFIX}{os.urandom(4).hex()}") if path is None else Path(os.path.abspath(path))
@@ -201,7 +201,6 @@ class RunDirectory(LockedDirectory):
 
     @classmethod
     def _sweep(cls, folder: Path) -> None:
-        """Remove the directories of dead runs."""
         for place in folder.glob(f"{PREFIX}*"):
             cls(place).remove_if_dead()
 
@@ -220,11 +219,9 @@ class RunDirectory(LockedDirectory):
         return self.path / DOORBELL
 
     def endpoint(self, link: Link) -> str:
-        """Return the address of a link of this run."""
         return f"ipc://{self.path}/{link.name}"
 
     def endpoints(self) -> dict[str, str]:
-        """Return the addresses of all links, for `RunFile`."""
         return {link.name: self.endpoint(link) for link in LINKS}
 
     def publish(self, run_file: RunFile, plan: str) -> None:

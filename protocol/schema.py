@@ -56,8 +56,8 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
-    """Read a dataclass strictly from `values`, the content of a file of this project. Raises UserError that begins with
-    `where` and names the field."""
+    """Read a dataclass strictly from the content of a file of this project. Raises UserError that begins with `where`
+    and names the field."""
     kind: Any = cls
     try:
         read: T = reader(kind, strict=True)(values)
@@ -83,8 +83,7 @@ def describe(annotation: object) -> str:
 
 
 def documented(cls: Any) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a dataclass's docstring, and the meanings of the fields by name, each as one
-    line."""
+    """Return the description of a dataclass and the meanings of its fields, by name, from its docstring."""
     text = inspect.getdoc(cls) or ""
     description, _, field_lines = text.partition("\n\n")
     entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", field_lines, re.MULTILINE)
@@ -116,7 +115,7 @@ def annotated(cls: Any) -> Iterator[tuple[Field[Any], Any]]:
 @cache
 def reader(annotation: Any, *, strict: bool = False) -> Reader:
     """Return the function that checks a value against `annotation` and returns it in its final form: arrays as tuples,
-    maps as dataclasses. It raises Mismatch. Raises TypeError for an annotation that a field cannot have."""
+    maps as dataclasses. It raises Mismatch."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is float:
         return _finite if strict else _float

@@ -30,14 +30,12 @@ _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def messages_in(module: ModuleType) -> list[type[Message]]:
-    """Return the message classes that a module defines, in its order."""
     values: Iterable[Any] = vars(module).values()
     classes = [cls for cls in values if isinstance(cls, type) and issubclass(cls, Message)]
     return [cls for cls in classes if cls.__module__ == module.__name__]
 
 
 def all_messages() -> list[type[Message]]:
-    """Return every message class, including classes nested in others."""
     return [cls for module in FILES for cls in messages_in(module)]
 
 

@@ -63,7 +63,8 @@ class Versus:
         progress: called after each of 2 + 2 * repetitions requests
 
         The speed of the first side over that of the second is a ratio for each pair. The field `versus` of the first
-        row has the median, minimum and maximum of these ratios. Raises what `Bench.repeat` and `Candidate` raise.
+        row has the median, minimum and maximum of these ratios. Raises UserError as `Bench.repeat` does, and if a
+        replacement fails.
         """
         warm_ups = [self._repeat(side, case, number, progress) for number, side in enumerate(self._sides)]
         repetitions_done: tuple[list[Repetition], list[Repetition]] = ([], [])

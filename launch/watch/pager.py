@@ -82,7 +82,7 @@ class Pager:
         self._room = 1
 
     def visible(self, page: Sequence[Sequence[Segment]], rows: int) -> RenderableType:
-        """Return the lines that fit into so many rows, and a line that says how to scroll."""
+        """Return the lines that fit into `rows`, the last of which says how to scroll."""
         self._room = max(1, rows - 1)
         self._max_above = max(0, len(page) - self._room)
         self._above = min(self._above, self._max_above)

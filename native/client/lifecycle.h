@@ -13,10 +13,10 @@ enum { LIFECYCLE_TICK_MS = 250, LIFECYCLE_RETRY_MS = 20 };
 
 typedef struct {
     wire control;
-    const char *role, *numerics;    /* numerics: the id of what a backend computes; "" for a service that computes no steps */
+    const char *role, *numerics;    /* numerics: as in Hello; "" for a service that computes no steps */
     uint64_t index, slots;          /* slots: requests that the service works on at once */
     int available;                  /* 0: Ready is not sent before lifecycle_become_available */
-    uint64_t step;                  /* sent in heartbeats; must grow while work is done, or the watchdog ends the process */
+    uint64_t step;                  /* sent in heartbeats, for monitors; grows with the work */
     int welcomed, draining;         /* draining: the coordinator has sent Drain; leave the main loop */
     uint64_t coordinator_pid, hello_at, beat_at, connect_at; /* times: lifecycle_now_ms */
     char path[108];

@@ -78,8 +78,8 @@ struct np_engine {
     uint32_t logits_first, logits_count;
     const np_token_scores *token_scores;
     uint32_t participants, participant;
-    np_range blocks;                      /* the blocks that this participant computes, shared with */
-    uint32_t sharers, sharer;             /* so many participants */
+    np_range blocks;                      /* the blocks that this participant computes */
+    uint32_t sharers, sharer;             /* participants that share these blocks; this one's number among them */
     uint32_t offloaded_blocks;            /* the first blocks of each feed-forward: an accelerator computes them */
     uint32_t offloaded_matrices;          /* NP_OFFLOAD_* bits */
     int32_t *sequence, *position, *token; /* [max_tokens] */
@@ -148,7 +148,7 @@ enum {
 
 enum {
     NP_PIECE_ROWS = 64,  /* rows of a matrix per piece of work: a few microseconds, so that participants finish together */
-    NP_DENSE_TOKENS = 16 /* with so many tokens nearly every neuron fires for one of them: value parts are requested with trigger parts */
+    NP_DENSE_TOKENS = 16 /* with at least as many, nearly every neuron fires: value parts are requested with triggers */
 };
 
 /* x[j] *= factor; skipped for a factor of 1, the usual one. */

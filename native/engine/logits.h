@@ -4,9 +4,9 @@
 #include "engine/engine.h"
 
 int np_embed(np_engine *engine);
-/* Prepare the inputs of the logits' matrix, then compute the logits that the step asks for. The second does the first
- * itself. */
+/* Prepare the inputs of the logits' matrix. */
 void np_begin_logits(np_engine *engine);
+/* Prepare these inputs, and compute the logits that the step asks for. */
 int np_compute_logits(np_engine *engine);
 /* Compute the log-probabilities that the step's token_scores asks for, some tokens at a time. */
 int np_score_tokens(np_engine *engine);

@@ -6,7 +6,8 @@
 /* Look up the value parts of clusters that fired, and request the absent ones. Returns the number still absent, or an
  * error. */
 int np_look_up_values(np_engine *engine, np_range clusters);
-/* The same for both parts of all clusters: for a caller that reads rows without computing triggers. */
+/* Look up both parts of all clusters, and request the absent ones, for a caller that computes no triggers. Returns the
+ * number still absent, or an error. */
 int np_look_up_both_parts(np_engine *engine, np_range clusters);
 /* Compute the values of fired neurons whose value parts are present. */
 void np_compute_values(np_engine *engine, np_range clusters);

@@ -5,7 +5,8 @@
 
 #include <math.h>
 
-/* The weights of errors: larger for larger weights of the group and, unless importance is NULL, for more important ones. */
+/* How much the error of each weight of a group counts: more for larger weights and, unless importance is NULL, for more
+ * important ones. */
 NP_INLINE void np_error_weights(const float *w, const float *importance, float *weight) {
     float squares = 0.0f;
     for (int j = 0; j < NP_GROUP; j++) squares += w[j] * w[j];

@@ -122,7 +122,8 @@ NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
     return (rows->rows - r - 1) * rows->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;
 }
 
-/* The same for rows that are read at several places at once: whole rows ahead, so that all of them have been fetched. */
+/* The same for rows that are read at several places at once: a distance of whole rows, so that all of these places are
+ * fetched. */
 NP_INLINE size_t np_ahead_whole_rows(const np_rows *rows, size_t r) {
     const size_t ahead = np_ahead_bytes(rows, r), bytes = rows->quant_bytes;
     if (rows->quants_at || !ahead) return ahead;

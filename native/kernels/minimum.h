@@ -1,5 +1,5 @@
-/* q4k, q5k, q6k, q4h and q5h: groups of 32 weights with a scale and a minimum, in blocks of eight groups; a row's last block may
- * have fewer.
+/* q4k, q5k, q6k, q4h and q5h: groups of 32 weights with a scale and a minimum, in blocks of eight groups; a row's last
+ * block may have fewer.
  *
  *   w = s * code - z, with s = d * scale and z = dmin * minimum of the group (both exact in float32)
  *
@@ -14,7 +14,8 @@
  *
  *   quants of a row             content
  *   n/2 bytes                   low four bits of codes, as q4's nibbles
- *   n/32 uint16, n/32 uint16    q5k, q6k, q5h: fifth bits of the groups' first 16 codes, bit j of code j; of the last 16
+ *   n/32 uint16                 q5k, q6k, q5h: fifth bits of each group's first 16 codes, bit j of code j
+ *   n/32 uint16                 fifth bits of the last 16 codes
  *   n/32 uint16, n/32 uint16    q6k: sixth bits, in the same way
  *
  * Prepared activations are q4's. A group's product is s * xs * dot(codes, quants) - z * (xs * sum of quants). */

@@ -189,8 +189,8 @@ class Layout:
     def slots(self, quantization: Quantization, width: int, *, moved: bool = False) -> SlotPlaces:
         """Return the slots of this layout.
 
-        moved: co-located scales: the scales of the value part's matrices are in the value slot, if they lie behind the
-            trigger's rows in bundles.bin; then a resident trigger takes only its own rows
+        moved: put the scales of the value rows into the value slot (co-located scales), although bundles.bin has them
+            in the trigger part; a resident trigger then takes only its own rows. Ignored if that saves nothing
         """
         trigger, value = self.slot_bytes("trigger", quantization, width), self.slot_bytes("value", quantization, width)
         trigger_end, start, end = self._trigger_part(quantization, width)

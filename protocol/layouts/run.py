@@ -20,7 +20,7 @@ SUSPECTS = 64
 """Number of requests that the ledger remembers because they were under way when a process died."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
-"""64-bit words of the board's memory line, in order."""
+"""64-bit words of the board's memory line."""
 
 BOARD_FLASH = (
     "reads",

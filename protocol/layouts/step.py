@@ -129,9 +129,8 @@ def prefill_stage(
     experts_per_token: int,
     groups: int,
 ) -> Layout:
-    """The buffers of a prefill step, those of `exchange` without logits and lanes. Not a segment: they are memory of
-    the process whose threads compute the step. partial_tokens: maximal number of tokens whose block sums are in memory
-    at once; other lengths as in `exchange`."""
+    """The buffers of a prefill step's stages, as in `exchange`, in the memory of the process whose threads compute the
+    step; not a segment. partial_tokens: maximal number of tokens whose block sums are in memory at once."""
     fields = Fields(
         "prefill_stage",
         8,

@@ -75,7 +75,6 @@ class Layout:
         return cls(name=name, kind=kind, fields=tuple(fields), total_bytes=total_bytes)
 
     def __getitem__(self, name: str) -> Field:
-        """Return the field of that name. Raises KeyError."""
         for candidate in self.fields:
             if candidate.name == name:
                 return candidate
@@ -109,8 +108,8 @@ class Fields:
     _end_bytes: int = PAGE_BYTES
 
     def add(self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str) -> None:
-        """Place the next field on the next cache line. by, to: the processes that write and read it. Raises ValueError
-        for a negative length or a repeated name."""
+        """Place the next field on the next cache line. by, to: the processes that write and read it. Raises
+        ValueError."""
         shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
         if min(shape) < 0:
             raise ValueError(f"{self.name}.{name}: shape {shape} is negative")

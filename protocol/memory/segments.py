@@ -98,8 +98,8 @@ class Segment(Closing):
 
     @classmethod
     def attach(cls, layout: Layout, fd: int, generation: int | None = None) -> Segment:
-        """Return the segment of a descriptor of this process, an inherited one for example. Raises UserError if it does
-        not have this layout, or this generation if one is given."""
+        """Return the segment of an inherited descriptor. Raises UserError if it does not have this layout, or this
+        generation if one is given."""
         header = os.pread(fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
             raise UserError(f"segment {layout.name}: descriptor {fd} is no segment; start the run again")
@@ -149,11 +149,11 @@ class Segment(Closing):
 
     @property
     def sealed(self) -> bool:
-        """True if the content is final."""
+        """True after `seal`."""
         return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
 
     def map(self, *, writable: bool = False) -> Mapping:
-        """Map the whole segment. Raises PermissionError if it is to be writable, and the descriptor is read-only or the
+        """Map the whole segment. Raises PermissionError for a writable mapping if the descriptor is read-only or the
         segment sealed."""
         return Mapping(self, writable)
 

@@ -18,18 +18,17 @@ class ResetDone(Message):
 
 @message
 class SlotCounts(Message):
-    """From the loader: how many of the granted slots are left. The loader sends it when a quarter of them is used, when
-    clusters begin to wait for slots, when a figure has changed as another message is handled, and at the latest with
-    the next beat. Before its first `Reset` it sends it every 50 ms, with generation 0. The first one of the present
-    generation means the same as `ResetDone`, in case that message was lost.
+    """From the loader: how many of the granted slots are free. If a count has changed, the loader sends it when a
+    quarter of the free slots is used, when clusters begin to wait for slots, and after another message, at the latest
+    the next `AskBeat`. Before its first `Reset` it sends it every 50 ms, with generation 0. The first one of the
+    present generation means the same as `ResetDone`, in case that message was lost.
 
     generation: that of the last `Reset`; 0 before the first
     trigger_free: free slots of part 0
     value_free: free slots of part 1
     trigger_waiting: clusters whose part 0 waits for a slot or to be read
     value_waiting: the same for part 1
-    trigger_granted: slots of part 0 received since the `Reset`; the cache subtracts this from the number that it sent,
-        and knows how many are under way
+    trigger_granted: slots of part 0 received since the `Reset`; the other slots that the cache granted are under way
     value_granted: the same for part 1
     """
 

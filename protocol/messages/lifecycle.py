@@ -93,8 +93,8 @@ class Beat(Message):
     state: the state of the process in its own view
     step: the step under way, or the last one done; in a process without steps, any number that grows with its work
     busy_ms: how long the work under way has taken so far; 0 when idle
-    counters: figures of this role, for monitors. Those of a loader: `in_flight` (reads), `trigger_waiting` and
-        `value_waiting` (cluster parts), `trigger_free` and `value_free` (slots)
+    counters: figures of this role. Those of a loader tell the coordinator who keeps the run waiting: `in_flight`
+        (reads), `trigger_waiting` and `value_waiting` (cluster parts), `trigger_free` and `value_free` (slots)
     """
 
     role: str

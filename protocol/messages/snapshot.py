@@ -94,7 +94,7 @@ class Snapshot(Message):
     memory_bytes: memory of processes and segments together
     memory_peak_bytes: maximum of `memory_bytes` so far
     memory_limit_bytes: the plan's limit
-    regions: the regions of shared memory
+    regions: regions of shared memory
     slots: number of slots for cluster parts, in the hot and cold regions together
     slots_free: number of free slots
     withheld_bytes: memory of slots that is returned to the system because the system is short of it

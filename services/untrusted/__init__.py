@@ -1,1 +1,1 @@
-"""Work whose cost a stranger chooses, in a process that can be killed: see README.md."""
+"""Work whose cost a stranger chooses, in a process that can be killed."""

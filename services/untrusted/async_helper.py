@@ -20,7 +20,7 @@ class AsyncHelper:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id; None if no process runs."""
+        """Return the id of the helper process; None if none runs."""
         return self._helper.pid
 
     @property
@@ -29,7 +29,10 @@ class AsyncHelper:
         return len(self._results)
 
     async def call(self, payload: bytes, timeout_s: float) -> bytes:
-        """Run a job after those submitted before. Raises UntrustedError."""
+        """Run a job after all jobs submitted before and return its answer.
+
+        Raises UntrustedError if the job fails, ValueError if the payload is too long.
+        """
         result: asyncio.Future[Outcome] = self._loop.create_future()
         job = self._helper.submit(payload, timeout_s)
         self._results[job] = result
@@ -56,7 +59,7 @@ class AsyncHelper:
         self._watch()
 
     def _watch(self) -> None:
-        """Schedule a look at the deadline of the present job."""
+        """Schedule `_look` for the deadline of the first job."""
         if self._due is not None:
             self._due.cancel()
         due_s = self._helper.due_s

@@ -36,7 +36,7 @@ class FrameReader:
         self._received = bytearray()
 
     def push(self, data: bytes) -> list[tuple[Kind, bytes]]:
-        """Append received bytes; return the frames that they complete."""
+        """Append received bytes; return kind and payload of each frame that they complete."""
         self._received += data
         frames = []
         while len(self._received) >= HEADER.size:

@@ -3,11 +3,11 @@
     event                            result
     a job is submitted               the process is started if none runs; jobs run in the order of submission
     a job exceeds its time limit     the process is killed: that job fails, later jobs run in the next process
-    the process dies                 the same
-    the process was idle for long    it ends; the next job starts another
+    the process dies                 that job fails, later jobs run in the next process
+    no job for 60 s (see README.md)  the process ends; the next job starts another
 
 A helper belongs to the thread that created it, which must live as long as the process: the kernel kills the process
-when its parent thread ends. No method but `wait` and `call` blocks.
+when its parent thread ends. Only `wait` and `call` block for a job.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from neuronpipe.services.untrusted.process import IDLE_EXIT, Memory, Prepare
 START_S = 60.0
 MAX_PAYLOAD_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10
-RUST_OUT_OF_MEMORY = b"memory allocation of"  # what Rust says before it ends the process
+RUST_OUT_OF_MEMORY = b"memory allocation of"  # Rust writes this before it ends the process
 Reason = Literal["failed", "time", "memory", "died", "unavailable"]
 
 
 class UntrustedError(Exception):
-    """A job that has failed.
+    """The failure of a job.
 
-    reason: its own error, the time limit, the memory limit, the death of the process, or that no process can be
-        started, which is not the job's fault
+    reason: `failed`: the work raised an error; `time` or `memory`: the job exceeded that limit; `died`: the process
+        ended; `unavailable`: no process can be started, which is not the job's fault
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -48,14 +48,18 @@ class UntrustedError(Exception):
 
 @frozen
 class Outcome:
-    """The outcome of one job, by its number: the answer, or an error."""
+    """The outcome of one job.
+
+    job: the number that `submit` returned
+    answer: empty if there is an error
+    """
 
     job: int
     answer: bytes
     error: UntrustedError | None = None
 
     def result(self) -> bytes:
-        """Return the answer. Raises UntrustedError."""
+        """Return the answer. Raises the error, if any."""
         if self.error is not None:
             raise self.error
         return self.answer
@@ -72,18 +76,17 @@ class _Job:
 class Helper:
     """Jobs of one kind of untrusted work, and the process that runs them.
 
-    work: what prepares the work in a new process: `module:function` for a program, which has nothing of the service; or
-        a function, for a fork, which shares the service's memory. See README.md
+    work: the function that prepares the work in a new process: as `module:function`, which starts a program; or as an
+        object, which forks the service. See README.md
     setup: passed to that function in each new process
-    memory_bytes: the bytes by which jobs may make a process grow
-    setup_bytes: the bytes by which it may grow, in addition, while it is prepared
-    descriptor: readable when `receive` has something to do, except for a deadline, which is due in `due_s` seconds
+    memory_bytes: the bytes by which jobs may make a prepared process grow
+    setup_bytes: the bytes by which a process may grow, in addition, while it is prepared
     """
 
     def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:
         self._work, self._memory, self._setup = work, Memory(setup_bytes, memory_bytes), setup
         self._epoll = select.epoll()
-        self._jobs: deque[_Job] = deque()  # sent to the process; the first one is under way
+        self._jobs: deque[_Job] = deque()  # queued for the process; the first one is under way
         self._numbers = 0
         self._process: HelperProcess | None = None
         self._link: socket.socket | None = None
@@ -97,12 +100,13 @@ class Helper:
 
     @property
     def descriptor(self) -> int:
-        """Return the descriptor to poll; the same as long as the helper lives."""
+        """Return the descriptor to poll, which never changes. It is readable when `receive` has something to do, unless
+        that is only a deadline: see `due_s`."""
         return self._epoll.fileno()
 
     @property
     def pid(self) -> int | None:
-        """Return the process id; None if no process runs."""
+        """Return the id of the helper process; None if none runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -116,7 +120,7 @@ class Helper:
 
         Raises ValueError if the payload is too long, UntrustedError if no process can be started.
 
-        timeout_s: its time limit, from the end of the job before it
+        timeout_s: its time limit, counted from the end of the job before it; of the first job from now
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a job of {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
@@ -132,7 +136,7 @@ class Helper:
         return job.number
 
     def receive(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
+        """Return the outcomes since the last call; end a job whose deadline has passed."""
         outcomes: list[Outcome] = []
         if self._process is None:
             return outcomes
@@ -145,8 +149,10 @@ class Helper:
         return outcomes
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
-        """Return outcomes as `receive` does; wait for the first, at most timeout_s. None: until there is one, or no
-        job."""
+        """Wait for the first outcome and return the outcomes; none after timeout_s, or if no job is left.
+
+        timeout_s: None: no limit
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             outcomes = self.receive()
@@ -157,7 +163,10 @@ class Helper:
             self._epoll.poll(min(waits_s) + 0.001 if waits_s else None)
 
     def call(self, payload: bytes, timeout_s: float) -> bytes:
-        """Run one job and wait for its answer; no other may be under way. Raises UntrustedError."""
+        """Run one job and return its answer; no other job may be under way.
+
+        Raises UntrustedError if the job fails, ValueError if the payload is too long.
+        """
         assert not self._jobs
         job = self.submit(payload, timeout_s)
         while True:
@@ -166,7 +175,7 @@ class Helper:
                     return outcome.result()
 
     def close(self) -> None:
-        """End the process. Its jobs have no outcome; a later job starts another process."""
+        """End the process. Its jobs get no outcome; a later job starts another process."""
         self._jobs.clear()
         self._reap()
 
@@ -244,12 +253,12 @@ class Helper:
         outcomes.append(Outcome(job.number, b"" if error else payload, error))
 
     def _lost(self, outcomes: list[Outcome]) -> None:
-        """Handle a process that has closed its end: it has died, or is about to."""
+        """Handle a process that has closed its end of the link or has sent what is no answer."""
         assert self._process is not None
-        code = self._process.wait(1.0)  # a kill now could hide its own exit status
+        code = self._process.wait(1.0)  # a kill at once would hide the process's own exit status
         last_words = self._last_words()
         if code == IDLE_EXIT and self._jobs and not self._jobs[0].attempts:
-            self._jobs[0].attempts += 1  # it ended while idle, when the job was on its way
+            self._jobs[0].attempts += 1  # the process was idle and ended before the job arrived
             self._restart(list(self._jobs), outcomes)
         elif code == -signal.SIGALRM:
             self._end(outcomes, "time")
@@ -259,13 +268,16 @@ class Helper:
             self._end(outcomes, "died", last_words)
 
     def _end(self, outcomes: list[Outcome], reason: Reason, last_words: bytes = b"") -> None:
-        """End the process and fail the job under way; the other jobs continue in another process."""
+        """End the process and fail the job under way; the other jobs run in another process.
+
+        A preparation is repeated once; if it fails again, all jobs fail.
+        """
         if reason == "time" and RUST_OUT_OF_MEMORY in self._last_words():
             reason = "memory"  # a Rust library that is out of memory while it reports an error deadlocks
         jobs = list(self._jobs)
         if jobs and jobs[0].number == 0 and not self._failed_starts:
-            self._failed_starts = 1  # it may have been killed from outside
-        elif jobs and jobs[0].number == 0:  # the second failed start: not the jobs' fault, but they fail with it
+            self._failed_starts = 1  # another program may have killed it
+        elif jobs and jobs[0].number == 0:  # the second failed start in a row
             self._failed_starts = 0
             words = " ".join(last_words.decode(errors="replace").split())[-300:]
             outcomes += [Outcome(job.number, b"", _not_started(words or reason)) for job in jobs[1:]]
@@ -295,7 +307,7 @@ class Helper:
         return f"it takes more than {self._memory.jobs_bytes >> 20} MiB of memory"
 
     def _last_words(self) -> bytes:
-        """Return the end of what the process wrote to standard error."""
+        """Return the last 4096 bytes that the process wrote to standard error."""
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, 4096, max(0, size - 4096))
 

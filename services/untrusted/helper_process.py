@@ -20,14 +20,14 @@ LOOK_AGAIN_S = 0.002
 
 
 class HelperProcess:
-    """A child process, until it was waited for."""
+    """A child process, until `wait` has returned its exit code."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def kill(self) -> None:
-        """Kill the process if it was not waited for."""
+        """Kill the process, unless `wait` has returned its exit code."""
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -47,8 +47,10 @@ class HelperProcess:
 
 
 def start_program(target: str, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
-    """Start a program. It inherits no memory, no descriptor but its link, and only the listed variables. Raises
-    OSError."""
+    """Start a program that inherits the link, the errors and PASSED_VARIABLES. Raises OSError if it cannot be started.
+
+    errors: the descriptor for standard error
+    """
     command = [sys.executable, "-P", "-m", "neuronpipe.services.untrusted.process"]
     program = subprocess.Popen(
         [*command, str(link.fileno()), str(os.getpid()), target, *map(str, memory)],
@@ -58,18 +60,18 @@ def start_program(target: str, link: socket.socket, errors: int, memory: Memory)
         pass_fds=[link.fileno()],
         env={name: value for name, value in os.environ.items() if name in PASSED_VARIABLES},
     )
-    program.returncode = 0  # it is not this object that waits
+    program.returncode = 0  # `HelperProcess` waits for it; without a code, Popen warns when it is deleted
     return HelperProcess(program.pid)
 
 
 def fork_process(prepare: Prepare, link: socket.socket, errors: int, memory: Memory) -> HelperProcess:
-    """Fork this process. Memory is shared until either side writes. Raises OSError.
+    """Fork this process. Memory is shared until either side writes. Raises OSError if the kernel refuses.
 
     Only the calling thread continues in the child, so the child must not need a lock that another thread may hold.
     """
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the threads, which are C's
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of the service's native threads
         pid = os.fork()
     if pid == 0:
         become(link, errors, prepare, memory, parent)

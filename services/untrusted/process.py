@@ -1,6 +1,6 @@
 """The helper process: runs requests one after the other, within limits that the kernel enforces.
 
-It ends with the service, at the first request that exceeds its time limit, and after IDLE_S without a request.
+It ends with the service, at the first request that exceeds its time limit, and when no request comes for IDLE_S.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from neuronpipe.services.untrusted.frames import HEADER, Kind, frame
 
 IDLE_S = 60
 IDLE_EXIT = 75
-GRACE_S = 0.25  # the service kills first, where it can
+GRACE_S = 0.25  # so that the service, if it is not busy, kills the process first
 MAX_OUTPUT_BYTES = 64 << 10
 MAX_STACK_BYTES = 8 << 20
 
 Work = Callable[[bytes], bytes]
-"""A function from request to answer. An exception fails the request with its text. The attribute `idle_s`, if any,
-replaces IDLE_S: the process ends after so many seconds without a request; None: never."""
+"""A function from request to answer. If it raises an exception, the request fails with the exception's text. If it has an
+attribute `idle_s`, that replaces IDLE_S, in seconds; with None the process waits for requests without a limit."""
 
 Prepare = Callable[[bytes], Work]
-"""A function that prepares the work of a new process from the payload of the first frame."""
+"""A function that prepares a new process. Its argument is the payload of the first frame, the setup."""
 
 
 class Memory(NamedTuple):
-    """The bytes by which a process's private memory may grow: while it is prepared, and after that."""
+    """The bytes by which a process's private writable memory may grow.
+
+    jobs_bytes: after the preparation; during the preparation it may grow by the sum of both
+    """
 
     setup_bytes: int
     jobs_bytes: int
 
 
 def serve(link: socket.socket, prepare: Prepare, memory: Memory) -> None:
-    """Answer requests until the service closes the link."""
+    """Prepare the work by the first request, then answer requests until the service closes the link."""
     lib.np_process_name(b"np-untrusted")
     _limit(memory.setup_bytes + memory.jobs_bytes)
     work: Work | None = None
@@ -61,9 +64,10 @@ def serve(link: socket.socket, prepare: Prepare, memory: Memory) -> None:
 
 
 def become(link: socket.socket, errors: int, prepare: Prepare, memory: Memory, parent: int) -> NoReturn:
-    """Serve in a forked child; never returns.
+    """Serve in a forked child, and end it.
 
     errors: the descriptor for standard error
+    parent: the process id of the service
     """
     code = 1
     try:
@@ -102,7 +106,7 @@ def _attempt(work: Work, payload: bytes) -> tuple[Kind, bytes]:
 def _receive(link: socket.socket, idle_s: float | None) -> tuple[float, bytes] | None:
     """Return the time limit in seconds and the payload of the next request; None when the service has closed the link.
 
-    It ends the process after idle_s seconds without a request; None: it waits for ever.
+    It ends the process after idle_s seconds without a request; None: there is no limit.
     """
     if not select.select([link], [], [], idle_s)[0]:
         os._exit(IDLE_EXIT)
@@ -125,10 +129,10 @@ def _exactly(link: socket.socket, count: int) -> bytes | None:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Limit the growth of this process's private writable memory; its stack has a limit of its own. No files, no core.
+    """Limit the growth of this process's private writable memory, its stack and the size of its files; no core dumps.
 
-    RLIMIT_AS would not work: threads and allocators reserve addresses that they never use, and RLIMIT_DATA counts only
-        what can be written to.
+    RLIMIT_AS would not work, because threads and allocators reserve addresses that they never use. RLIMIT_DATA counts
+    only private writable memory.
     """
     limits = {
         resource.RLIMIT_DATA: private_writable_bytes() + memory_bytes,

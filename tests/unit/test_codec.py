@@ -1,5 +1,6 @@
 """The codec: strict about types, patient with what it does not know, and precise about what is wrong."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
@@ -201,3 +202,8 @@ def test_the_name_of_the_type_is_not_a_field() -> None:
 )
 def test_types_are_described_in_words(annotation: Any, words: str) -> None:
     assert describe(annotation) == words
+
+
+def test_the_client_library_speaks_the_same_version() -> None:
+    source = (Path(__file__).parents[2] / "native/client/lifecycle.c").read_text("utf-8")
+    assert f'pack_text(&p, "protocol", "{codec.VERSION}")' in source

@@ -3,7 +3,7 @@
  *   turn    inputs                      products                   afterwards
  *   qkv     the normed residual stream  one                        heads, attention
  *   output  attention                   one                        added to the residual stream
- *   group   the normed residual stream  one per product_blocks     added to the residual stream, times the expert's weight
+ *   group   the normed residual stream  one per product_blocks     added to the residual stream, weighted
  *
  * A dense layer has one group, a layer of a mixture one per chosen expert. In a parallel layer the groups come before
  * the output. */

@@ -162,9 +162,17 @@ def simulate_plan(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Result, Decoded]:
-    """Simulate a package under its plan: the services' own cache and the planner's costs, one sequence after the other.
+    """Simulate the decode steps of a package under its plan, with the services' own cache and the planner's costs.
 
-    sampled: see planned_traffic. Raises UserError if the device was not measured.
+    One sequence is generated after the other. Raises UserError if the device was not measured.
+
+    sequences: the clusters that each token of each sequence needs
+    skipped_sequences: first sequences, which only fill the cache
+    sampled: the number of clusters of a feed-forward in the sequences; None: all of the package's
+    context_tokens: tokens before a generated one, in the mean
+    prompt_tokens: tokens of a prompt, whose speed is computed by the cost model
+    traced_tokens: the number of last tokens of which a trace is recorded
+    progress: receives the numbers of simulated tokens and of all
     """
     manifest, plan = run.manifest, run.plan
     dense = manifest.model.experts == 1 and plan.compute.mode != "predicted"

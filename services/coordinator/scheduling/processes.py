@@ -344,7 +344,7 @@ class Workers:
         return self.ready[participants[-1]]
 
     def participants(self, message: Step | Prefill) -> Participants:
-        """Return who can compute a step of this kind now; empty while none is ready."""
+        """Return the ready processes that compute a step, decode or prefill; empty while none is ready."""
         if isinstance(message, Step):
             return self.decoders()
         return (PREFILL,) if PREFILL in self.ready else ()
