@@ -1,4 +1,4 @@
-"""A decode worker that logs which neurons fire, one line per token.
+"""A decode worker that logs which neurons fire, one line per step.
 
 neuronpipe run -p "import os" --use decode=neuronpipe.services.examples.firing:FiringLog --run /tmp/firing
 tail -f /tmp/firing/decode.0.log
@@ -15,8 +15,8 @@ from neuronpipe.services.worker.worker import Outcome
 
 
 class FiringLog(DecodeService):
-    """A decode worker that logs the active neurons of the blocks it computed, as `layer/neuron`; in a mixture as
-    `layer * experts + expert/neuron`."""
+    """A decode worker that logs the active neurons of the blocks it computed, as `layer/neuron`; in a mixture of
+    experts as `layer * experts + expert/neuron`."""
 
     def __init__(self, job: Job) -> None:
         layout = job.package.manifest.layout

@@ -34,7 +34,7 @@ enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPE
 typedef struct {
     uint32_t *words;
     uint8_t *slots;
-    size_t slot_bytes, slot_count, part_bytes, part_offset, moved_from, moved_bytes; /* moved: see SPEC.md, "Co-located scales" */
+    size_t slot_bytes, slot_count, part_bytes, part_offset, moved_from, moved_bytes; /* moved: SPEC.md, "Co-located scales" */
     uint32_t *free_slots;
     size_t free_count, granted;
     queue demands, guesses, warm, pinned;
@@ -65,7 +65,8 @@ static uint32_t crc32c(const uint8_t *bytes, size_t count)
     return ~sum;
 }
 
-/* Put a part that was read, and what goes with it, into a slot. Returns 0 when its bytes are not the package's. */
+/* Verify the checksum of a part in `staging`, and copy it with its co-located scales into a slot. Returns 0 when a
+ * checksum is wrong. */
 static int fill(int number, uint32_t cluster, uint32_t slot)
 {
     const part *p = &parts[number];
@@ -79,7 +80,8 @@ static int fill(int number, uint32_t cluster, uint32_t slot)
     return 1;
 }
 
-/* Bring one part of a cluster into a slot. Returns 0 when there is no slot for it. */
+/* Read one part of a cluster into a slot, unless it is present, or has failed in this epoch. Returns 0 when no slot is
+ * free. */
 static int load(int number, uint32_t cluster, uint32_t flags)
 {
     part *p = &parts[number];
@@ -117,7 +119,7 @@ static int load(int number, uint32_t cluster, uint32_t flags)
     }
 }
 
-/* Queue the entries of the workers' rings. */
+/* Queue the requests in the workers' rings. Returns 1 if there were any. */
 static int queue_requests(void)
 {
     int any = 0;
@@ -128,7 +130,7 @@ static int queue_requests(void)
             continue;
         const int was_full = tail - head >= entries;
         if (tail - head > entries)
-            head = tail; /* impossible: drop all */
+            head = tail; /* no correct worker does this: drop all */
         for (; head != tail; head++) {
             const uint32_t entry = requests[m * entries + head % entries], cluster = entry & WORD;
             if (cluster >= word_count || entry & ~(uint32_t)KNOWN_BITS || !(entry & (GATE | GATE << 1))) {
@@ -147,7 +149,7 @@ static int queue_requests(void)
     return any;
 }
 
-/* Read demands, or one other cluster if slots are left over. Returns 1 if anything was read. */
+/* Read up to BATCH demands; without demands, one other cluster if slots are to spare. Returns the number read. */
 static int read_some(void)
 {
     int done = 0;

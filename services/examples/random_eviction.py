@@ -15,14 +15,14 @@ CANDIDATES_PER_SLOT = 8
 
 
 class RandomEviction(CacheService):
-    """A cache manager that ignores how often clusters are used."""
+    """A cache manager that does not consider how often clusters are used."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._random = random.Random(job.run)
 
     def evict(self, part: int, count: int) -> array[int]:
-        """Evict random resident clusters; CLOCK supplies what too few candidates leave over."""
+        """Evict random clusters and return `count` slots. CLOCK evicts the rest if too few candidates are resident."""
         clusters = len(self.entries(part))
         candidates = array("I", self._random.choices(range(clusters), k=CANDIDATES_PER_SLOT * count))
         slots = self.evict_clusters(part, candidates, count)

@@ -77,7 +77,6 @@ Is refused with `unsupported_endpoint`: the models generate text.
 
 
 def text() -> str:
-    """Return the reference as Markdown."""
     _, generated = models_json_schema(
         [(kind, "validation") for _, kind, _ in POST_ENDPOINTS], ref_template=REFERENCE + "{model}"
     )

@@ -59,7 +59,7 @@ PAGE_HEADERS = {
 
 
 class Gateway:
-    """The handlers of all endpoints, and what they share."""
+    """The handlers of all endpoints, and the state that they share."""
 
     def __init__(self, models: ServedModels, listener: Listener, account: MemoryAccount) -> None:
         self._models, self._listener, self._account = models, listener, account
@@ -67,7 +67,6 @@ class Gateway:
         self._metrics = Metrics()
 
     def application(self) -> ASGIApp:
-        """Return the ASGI application, with access control around it."""
         routes = [
             *_with_and_without_version("/chat/completions", self.chat, "POST"),
             *_with_and_without_version("/completions", self.completions, "POST"),
@@ -98,12 +97,10 @@ class Gateway:
 
     # ---- OpenAI's API ----------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> GenerationResponse:
-        """Handle requests to `POST /v1/chat/completions`."""
         body = await read_body(request, ChatRequest)
         return await self._conversation(request, body, ChatEncoder, ToolCallEncoder)
 
     async def responses(self, request: Request) -> GenerationResponse:
-        """Handle requests to `POST /v1/responses`."""
         body = await read_body(request, ResponsesRequest)
         encoder = functools.partial(ResponsesEncoder, body.echoed())
         return await self._conversation(request, body.as_chat(), encoder, encoder)
@@ -133,7 +130,6 @@ class Gateway:
         )
 
     async def completions(self, request: Request) -> GenerationResponse:
-        """Handle requests to `POST /v1/completions`."""
         body = await read_body(request, CompletionRequest)
         model = self._models.find(body.model)
         if body.suffix:
@@ -158,13 +154,12 @@ class Gateway:
         respond_with: Callable[..., GenerationResponse] = GenerationResponse,
         calls: Calls | None = None,
     ) -> GenerationResponse:
-        """Return the response that generates the completions of a request.
+        """Return the response that generates the completions of a request. Raises ApiError if the request is too large.
 
-        encoder: called with the fields of a `ResponseEncoder`
+        encoder: called with the arguments of `ResponseEncoder`
         frame: True if the tokenizer adds its begin and end tokens
+        respond_with: called with the arguments of `GenerationResponse`
         calls: the calls that a completion may or must contain
-
-        Raises ApiError if the request is too large.
         """
         if len(prompts) * body.candidates > MAX_SEQUENCES:
             param = "n" if body.candidates == body.n else "best_of"
@@ -175,7 +170,7 @@ class Gateway:
         seed = secrets.randbits(62) if body.seed is None else body.seed
         needs_ranking = body.candidates > body.n
         charge_of(request.scope).grow(_request_bytes(prompts, body.candidates))
-        texts: list[tuple[str | None, tuple[int, ...] | None]] = [
+        text_or_tokens: list[tuple[str | None, tuple[int, ...] | None]] = [
             (prompt, None) if isinstance(prompt, str) else (None, _checked_tokens(prompt, model)) for prompt in prompts
         ]
         requests = [
@@ -195,7 +190,7 @@ class Gateway:
                 owner=client,
                 **body.options,
             )
-            for prompt, tokens in texts
+            for prompt, tokens in text_or_tokens
             for number in range(body.candidates)
         ]
         with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -219,43 +214,35 @@ class Gateway:
 
     # ---- llama.cpp's endpoints -------------------------------------------------------------------------------
     async def tokenize(self, request: Request) -> Response:
-        """Handle requests to `POST /tokenize`."""
         return _json(await self._llamacpp.tokenize(request, client_of(request, None)))
 
     async def detokenize(self, request: Request) -> Response:
-        """Handle requests to `POST /detokenize`."""
         return _json(await self._llamacpp.detokenize(request, client_of(request, None)))
 
     async def apply_template(self, request: Request) -> Response:
-        """Handle requests to `POST /apply-template`: return the prompt of a conversation."""
         body = await read_body(request, ChatRequest)
         prompt = await self._models.find(body.model).chat.write_prompt(body)
         return _json({"prompt": prompt.text + body.answer_prefix})
 
     async def props(self, request: Request) -> Response:
-        """Handle requests to `GET /props`."""
         return _json(await self._llamacpp.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """Handle requests to `GET /v1/models`."""
         return _json({"object": "list", "data": self._models.facts()})
 
     async def model(self, request: Request) -> Response:
-        """Handle requests to `GET /v1/models/NAME`."""
         name = self._models.find(request.path_params["name"]).name
         return _json(next(model for model in self._models.facts() if model["id"] == name))
 
     async def health(self, request: Request) -> Response:
-        """Handle requests to `GET /health`. Raises ApiError (503) while the run is not ready."""
+        """Return the state of the runs. Raises ApiError (503) while a single run is not ready."""
         return _json(await self._models.health())
 
     async def live(self, request: Request) -> LiveResponse:
-        """Handle requests to `GET /live`: a stream of snapshots of a run."""
         return self._models.run_of(self._models.find(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
-        """Handle requests to `GET /metrics`."""
         page = self._metrics.page(
             [
                 (name, await run.coordinator.fresh_status(HEALTH_S), run.coordinator.waiting)
@@ -265,12 +252,11 @@ class Gateway:
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:
-        """Handle requests to `GET /openapi.json`."""
         return _json(openapi_document(version("neuronpipe")))
 
 
 def _request_bytes(prompts: Sequence[str | list[int]], candidates: int) -> int:
-    """Return the memory of a request's sequences; each one that is sent holds a copy of its prompt until it is
+    """Return the memory of a request's sequences. Up to MAX_SENT of them also hold a copy of their prompt until it is
     delivered."""
     sequences = len(prompts) * candidates
     longest_bytes = max((MESSAGE_TOKEN_BYTES[isinstance(prompt, str)] * len(prompt) for prompt in prompts), default=0)

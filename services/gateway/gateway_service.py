@@ -59,7 +59,7 @@ class GatewayService:
         self._job = job
 
     def serve(self) -> None:
-        """Serve until a signal arrives or the run ends."""
+        """Serve until SIGTERM or SIGINT, which the supervisor sends at the end of the run."""
         assert self._job.listener is not None
         serve(self._job.package, self._job.directory, self._job.listener, pulse=self._job.pulse)
 
@@ -71,9 +71,9 @@ def serve(
     run_ended: Callable[[], str | None] | None = None,
     pulse: Pulse | None = None,
 ) -> None:
-    """Serve one run until SIGTERM, SIGINT, or its end.
+    """Serve one run until SIGTERM or SIGINT, or until run_ended returns a reason.
 
-    run_ended: polled; returns the reason once the run has ended
+    run_ended: polled; returns the reason once the run has ended; None if a signal announces the end
     pulse: written regularly, for a watchdog that detects a server that hangs
     """
     _run_until_signal(_serve_run(package, run, listener, run_ended), pulse or unwatched())
@@ -90,7 +90,7 @@ def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket
 
 
 def _run_until_signal(work: Coroutine[None, None, None], pulse: Pulse) -> None:
-    """Run a coroutine. Signals are blocked until the server handles them; an earlier one would abort the event loop."""
+    """Run a coroutine with SIGNALS blocked until the server handles them; before, they would abort the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with asyncio.Runner(loop_factory=lambda: event_loop(pulse)) as runner:
@@ -119,7 +119,7 @@ async def _serve_run(
 def _end_reported(run: RunDirectory, coordinator: CoordinatorClient) -> Iterator[None]:
     """While the context lasts, let the kernel report the end of the run's supervisor, so that it is polled rarely.
 
-    It has no effect if the kernel does not support it or the process is not visible from here.
+    It has no effect if the kernel does not support it or the supervisor's process is not visible.
     """
     from neuronpipe.services.gateway.client.run_client import REPORTED_LOOK_S
 

@@ -76,7 +76,6 @@ ERROR_DESCRIPTIONS = {
 
 
 def openapi_document(version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document."""
     kinds: tuple[type[BaseModel], ...] = (
         ChatRequest,
         CompletionRequest,

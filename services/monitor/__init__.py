@@ -1,1 +1,1 @@
-"""Watching a live run without privileges: snapshots of what any client can read."""
+"""Observation of a live run without privileges: snapshots of what any client can read."""

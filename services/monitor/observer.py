@@ -1,4 +1,4 @@
-"""An observer of a live run: the status as a client gets it, published events, and shared memory mapped read-only.
+"""An observer of a live run: it reads the status, published events, and shared memory that is mapped read-only.
 
 It cannot delay the run. The coordinator answers a status request when it has time, events that are not read are dropped
 on its side, and shared memory is read without a lock.
@@ -33,13 +33,15 @@ RESIDENCY_EVERY_S = 1.0
 FIRST_STATUS_S = 1.0
 TOUCHED_SEGMENTS = ("fixed", "kv")  # segments whose pages become resident as they are written
 RESTARTS = BOARD_WORDS.index("restarts")
-ASK_AGAIN_S = 2.0  # a coordinator that was restarted does not answer requests to its predecessor
+ASK_AGAIN_S = 2.0  # a request to a coordinator that has died is never answered
 
 
 class Observer(Closing):
-    """One live run. Call `poll` often, so that no events are dropped, and `snapshot` whenever one is needed.
+    """An observer of one live run. Call `poll` often, so that no events are dropped, and before each `snapshot`.
 
-    Both raise NotRunning when the run has ended.
+    The constructor and `poll` raise NotRunning when there is no run or it has ended.
+
+    path: the run directory; None: the only live run
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -95,10 +97,9 @@ class Observer(Closing):
         return events
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the run; call `poll` before. It contains the last status, and requests the next one.
+        """Return a snapshot of the run with the last status, and request the next status.
 
-        The first snapshot waits up to FIRST_STATUS_S for a status: without one the run would look as if it were not
-        ready.
+        The first snapshot waits up to FIRST_STATUS_S for a status: without one the run would seem not to be ready.
         """
         self._ask()
         if self._waits_for_first:
@@ -129,10 +130,10 @@ class Observer(Closing):
             try:
                 self._control.send(AskStatus())
             except Full:
-                return  # no answer: the snapshots say for how long
+                return  # the coordinator does not read: `silent_s` of the snapshots grows
 
     def _see(self, now_s: float) -> tuple[ProcessView, ...]:
-        """Return the processes: process ids from the board, which is always current; the rest from the last status."""
+        """Return the processes, with process ids and restarts from the board and other fields from the last status."""
         pids = [self._pids[line * LINE_WORDS] for line in range(len(self._planned))]
         self._processes.sample(pids, now_s)
         statuses = self._monitor.processes or self._planned
@@ -158,7 +159,6 @@ class Observer(Closing):
         return tuple(views)
 
     def close(self) -> None:
-        """Close connections and mappings of the run."""
         self._open.close()
 
 

@@ -1,4 +1,4 @@
-"""Processor time and memory of a run's processes, as the kernel reports them; shared memory counts by its share."""
+"""Processor time and memory of a run's processes, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 _SIZES = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB", re.MULTILINE)
 OVER_S = 1.0
-MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at a time
+MEMORY_EVERY_S = 0.5  # the kernel walks page tables for each figure, so one process at a time
 
 
 class Processes:
-    """Samples of processes by process id. Samples of processes that are not passed any more are dropped."""
+    """Samples of processor time and memory by process id."""
 
     def __init__(self) -> None:
         self._times: dict[int, list[tuple[float, float]]] = {}
@@ -23,7 +23,12 @@ class Processes:
         self._turn = 0
 
     def sample(self, pids: Iterable[int], now_s: float) -> None:
-        """Sample the processor time of all these processes, and the memory of the next one in turn."""
+        """Sample the processor time of all these processes and drop the samples of others.
+
+        Memory is sampled for processes without a sample, and else for the next process every MEMORY_EVERY_S.
+
+        pids: zeros are ignored
+        """
         live = [pid for pid in pids if pid]
         self._times = {pid: self._times.get(pid, []) for pid in live}
         self._memory = {pid: size for pid, size in self._memory.items() if pid in self._times}
@@ -42,20 +47,20 @@ class Processes:
             self._memory_at = now_s
 
     def cpu(self, pid: int) -> float | None:
-        """Return the share of a core used in the last second or so; None if it is not known yet."""
+        """Return how many cores the process used over about OVER_S; None before two samples."""
         times = self._times.get(pid, [])
         if len(times) < 2 or times[-1][0] <= times[0][0]:
             return None
         return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
 
     def memory_bytes(self, pid: int) -> int | None:
-        """Return private memory in bytes; None if it is not known yet."""
+        """Return the memory in bytes without shared memory; None before the first sample."""
         return self._memory.get(pid)
 
 
 def processor_s(pid: int) -> float | None:
     """Return the processor time of a process in seconds, over all threads; None if it does not exist."""
-    import psutil  # only who watches pays for it: the supervisor needs `process_memory` alone
+    import psutil  # the supervisor imports this module and needs only `process_memory`
 
     try:
         times = psutil.Process(pid).cpu_times()
@@ -65,9 +70,10 @@ def processor_s(pid: int) -> float | None:
 
 
 class ProcessMemory(NamedTuple):
-    """The memory of one process, in which shared pages count by the process's share.
+    """The memory of one process. A page that n processes share counts 1/n.
 
-    shared_bytes: the part that is shared memory; None before Linux 5.4
+    proportional_bytes: pages in memory, shared_bytes included
+    shared_bytes: pages of shared memory; None before Linux 5.4
     """
 
     proportional_bytes: int
@@ -91,7 +97,7 @@ def process_memory(pid: int) -> ProcessMemory:
 
 
 def helpers_of(pids: Iterable[int]) -> list[int]:
-    """Return the child processes of these processes; none if the kernel does not list them."""
+    """Return the ids of the child processes of these processes; none if the kernel does not list them."""
     helpers: list[int] = []
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -20,7 +20,9 @@ class Residency:
     """Counts of cluster parts in memory, as (triggers, values).
 
     slots: present number of slots
-    by_layer: the resident share of each layer's parts
+    pinned, cold: resident parts that may not and that may be evicted
+    loading: parts that are being read
+    by_layer: the share of each layer's parts that is resident, 0..1
     queued_requests: entries of the workers' rings that the loader has not read
     """
 
@@ -33,7 +35,7 @@ class Residency:
 
 
 class Regions(Closing):
-    """The residency segment of a run. `count` reads every entry: a millisecond for a million."""
+    """The residency segment of a run. `count` reads every entry, which takes a millisecond for a million."""
 
     def __init__(self, run_file: RunFile, summary: RunSummary) -> None:
         with run_file.open_segment("residency") as segment:
@@ -46,11 +48,10 @@ class Regions(Closing):
         )
 
     def count(self) -> Residency:
-        """Count the resident parts at this moment."""
         pinned, cold, loading = [], [], []
         by_layer = np.zeros(self._layers)
         for shared in self._words:
-            words = shared.copy()  # one look: the parts of the count belong together
+            words = shared.copy()  # all counts must be of the same moment
             state = words & STATE_MASK
             present = state == PRESENT
             hot = int(np.count_nonzero(present & (words & PINNED != 0)))
@@ -69,6 +70,5 @@ class Regions(Closing):
         )
 
     def close(self) -> None:
-        """Close the mapping of the segment."""
         del self._words, self._tails, self._heads, self._slots
         self._mapping.close()

@@ -1,8 +1,8 @@
 """The bookkeeping of a monitor, without sockets or clock: events, status and counts in, snapshots out.
 
-Rates are over the last TIME_WINDOW_S seconds, and tokens per second over the steps in them. Figures per token, of the
-cache and of waiting cover the same time before the last step, so that an idle run still shows its last request. Times
-are seconds of the monotonic clock.
+Rates of reading cover the last TIME_WINDOW_S seconds. Figures of steps cover TIME_WINDOW_S seconds before the last
+step, so that an idle run still shows its last request; tokens and DRAM bytes per second become 0. Times are seconds of
+the monotonic clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FlashCount = tuple[float, int, int]  # time, bytes, reads
 
 
 class Monitor:
-    """The state of one run, from which snapshots are made."""
+    """The state of one run, as far as snapshots show it."""
 
     def __init__(self, run: str, plan: str, summary: RunSummary) -> None:
         self._run, self._plan, self._summary = run, plan, summary
@@ -46,33 +46,30 @@ class Monitor:
 
     @property
     def processes(self) -> Sequence[ProcessStatus]:
-        """Return the processes of the last status."""
         return self._status.processes if self._status else ()
 
     def take_status(self, status: Status, now_s: float) -> None:
-        """Store an answer of the coordinator."""
         self._status, self._heard_at = status, now_s
 
     def take_event(self, event: Any, now_s: float) -> None:
-        """Store an event that the coordinator published."""
+        """Store a published event, if it is of steps or the heartbeat of the loader."""
         if isinstance(event, StepEvent):
             self._events.append((now_s, event))
         elif isinstance(event, Beat) and event.role == "loader":
             self._loader = event.counters
 
     def take_flash(self, read_bytes: int, reads: int, now_s: float) -> None:
-        """Store the loader's counters. A loader that was restarted counts from zero."""
+        """Store the loader's counters of bytes and reads. They may start from zero again."""
         if self._flash and read_bytes < self._flash[-1][1]:
             self._flash.clear()
         self._flash.append((now_s, read_bytes, reads))
         _forget(self._flash, now_s - TIME_WINDOW_S)
 
     def take_warm_up(self, warm_up: WarmUp | None) -> None:
-        """Store the progress of loading ahead of need."""
         self._warm_up = warm_up
 
     def take_memory(self, memory: Mapping[str, int]) -> None:
-        """Store the last measured bytes of the whole run, by the names of the board's words."""
+        """Store the memory of the whole run in bytes, by the names of the board's words."""
         self._memory = memory
 
     def take_residency(self, residency: Residency, held_bytes: Mapping[str, int], withheld_bytes: int) -> None:
@@ -93,8 +90,9 @@ class Monitor:
     ) -> Snapshot:
         """Return a snapshot.
 
-        at_s: the present time in seconds since 1970
-        strip: length in ms, steps and rows of the time line
+        now_s, at_s: the present time, of the monotonic clock and in seconds since 1970
+        fired: the result of `Activity.fired`
+        strip: length in ms, step numbers and rows, of `Activity.strip`
         """
         status = self._status
         since_s = 0.0 if self._heard_at is None else now_s - self._heard_at
@@ -150,7 +148,10 @@ class Monitor:
         )
 
     def _of_steps(self, events: Sequence[StepEvent]) -> dict[str, Any]:
-        """Return figures of steps: of the cache from all steps, per token and of waiting from decode steps."""
+        """Return the hit rate over all steps; bytes per token and shares of waiting over decode steps.
+
+        Figures without data are left out.
+        """
         looked_up = sum(event.looked_up for event in events)
         decodes = [event for event in events if not event.prefill]
         tokens, ms = sum(event.tokens for event in decodes), sum(event.ms for event in decodes)
@@ -166,8 +167,10 @@ class Monitor:
         return figures
 
     def _dram_bytes(self, event: StepEvent) -> int:
-        """Estimate the bytes that a step reads from memory. A neuron's row counts once per step, however many tokens
-        need it."""
+        """Estimate the bytes that the steps of an event read from memory.
+
+        A neuron's row counts once per step, however many tokens need it.
+        """
         summary = self._summary
         rows = min(event.rows, 3 * summary.layers * summary.neurons * event.steps)
         return event.steps * summary.step_bytes + rows * summary.row_bytes + event.positions * summary.position_bytes
@@ -197,13 +200,13 @@ class Monitor:
 
 
 def _forget(samples: deque[Any], before_s: float) -> None:
-    """Drop samples before this time, except the last of them."""
+    """Drop samples before this time, except the last of them, from which rates begin."""
     while len(samples) > 2 and samples[1][0] <= before_s:
         samples.popleft()
 
 
 def _rate(samples: Sequence[tuple[float, int]], now_s: float) -> float:
-    """Return the growth per second over the samples."""
+    """Return the growth per second over (time, count) samples; 0 if none is recent enough."""
     if len(samples) < 2 or samples[-1][0] <= samples[0][0] or samples[-1][0] < now_s - TIME_WINDOW_S:
         return 0.0
     return round((samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]), 1)
@@ -212,7 +215,7 @@ def _rate(samples: Sequence[tuple[float, int]], now_s: float) -> float:
 def _speed(steps: Sequence[tuple[int, float]]) -> float:
     """Return tokens per second.
 
-    steps: (tokens, milliseconds) of each
+    steps: (tokens, milliseconds) of each step
     """
     ms = sum(took for _, took in steps)
     return round(1000 * sum(tokens for tokens, _ in steps) / ms, 1) if ms else 0.0

@@ -1,5 +1,4 @@
-"""The recent activity of the processes, from their spans: shares of time, a strip of the last steps, and firing
-neurons."""
+"""The recent activity of the processes, from their spans: shares of time, a strip of the last steps, firing neurons."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 CELLS = 360
 LATE_NS = 1_000_000_000
-COORDINATOR_SPANS = 64  # of the last steps: four of each
+COORDINATOR_SPANS = 64  # each step has about four
 CELL_GROUPS = [group for group in GROUPS if group.letter]
 
 
@@ -38,7 +37,10 @@ class Activity:
                 self._spans[n] = (spans if lost else np.concatenate([self._spans[n], spans]))[-self._max_spans :]
 
     def doing(self, now_ns: int) -> list[dict[str, float]]:
-        """Return for each process the share of the last second per group of spans. Waiting lies within work."""
+        """Return for each process the share of the last second in each group of spans, by the group's label.
+
+        Groups without spans are absent. If the stored spans do not cover the second, shares are of the covered time.
+        """
         return [self._doing(spans, now_ns) for spans in self._spans]
 
     def _doing(self, spans: Any, now_ns: int) -> dict[str, float]:
@@ -53,7 +55,10 @@ class Activity:
         }
 
     def strip(self) -> tuple[TimeWindow, tuple[int, ...], tuple[StripRow, ...]]:
-        """Return the last steps: their time window, their numbers, and a row for every process that was active."""
+        """Return the last steps: their time window, their numbers, and a row for every process that was active.
+
+        A row has CELLS letters, each of the group with the most time in that cell; "." if all have nearly none.
+        """
         window = last_steps(self._rows())
         edges = window.from_ns + np.arange(CELLS + 1) * (window.ns / CELLS)
         rows = []
@@ -72,9 +77,9 @@ class Activity:
         return window, self._steps_in(window), tuple(rows)
 
     def fired(self, layers: int, neurons: int) -> tuple[float, ...]:
-        """Return for each layer the share of its neurons that fired per token, 0..1.
+        """Return for each layer the mean share of its neurons that fire for a token, 0..1.
 
-        Counts the stored decode steps of which the spans of all decode workers are stored; empty if there is none.
+        It covers the decode steps whose spans are all stored; the result is empty if there is none.
 
         neurons: number of neurons of a layer
         """
@@ -118,10 +123,9 @@ class Activity:
 
 
 def _coverage(spans: Any, edges: Any) -> Any:
-    """Return ns, of shape [groups, intervals], during which a span of the group was under way, between successive
-    edges.
+    """Return ns during which a span of a group was under way, of shape [groups, intervals between successive edges].
 
-    Waiting inside a piece of work is subtracted from that work.
+    Waiting that lies within spans of "neurons" is subtracted from that group.
     """
     covered = np.zeros((len(CELL_GROUPS), len(edges) - 1))
     for n, group in enumerate(CELL_GROUPS):
@@ -130,19 +134,19 @@ def _coverage(spans: Any, edges: Any) -> Any:
     waiting_ns = covered[[not group.works for group in CELL_GROUPS]].sum(axis=0)
     neurons = next(n for n, group in enumerate(CELL_GROUPS) if "neurons" in group.kinds)
     total = covered.sum(axis=0)
-    inside = np.clip(total - np.diff(edges), 0, waiting_ns)  # more than the stretch is long: waiting lay within neurons
+    inside = np.clip(total - np.diff(edges), 0, waiting_ns)  # what exceeds the interval is waiting within neurons
     covered[neurons] = np.clip(covered[neurons] - inside, 0, None)
     return covered
 
 
 def _covered(spans: Any, edges: Any) -> Any:
-    """Return ns, of shape [intervals], during which at least one of the spans was under way."""
+    """Return ns of each interval during which at least one of the spans was under way."""
     if not len(spans):
         return np.zeros(len(edges) - 1)
     spans = spans[np.argsort(spans["start_ns"], kind="stable")]
     starts = spans["start_ns"].astype(np.float64)
     ends = np.maximum.accumulate(spans["end_ns"].astype(np.float64))
-    starts[1:] = np.maximum(starts[1:], ends[:-1])  # what an earlier one covers already
+    starts[1:] = np.maximum(starts[1:], ends[:-1])  # an earlier span covers the time before
     lengths = np.clip(ends - starts, 0, None)
     times = np.column_stack([starts, starts + lengths]).ravel()
     sums = np.cumsum(lengths)

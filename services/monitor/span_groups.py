@@ -16,7 +16,10 @@ NUMBER = {kind.name: kind.number for kind in KINDS}
 class Group:
     """Kinds of spans that are displayed alike.
 
-    letter: in the cells of a strip; empty for spans of a whole step
+    letter: the letter in the cells of a strip; empty for spans of a whole step
+    kinds: names of `KINDS`
+    colour: #rrggbb
+    works: False for waiting and for whole steps
     """
 
     letter: str
@@ -27,7 +30,7 @@ class Group:
 
     @property
     def dark(self) -> bool:
-        """True if white text on this colour is easier to read than black text, by the lightness as sRGB weighs it."""
+        """True if white text on this colour is easier to read than black text, by the weights of sRGB."""
         red, green, blue = (int(self.colour[n : n + 2], 16) for n in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue < 120
 

@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 @frozen
 class Row:
-    """One process and its spans, in the order in which they ended.
+    """One process and its spans, in the order in which the spans ended.
 
     lost: number of earlier spans that were overwritten before they were read
     """
@@ -51,7 +51,10 @@ class Row:
 
 
 class RunTrace(Closing):
-    """The trace segment of a run. `take` and `take_arrays` return the spans since the last call of either."""
+    """The trace segment of a run. `take` and `take_arrays` return the spans since the last call of either.
+
+    Both raise UserError if the trace is of another run.
+    """
 
     def __init__(self, segment: Segment, processes: Sequence[ProcessStatus]) -> None:
         self._mapping: Mapping = segment.map()
@@ -85,11 +88,9 @@ class RunTrace(Closing):
             return cls(segment, processes)
 
     def take(self) -> list[Row]:
-        """Return a row for each process."""
         return self.rows(self.take_arrays())
 
     def rows(self, arrays: Sequence[tuple[Any, int]]) -> list[Row]:
-        """Convert the result of `take_arrays` to rows."""
         return [
             Row(process.role, process.index, process.pid, [Span(*fields) for fields in spans.tolist()], lost)
             for process, (spans, lost) in zip(self._processes, arrays, strict=True)
@@ -99,7 +100,7 @@ class RunTrace(Closing):
         """Return for each process its new spans, an array [n] of SPANS, and how many were overwritten unread."""
         arrays = []
         for n, ring in enumerate(self._rings):
-            first_span = ffi.new("uint64_t *", self._from[n])  # the kernel advances it past overwritten spans
+            first_span = ffi.new("uint64_t *", self._from[n])  # the native function advances it past overwritten spans
             count = lib.np_trace_take(ring, first_span, self._out)
             if count < 0:
                 raise UserError("the trace went backwards; was the run ended and another one started?")
@@ -111,7 +112,6 @@ class RunTrace(Closing):
         return arrays
 
     def close(self) -> None:
-        """Close the mapping of the segment."""
         for buffer in self._buffers:
             ffi.release(buffer)
         self._mapping.close()

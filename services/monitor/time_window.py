@@ -21,7 +21,7 @@ class TimeWindow:
 
     @property
     def ns(self) -> int:
-        """Return the length, at least MIN_NS."""
+        """Return the length in ns, at least MIN_NS."""
         return max(MIN_NS, self.to_ns - self.from_ns)
 
     def shows(self, span: Span) -> bool:
@@ -30,9 +30,11 @@ class TimeWindow:
 
 
 def last_steps(rows: Sequence[Row], max_steps: int = MAX_STEPS) -> TimeWindow:
-    """Return the window of the last steps whose spans are all still in the rings, from the first send to the last end.
+    """Return the window of the last steps whose spans are all present, from the first send to the last end.
 
-    If no step is complete, the window of the last step; if there is no step, that of all spans.
+    If all steps lack spans it is the window of the last step; without steps, that of all spans.
+
+    max_steps: number of steps in the window
     """
     kept_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
     sent = {span.step: span for row in rows for span in row.spans if span.kind == NUMBER["send"]}

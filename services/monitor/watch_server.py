@@ -1,8 +1,7 @@
-"""Watching from another machine: a monitor that publishes what it observes of one run over TCP, to clients with the
-key.
+"""Watching from another machine: a server that publishes events and snapshots of one run over TCP.
 
-The link carries nothing towards the run: watchers can neither send nor cancel requests. Without watchers the run is not
-    observed.
+Only clients with the key receive them. The link carries nothing towards the run: watchers can neither send nor cancel
+requests. Snapshots are taken only while someone watches.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from neuronpipe.services.runtime.reachable_addresses import reached_at
 POLL_S = 0.05
 SNAPSHOT_EVERY_S = 0.25
 ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
-"""What is sent last."""
+"""The event that is sent last, when the run has ended."""
 
 
 class WatchServer:
     """A server that listens for watchers from its creation on.
 
-    A server that was killed leaves its keys in the run directory. The next one on the same port uses them, so that the
-    invitation stays valid. `close` makes it invalid.
+    Its keys are in the run directory until `close`. After a kill, the next server on the same port uses them, so that
+    the invitation stays valid.
 
-    port: 0 for any free port
+    port: 0 for any free port, with new keys
     """
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:

@@ -1,9 +1,9 @@
 """The accelerator process: a participant of decode steps that computes the offloaded blocks of every feed-forward.
 
-A device has the weights of these blocks, which the decode workers neither read nor wait for. If the device reproduces
-the bits of the decode workers, they may compute its blocks while it is gone, and no token changes. Otherwise the
-accelerator has numerics of its own, which end with "+" and those of the decode workers; steps with and without it then
-differ slightly, and each records the numerics of its participants.
+A device has a copy of the weights of these blocks, so the decode workers neither read nor wait for them. If the device
+reproduces the bits of the decode workers, they may compute its blocks while it is gone, and no token changes. Otherwise
+the accelerator has numerics of its own, which end with "+" and those of the decode workers. Steps with and without it
+then differ slightly, and each step records the numerics of its participants.
 """
 
 from __future__ import annotations

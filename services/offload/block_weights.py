@@ -1,4 +1,4 @@
-"""The weights of offloaded blocks, read from the package layer by layer and verified as the loader verifies them."""
+"""The weights of offloaded blocks, read from the package layer by layer; every part's checksum is verified."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ READ_BYTES = 4 << 20  # at once, in whole clusters
 
 
 def offloaded_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield for each layer the first clusters of its experts: uint8 [experts][clusters][bytes of both slots].
+    """Yield for each layer the first clusters of its experts: uint8 [experts * clusters][bytes of both slots].
 
-    The array is reused for the next layer. Raises UserError for bytes that do not match their checksum.
+    The array is reused for the next layer. Raises UserError if the file cannot be read or a
+    part does not match its checksum.
     """
     manifest, layout = package.manifest, package.manifest.layout
     experts, clusters = manifest.model.experts, offloaded_clusters(layout, blocks)
@@ -39,7 +40,7 @@ def offloaded_weights(package: Package, blocks: int) -> Iterator[NDArray[np.uint
 
 
 def _read(package: Package, file: int, first: int, checksums: NDArray[np.uint32], into: NDArray[np.uint8]) -> None:
-    """Read as many clusters as `into` has rows, beginning with cluster `first`."""
+    """Read as many clusters as `into` has rows, from cluster `first` on."""
     manifest, layout = package.manifest, package.manifest.layout
     at_once = max(1, READ_BYTES // layout.cluster_stride_bytes)
     trigger, value = manifest.trigger_slot_bytes, manifest.value_slot_bytes
@@ -75,7 +76,7 @@ def _damaged(package: Package, cluster: int, part: str) -> UserError:
 
 
 def offloaded_biases(package: Package) -> Iterator[NDArray[np.float32] | None]:
-    """Yield for each layer the biases of its up projections, or None."""
+    """Yield for each layer the biases of its up projections, [experts * neurons], or None."""
     for layer in range(package.manifest.model.layers):
         entry = package.fixed.get(f"layers.{layer}.up.bias")
         if entry is None:

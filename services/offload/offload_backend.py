@@ -24,15 +24,17 @@ class OffloadBackend(CpuBackend):
         """Describe the device. Raises UserError if there is none."""
 
     def follow(self, decode_backend: str) -> None:
-        """Use the instruction set of the decode workers' backend, so that everything outside the device has its
-        bits."""
+        """Use the instruction set of the decode workers' backend, so that the engine computes their bits.
+
+        Raises UserError if that backend is not `cpu`.
+        """
         name, _, instructions = decode_backend.partition(":")
         if name != "cpu":
             raise UserError(f"backend {self.name} follows decode workers of the backend cpu, not {decode_backend}")
         self._isa = instructions or self._isa
 
     def _own_view(self, placement: Placement) -> View:
-        """Return a view of fixed tensors and stages, without slots, request rings, keys and values."""
+        """Return a view of fixed tensors and stages; slots, request rings, keys and values are left out."""
         package, memory, stage = placement.job.package, placement.memory, self._stage
         fixed = memory.view("fixed", "file")
         tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}

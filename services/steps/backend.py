@@ -26,8 +26,8 @@ from neuronpipe.services.runtime.run_memory import RunMemory
 from neuronpipe.services.steps.scored_tokens import Ratings
 
 Phase = Literal["decode", "prefill", "accelerator"]
-"""The steps that a process computes: decode steps with the other decode workers; prompts, alone; or the offloaded
-blocks of decode steps."""
+"""The steps that a process computes. decode: decode steps, with the other decode workers; prefill: prompts, alone;
+accelerator: the offloaded blocks of decode steps."""
 
 BACKENDS = {
     "cpu": "neuronpipe.services.worker.cpu:CpuBackend",
@@ -37,15 +37,15 @@ BACKENDS = {
 """The class of each backend, which is constructed with its options, a string."""
 
 OFFLOAD_BACKENDS = {"onnx": "neuronpipe.services.offload.npu.block_backend:OnnxOffloadBackend"}
-"""The classes that accelerator processes use instead; their base is in services/offload/offload_backend.py."""
+"""Classes that replace those of BACKENDS in accelerator processes; see services/offload/offload_backend.py."""
 
 
 Activity = bytearray | mmap.mmap
-"""A byte for each neuron; see Placement."""
+"""A byte for each neuron; see `Placement`."""
 
 
 class Abandoned(Exception):
-    """The epoch changed during a step. The participant leaves the step, whose inputs stay valid."""
+    """The epoch changed during a step. The participant leaves the step, which may be repeated with the same inputs."""
 
 
 class Damaged(Exception):
@@ -112,8 +112,8 @@ class Placement:
 class Backend(Protocol):
     """The backend of one process, used by one thread.
 
-    A backend that fills `StepWork.ratings` has a true attribute `rates`. Of any other backend the prefill worker
-    requests logits, and computes the scores from them.
+    A backend that fills `StepWork.ratings` has an attribute `rates` that is True. From other backends the prefill
+    worker requests logits and computes the scores itself.
     """
 
     @property

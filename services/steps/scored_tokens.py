@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a scored text: native memory that the engine fills, and the message made of it."""
+"""Log-probabilities of the tokens of a scored sequence: native memory that the engine fills, and their message."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from neuronpipe.protocol.messages.outcome import Rating
 
 
 class Ratings:
-    """The scores of target tokens, each with the `likely` most likely tokens at its place.
+    """The scores of target tokens, each with the `likely` most likely tokens at its position.
 
-    native: the np_token_scores for a step's participants, valid as long as this object
+    native: the np_token_scores that a step's participants fill, valid as long as this object
     """
 
     def __init__(self, targets: Sequence[int], likely: int) -> None:
@@ -30,8 +30,8 @@ class Ratings:
     def read(self, logits: memoryview, vocabulary: int, first: int, tokens: int) -> None:
         """Fill the scores of `tokens` tokens from `first` on from their logits, as the native engine does.
 
-        logits: float32 rows of `vocabulary`, beginning with that of the first token. The last token of a text has no
-        target and so no row.
+        logits: float32 rows of `vocabulary`, beginning with that of the first token. The last token of a
+        sequence has no target, so its row is not read.
         """
         rows = ffi.from_buffer("float[]", logits)
         for row in range(min(tokens, self._count - first)):

@@ -10,7 +10,7 @@ from neuronpipe.services.steps.backend import Share, StepWork
 
 
 def work_of(step: Step, name: str) -> StepWork:
-    """Return the step as the participant of this name computes it. Raises ValueError if it does not take part."""
+    """Return the work of the participant of this name in a step. Raises ValueError if it does not take part."""
     return StepWork(
         number=step.step,
         epoch=step.epoch,

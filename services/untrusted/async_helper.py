@@ -20,19 +20,14 @@ class AsyncHelper:
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the helper process; None if none runs."""
         return self._helper.pid
 
     @property
     def jobs(self) -> int:
-        """Return the number of jobs without an outcome."""
         return len(self._results)
 
     async def call(self, payload: bytes, timeout_s: float) -> bytes:
-        """Run a job after all jobs submitted before and return its answer.
-
-        Raises UntrustedError if the job fails, ValueError if the payload is too long.
-        """
+        """Run a job after those submitted before, and return its answer. Raises errors as `Helper.call`."""
         result: asyncio.Future[Outcome] = self._loop.create_future()
         job = self._helper.submit(payload, timeout_s)
         self._results[job] = result
@@ -59,7 +54,6 @@ class AsyncHelper:
         self._watch()
 
     def _watch(self) -> None:
-        """Schedule `_look` for the deadline of the first job."""
         if self._due is not None:
             self._due.cancel()
         due_s = self._helper.due_s

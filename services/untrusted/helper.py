@@ -48,11 +48,7 @@ class UntrustedError(Exception):
 
 @frozen
 class Outcome:
-    """The outcome of one job.
-
-    job: the number that `submit` returned
-    answer: empty if there is an error
-    """
+    """The outcome of the job whose number `submit` returned. The answer is empty if there is an error."""
 
     job: int
     answer: bytes

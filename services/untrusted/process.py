@@ -29,8 +29,8 @@ MAX_OUTPUT_BYTES = 64 << 10
 MAX_STACK_BYTES = 8 << 20
 
 Work = Callable[[bytes], bytes]
-"""A function from request to answer. If it raises an exception, the request fails with the exception's text. If it has an
-attribute `idle_s`, that replaces IDLE_S, in seconds; with None the process waits for requests without a limit."""
+"""A function from request to answer. An exception fails the request with its text. An attribute `idle_s`, if any,
+replaces IDLE_S; None means that the process waits without a limit."""
 
 Prepare = Callable[[bytes], Work]
 """A function that prepares a new process. Its argument is the payload of the first frame, the setup."""

@@ -31,7 +31,6 @@ class Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, message: Message) -> None:
-        """Append a message and wake the reader."""
         self._messages.append((number, message))
         if self.charge is not None:
             self._count(message_bytes(message), self.charge)

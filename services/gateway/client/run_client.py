@@ -171,10 +171,11 @@ class CoordinatorClient:
 
     # ---- requests --------------------------------------------------------------------------------------------
     async def generate(self, requests: Iterable[RunRequest], client: str = "") -> tuple[Mailbox, list[str]]:
-        """Queue requests, numbered in this order, and return the mailbox of their replies and their ids.
+        """Queue requests, numbered from 0 in this order, and return the mailbox of their replies and their ids.
 
-        client: the client that they count for in the fair queue. Raises ApiError if the run is not ready or too many
-        requests are under way.
+        Raises ApiError if the run is not ready or too many requests are under way.
+
+        client: the client to which the fair queue counts them
         """
         await self._require_ready()
         self._require_room(client)  # no await from here on: others that waited for the same status must see ours
@@ -213,7 +214,7 @@ class CoordinatorClient:
         self.cancel(list(self._pending))  # the run may continue without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
-        """Return a status that was requested after this call. Raises ApiError if none arrives or the run ends."""
+        """Return the next status that arrives. Raises ApiError if none arrives in time or the run ends or drains."""
         self._require_live()
         self._status_arrived.clear()
         try:
@@ -275,7 +276,7 @@ class CoordinatorClient:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _send_waiting(self) -> bool:
-        """Send as many waiting requests as the coordinator has room for. Returns True if any was sent."""
+        """Send waiting requests while the coordinator has room. Returns True if any was sent."""
         sent = False
         while (
             self._has_room()
@@ -294,7 +295,10 @@ class CoordinatorClient:
         return sent < MAX_SENT or (sent < MAX_SENT + EXTRA_SENT and self._queue.next_client_is_idle)
 
     def _ask_status(self) -> None:
-        """Send AskStatus unless one is unanswered; its reply serves all callers that wait for a status."""
+        """Send AskStatus, unless one was sent within POLL_S and is unanswered; a reply serves all waiting callers.
+
+        A connection on which MAX_UNANSWERED messages had no reply for LOST_S is replaced before.
+        """
         now = self._loop.time()
         if self._unanswered >= MAX_UNANSWERED:
             self._receive()
@@ -324,7 +328,7 @@ class CoordinatorClient:
                 elif (pending := self._pending.get(getattr(message, "request", ""))) is not None:
                     self._handle(pending, message)
                 elif isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
-                    self._send(Cancel(request=message.request))  # it missed the first Cancel
+                    self._send(Cancel(request=message.request))  # the coordinator missed the first Cancel
             if not self._send_waiting():
                 return
 
@@ -392,7 +396,7 @@ def _coordinator(status: Status) -> ProcessStatus:
 
 
 async def tokenize_all(coordinator: CoordinatorClient, requests: Sequence[Tokenize], client: str) -> list[Tokenized]:
-    """Return the replies to calls of the tokenizer, in order. Raises ApiError."""
+    """Return the replies to calls of the tokenizer, in order. Raises ApiError as `CoordinatorClient.generate`."""
     mailbox, names = await coordinator.generate(requests, client)
     answers = dict[int, Tokenized]()
     try:
@@ -406,4 +410,4 @@ async def tokenize_all(coordinator: CoordinatorClient, requests: Sequence[Tokeni
 
 
 AcquireRun = Callable[[], contextlib.AbstractAsyncContextManager[CoordinatorClient]]
-"""Opens a context with the run's client; waits until there is a run, which lasts at least as long as the context."""
+"""A function that opens a context with the run's client. It waits for a run, which lasts at least that long."""

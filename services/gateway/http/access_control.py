@@ -3,10 +3,11 @@
     Host      on loopback without a key it must be a name of loopback; otherwise a web page could reach the server
               through a host name that its author controls (DNS rebinding)
     Origin    requests from pages of other origins are refused, whatever the method, unless --cors names the origin
-    key       if the server has one, every path but the page and /health requires it
+    key       if the server has one, every request needs it, except for the page, /health and preflight requests
+    head      too many or too large headers are refused, and Content-Length together with Transfer-Encoding
 
-Pages of an allowed origin may read responses, and preflight requests of their browsers are answered here. Credentials
-(cookies and the like) are never allowed, since the server uses none.
+Pages of an allowed origin may read responses, and preflight requests of their browsers are answered without the
+application. Cookies and other credentials are never allowed, since the server uses none.
 
 Every response gets security headers and the request's id, and is counted in the metrics.
 """
@@ -137,7 +138,7 @@ class Cors:
         return ALL_ORIGINS in self._origins or origin in self._origins
 
     def headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the response headers that say whose pages may read the response, with `Vary` if that varies."""
+        """Return the headers that allow pages to read the response, with `Vary` unless all origins are allowed."""
         if not self._origins:
             return []
         vary = [] if ALL_ORIGINS in self._origins else [(b"vary", b"Origin")]
@@ -203,7 +204,7 @@ def respond(problem: ApiError) -> Response:
 
 
 def sent_key(headers: Mapping[str, str]) -> str | None:
-    """Return the key of the request: `Authorization: Bearer KEY`, else `X-Api-Key: KEY`."""
+    """Return the key in `Authorization: Bearer KEY`, else in `X-Api-Key: KEY`; None if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -211,7 +212,7 @@ def sent_key(headers: Mapping[str, str]) -> str | None:
 
 
 def client_of(request: Request, user: str | None) -> str:
-    """Return an id of the client that this request counts for in the fair queue.
+    """Return the id of the client to which the fair queue counts this request.
 
     It is a hash of the client's address, the key that it sends (required or not) and `user`, the end user that the
     request names. It does not reveal the key. A client that invents user names gets more shares: fairness is meant for

@@ -63,8 +63,8 @@ class ApiError(Exception):
     """The error response to a request.
 
     kind: `type` of OpenAI's error object
-    param: the field at fault
-    retry_after_s: sent as the header Retry-After, rounded up to whole seconds
+    param: the field at fault, if any
+    retry_after_s: sent as the header Retry-After, in whole seconds, at least 1
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class ApiError(Exception):
             self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
 
     def body(self) -> bytes:
-        """Return the error object as JSON."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 

@@ -43,7 +43,7 @@ class SleepingServer(uvicorn.Server):
     """uvicorn's server without its tick ten times a second: it sleeps until `end` is called or a signal arrives.
 
     signals: the signals that end it; blocked by the caller until the server runs
-    ending: called on the event loop when one of them arrives
+    ending: called on the event loop when a signal arrives
     """
 
     def __init__(self, config: uvicorn.Config, signals: Iterable[signal.Signals], ending: Callable[[], None]) -> None:
@@ -65,7 +65,6 @@ class SleepingServer(uvicorn.Server):
         self._ended.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; replaces uvicorn's handler."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._handle_signal)
@@ -135,7 +134,6 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """True while no request is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def _end_longest_idle(self) -> bool:
@@ -165,7 +163,10 @@ class BoundedProtocol(H11Protocol):
         self._unread.set(len(self.conn.trailing_data[0]))
 
     def handle_events(self) -> None:
-        """Start or cancel the timer for an incomplete head. Between two requests uvicorn's keep-alive limit applies."""
+        """Update the timer for an incomplete head, and the state of a chunked body, after uvicorn handled what arrived.
+
+        Between two requests uvicorn's keep-alive limit applies.
+        """
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().handle_events()
         waiting = self.is_idle

@@ -31,7 +31,8 @@ MAX_QUOTES = 200_000  # with more quotes, separators inside strings are counted 
 class MemoryAccount:
     """The bytes that all requests hold together, and their limit.
 
-    give_back: makes the allocators return free memory to the system; called after requests of half the limit have ended
+    give_back: makes the allocators return free memory to the system; called whenever requests that held half the limit
+        in all have ended
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class MemoryAccount:
         self._give_back, self._released_bytes = give_back, 0
 
     def released(self, peak_bytes: int) -> None:
-        """Count a request that has ended and held up to peak_bytes, which the allocators may still keep."""
+        """Count a request that has ended. The allocators may still hold its peak_bytes."""
         self._released_bytes += peak_bytes
         if self._released_bytes >= self.limit_bytes // 2:
             self._released_bytes = 0
@@ -59,14 +60,14 @@ class MemoryAccount:
             self.released(charge.peak_bytes)
 
     def has_room(self, more_bytes: int, charge: MemoryCharge, *, from_larger: bool = True) -> bool:
-        """Return True if `charge` may grow by more_bytes. Bodies that are still arriving are aborted for it.
+        """Return True if `charge` may grow by more_bytes, if necessary after aborting bodies that are still arriving.
 
-        from_larger: only those that are larger than `charge` would be
+        from_larger: abort only bodies that are larger than `charge` would be
         """
         limit_bytes = self.limit_bytes - more_bytes
         arriving_bytes = sum(arriving.held_bytes for arriving in self._arriving)
         if not from_larger and self.held_bytes - arriving_bytes > limit_bytes:
-            return False  # it would not fit if all of them were aborted
+            return False  # it would not fit even if all arriving bodies were aborted
         while self.held_bytes > limit_bytes:
             largest = max(self._arriving, key=lambda arriving: arriving.held_bytes, default=None)
             if largest is None or largest is charge:
@@ -128,13 +129,13 @@ def memory_full(limit_bytes: int) -> ApiError:
 
 
 def charge_of(scope: MutableMapping[str, Any]) -> MemoryCharge:
-    """Return the charge of an ASGI scope; if none was opened, a charge of a new account."""
+    """Return the charge of an ASGI scope; one of a new account if `AccessControl` has opened none."""
     charge: MemoryCharge = scope.setdefault(SCOPE_KEY, MemoryCharge(MemoryAccount()))
     return charge
 
 
 def message_bytes(message: Message) -> int:
-    """Return an estimate of a message's memory."""
+    """Return an estimate of the memory of a waiting message, in bytes."""
     if isinstance(message, Token):
         return TOKEN_BYTES + 4 * len(message.text) + TOP_TOKEN_BYTES * len(message.top)
     if isinstance(message, Scored):

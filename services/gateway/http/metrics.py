@@ -19,7 +19,9 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._responses = Counter("neuronpipe_http_responses", "Responses", ["path", "status"], registry=registry)
-        self._texts = Counter("neuronpipe_texts", "Sequences by the reason of their end", ["reason"], registry=registry)
+        self._sequences = Counter(
+            "neuronpipe_texts", "Sequences by the reason of their end", ["reason"], registry=registry
+        )
         self._prompt_tokens = Counter("neuronpipe_prompt_tokens", "Prompt tokens", registry=registry)
         self._tokens = Counter("neuronpipe_generated_tokens", "Generated tokens", registry=registry)
         self._first = Histogram(
@@ -56,12 +58,11 @@ class Metrics:
         )
 
     def responded(self, path: str, status: int) -> None:
-        """Count a response that has begun."""
         self._responses.labels(path, str(status)).inc()
 
     def finished(self, finished: Finished) -> None:
         """Count a finished sequence and its tokens."""
-        self._texts.labels(finished.reason).inc()
+        self._sequences.labels(finished.reason).inc()
         self._prompt_tokens.inc(finished.prompt_tokens)
         self._tokens.inc(finished.tokens)
         self._first.observe(finished.ttft_ms / 1000)

@@ -40,7 +40,7 @@ NULL_ONLY = Field(json_schema_extra={"type": "null"})
 
 
 def missing_parameter(param: str) -> PydanticCustomError:
-    """Return the error for a missing parameter that others make necessary."""
+    """Return the error for a missing parameter that other parameters require."""
     return PydanticCustomError("missing", "Field required", {"param": param})
 
 
@@ -66,11 +66,12 @@ UNION_TAGS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, FUNCTION, AL
 def union_of(message: str, tag_of: Callable[[Any], str | None]) -> Discriminator:
     """Return a discriminator for a union.
 
-    tag_of: returns the tag of a value's member, None if it is none; message: the error for such a value
+    message: the error for a value that belongs to no member
+    tag_of: returns the tag of a value's member, None if the value belongs to none
     """
     return Discriminator(tag_of, custom_error_type="kind", custom_error_message=message)
 
 
 def text_or(list_tag: str) -> Callable[[Any], str | None]:
-    """Return the tag function of a union of a string and a list, whose member has the tag list_tag."""
+    """Return the tag function of a union of a string and a list, which has the tag list_tag."""
     return lambda value: TEXT if isinstance(value, str) else list_tag if isinstance(value, list) else None

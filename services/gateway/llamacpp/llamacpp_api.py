@@ -57,7 +57,6 @@ class LlamaCppApi:
         self._models = models
 
     async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
-        """Return the body of `POST /tokenize`."""
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_request_id(), text=body.content, frame=body.add_special)
         answer = await self._tokenize(ask, body.model, client)
@@ -68,7 +67,6 @@ class LlamaCppApi:
         return {"tokens": [{"id": token, "piece": _piece_as_json(piece)} for token, piece in pieces]}
 
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
-        """Return the body of `POST /detokenize`."""
         body = await read_body(request, DetokenizeRequest)
         ask = Tokenize(request=new_request_id(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
         return {"content": (await self._tokenize(ask, body.model, client)).text}
@@ -100,7 +98,6 @@ class LlamaCppApi:
         }
 
     async def embeddings(self, request: Request) -> NoReturn:
-        """Refuse a request for embeddings. Raises ApiError."""
         await read_body(request, EmbeddingsRequest)
         message = "embeddings are not supported: the models of this server generate text"
         raise ApiError(400, "unsupported_endpoint", message)

@@ -71,7 +71,7 @@ class CallParser:
                 return
 
     def finish(self) -> Iterator[Part]:
-        """Yield what was held back, at the end of the completion."""
+        """Yield the text that was held back, at the end of the completion, unless it belongs to a call."""
         if self._buffer and not self._count and self._state in (self._text, self._before, self._name):
             yield Content(self._buffer)
         self._buffer = ""
@@ -225,7 +225,7 @@ class ToolCallEncoder(ChatEncoder):
         return self._event(number, '"delta": {"role": "assistant", "content": null}', "null", "null")
 
     def piece(self, number: int, token: Token) -> bytes:
-        """Return the chunks of a token; empty while its text may belong to a call or to the text."""
+        """Return the chunks of a token. Without log-probabilities there are none while its text may begin a call."""
         deltas = [self._delta(part) for part in self._parsers[number].push(token.text)]
         rated = self._with_logprobs and token.token not in self._end_tokens
         if not rated:

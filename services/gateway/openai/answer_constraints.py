@@ -78,7 +78,6 @@ class StructuredOutputs(RequestModel):
 
     @property
     def constraints(self) -> list[Constraint]:
-        """Return the constraint of each field that is present."""
         constraints = []
         if self.json_ is not None:
             schema = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)

@@ -69,7 +69,7 @@ class EchoEncoder(CompletionEncoder):
 
     End tokens have log-probabilities too, so that a client that drops the last token drops none of the prompt's.
 
-    prompts: set once they are scored, one for each `sequences_per_prompt` sequences
+    prompts: the scored prompts, one for each `sequences_per_prompt` sequences; set before anything is encoded
     """
 
     sequences_per_prompt = 1
@@ -79,11 +79,9 @@ class EchoEncoder(CompletionEncoder):
         self.prompts: list[EchoedPrompt] = []
 
     def echoed(self, prompt: str | None, tokens: Sequence[Rated]) -> EchoedPrompt:
-        """Encode a scored prompt.
+        """Encode a scored prompt. Raises ApiError if the response becomes too large.
 
-        Raises ApiError if the response becomes too large.
-
-        prompt: its text; None if it was sent as token ids, whose text is returned then
+        prompt: its text; None if it was sent as token ids, which are then decoded
         """
         pieces = [rated.piece for rated in tokens]
         text = b"".join(pieces).decode(errors="replace") if prompt is None else prompt
@@ -105,7 +103,6 @@ class EchoEncoder(CompletionEncoder):
         return EchoedPrompt(text, logprobs)
 
     def first(self, number: int) -> bytes:
-        """Return the chunk with the prompt."""
         prompt = self._prompt(number)
         logprobs = self._logprob_lists(prompt.logprobs) if self._with_logprobs else "null"
         return self._event(number, self._text_content(prompt.text), logprobs, "null")
@@ -162,7 +159,6 @@ class EchoResponse(GenerationResponse):
         return self._requests[0].max_tokens > 0
 
     async def _score(self, coordinator: CoordinatorClient, stream: EventStream | None) -> None:
-        """Score all prompts and pass them to the encoder."""
         self._encoder.sequences_per_prompt = self._sequences_per_prompt
         requests = self._requests[:: self._sequences_per_prompt]
         scores = [
@@ -219,7 +215,6 @@ class EchoResponse(GenerationResponse):
 
 
 def empty_completion(prompt_tokens: int) -> Finished:
-    """Return the result of a sequence without completion tokens."""
     return Finished(
         request="",
         reason="length",

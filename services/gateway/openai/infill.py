@@ -4,7 +4,7 @@ The format is found by its tokens: the run's tokenizer is asked once which of th
 first format whose tokens all exist is the model's. The formats are listed here because packages do not contain them.
 
 The prompt of most formats is text. CodeLlama was trained on suffixes without the space that its tokenizer adds before
-every text. As in its authors' code, a mark is encoded with the suffix behind it, and the mark's tokens are left out.
+every text. As in its authors' code, MARK and the suffix are encoded together, and the tokens of MARK are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class InfillFormat(NamedTuple):
         return tuple(part for part in self.parts if part not in (PREFIX, SUFFIX))
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Return the prompt as text."""
         texts = {PREFIX: prefix, SUFFIX: suffix}
         return "".join(texts.get(part, part) for part in self.parts)
 
@@ -115,7 +114,7 @@ class Infill:
         return self._tokens_of_format
 
     async def prompts(self, prefixes: Sequence[str], suffix: str, client: str) -> InfillPrompts:
-        """Return the prompts of a suffix with each of these prefixes. Raises ApiError as `format` does."""
+        """Return a prompt for each prefix, with the same suffix. Raises ApiError as `format`."""
         infill = await self.format(client)
         if not infill.format.bare:
             return InfillPrompts([infill.format.prompt(prefix, suffix) for prefix in prefixes], infill.end_tokens)

@@ -1,7 +1,7 @@
 """The request models of chat and plain completions: fields, types, ranges and defaults. Unknown fields are refused.
 
-null means that a field is absent, as in OpenAI's API. Fields that have no effect here are accepted, because
-clients send them to every server. The descriptions appear in /openapi.json and in launch/guide/api.md.
+null means that a field is absent, as in OpenAI's API. Fields without an effect are accepted, because clients send them
+to every server. The descriptions appear in /openapi.json and in launch/guide/api.md.
 """
 
 from __future__ import annotations
@@ -244,7 +244,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def candidates(self) -> int:
-        """Return the number of sequences that are generated per prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -253,7 +252,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return every prompt, in order."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

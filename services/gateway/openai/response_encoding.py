@@ -20,9 +20,8 @@ from neuronpipe.services.gateway.http.api_errors import ApiError
 
 FINISH_REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
-MAX_LOGPROB_CHARACTERS = (
-    REQUESTS_BYTES // 8
-)  # which response_sending.py counts four times, so that half is left to others
+MAX_LOGPROB_CHARACTERS = REQUESTS_BYTES // 8
+"""response_sending.py counts four copies of them, which leaves half of the memory account to other requests."""
 
 EncodedLogprobs = tuple[str, ...]
 """The JSON of one token's log-probabilities: an item for each of an encoder's lists."""
@@ -42,7 +41,7 @@ def usage(finished: Sequence[Finished], sequences_per_prompt: int) -> dict[str, 
 
 
 class ResponseEncoder(ABC):
-    """Encodes one response of an endpoint.
+    """The base of encoders, each of which encodes one response of an endpoint.
 
     with_usage: every chunk of a stream has `usage`, which is null except in the last chunk
     with_logprobs: tokens have log-probabilities, except end tokens, which are not part of the text
@@ -75,11 +74,11 @@ class ResponseEncoder(ABC):
 
     # ---- streams ---------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
-        """Return the chunk before a sequence's first token."""
+        """Return the chunk before a sequence's first token; by default there is none."""
         return b""
 
     def piece(self, number: int, token: Token) -> bytes:
-        """Return the chunk of a token; empty while a character is incomplete."""
+        """Return the chunk of a token; empty if the token has neither text nor log-probabilities to send."""
         if not self._with_logprobs:
             return self._event(number, self._text_content(token.text), "null", "null") if token.text else b""
         rated = token.token not in self._end_tokens
@@ -89,7 +88,6 @@ class ResponseEncoder(ABC):
         return self._event(number, self._text_content(token.text), self._logprob_lists(logprobs), "null")
 
     def last(self, number: int, finished: Finished) -> bytes:
-        """Return the chunk that ends a sequence."""
         return self._event(number, self._empty_content, "null", f'"{self._reason(finished)}"')
 
     def usage_chunk(self, total: dict[str, int]) -> bytes:
@@ -135,7 +133,6 @@ class ResponseEncoder(ABC):
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
 
     def _reason(self, finished: Finished) -> str:
-        """Return `finish_reason` of a sequence."""
         return FINISH_REASONS[finished.reason]
 
     def _logprob_lists(self, logprobs: Sequence[EncodedLogprobs]) -> str:

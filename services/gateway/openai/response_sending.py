@@ -85,7 +85,6 @@ class EventStream:
             self.mailbox.blocked = False
 
     async def end(self) -> None:
-        """Send the end of the response."""
         await self._send({"type": "http.response.body", "body": b""})
 
 
@@ -120,7 +119,6 @@ class GenerationResponse:
         self._mean_logprobs = [MeanLogprob() for _ in requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response while the client is connected."""
         self._charge, self._abort = charge_of(scope), scope.get(ABORT_KEY, lambda: None)
         await run_while_connected(
             receive, self._send_stream(EventStream(send)) if self._stream else self._send_at_once(send)

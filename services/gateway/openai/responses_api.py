@@ -1,7 +1,7 @@
 """The request of `POST /v1/responses`, OpenAI's newer API, and its translation to a chat request.
 
 Nothing is stored: every request contains the whole conversation, and references to earlier responses are refused. Tools
-    are functions that the client runs; tools that OpenAI runs are refused by their type.
+are functions that the client runs; tools that OpenAI runs are refused by their type.
 """
 
 from __future__ import annotations
@@ -78,11 +78,9 @@ class FunctionTool(Function):
         return _refuse_other_tools(value)
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the tool in the form of a chat request."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
     def echoed(self) -> dict[str, Any]:
-        """Return the tool in the form of a response."""
         return {**self.model_dump(), "strict": bool(self.strict)}
 
 
@@ -98,7 +96,6 @@ class ChosenFunction(RequestModel):
         return _refuse_other_tools(value)
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the choice in the form of a chat request."""
         return {"type": "function", "function": {"name": self.name}}
 
 
@@ -112,7 +109,6 @@ class AllowedFunctions(RequestModel):
     )
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the choice in the form of a chat request."""
         allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
 

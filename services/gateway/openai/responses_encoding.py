@@ -47,7 +47,6 @@ class Item:
 
     @property
     def text(self) -> str:
-        """Return the text, or the arguments of the call."""
         return "".join(self.pieces)
 
     def as_json(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -71,7 +70,7 @@ class ResponsesEncoder(ChatEncoder):
     """
 
     kind, chunk_kind, prefix = "response", "response", "resp"
-    done = b""  # the last event says that it is the last
+    done = b""  # the type of the last event marks the end
 
     def __init__(
         self, echoed: dict[str, Any], *about: Any, calls: CallFormat | None = None, text: bool = True, **more: Any
@@ -80,22 +79,20 @@ class ResponsesEncoder(ChatEncoder):
         self._echoed, self._calls, self._may_have_text = echoed, calls, text
         self._parser = None if calls is None else CallParser(calls, text=text)
         self._items: list[Item] = []
-        self._events = self._sent_logprobs = 0  # events that were made, logprobs that were told in them
-        self._token_offsets: list[int] = []  # of rated tokens, in characters of the answer
+        self._events = self._sent_logprobs = 0  # numbers of events, and of log-probabilities in them
+        self._token_offsets: list[int] = []  # where each rated token begins, in characters of the completion
         self._text_characters = 0
         self._finished: Finished | None = None
 
     # ---- in pieces -------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
-        """Return the events that begin the response."""
         begun = self._response(IN_PROGRESS, [], None)
         return self._typed_event("response.created", response=begun) + self._typed_event(
             "response.in_progress", response=begun
         )
 
     def piece(self, number: int, token: Token) -> bytes:
-        """Return the events of a token. Its log-probabilities are stored too, because the last events repeat the whole
-        text."""
+        """Return the events of a token. Its log-probabilities are stored, because the last events repeat them."""
         self.keep_logprobs(number, token)
         return self._part_events(self._read(token.text))
 
@@ -109,7 +106,6 @@ class ResponsesEncoder(ChatEncoder):
         return events + self._item_done(self._end(finished, complete=complete))
 
     def usage_chunk(self, total: dict[str, Any]) -> bytes:
-        """Return the event that ends the response."""
         assert self._finished is not None
         response = self._whole(self._finished, total)
         return self._typed_event(f"response.{response['status']}", response=response)
@@ -124,7 +120,6 @@ class ResponsesEncoder(ChatEncoder):
         return (Content(text),) if text else ()
 
     def _part_events(self, parts: Iterable[Part]) -> bytes:
-        """Return the events of further parts of the completion."""
         return b"".join(event for part in parts for event in self._events_of(part))
 
     def _events_of(self, part: Part) -> Iterable[bytes]:
@@ -183,7 +178,7 @@ class ResponsesEncoder(ChatEncoder):
         item = self._items[-1]
         if item.call is not None:
             return COMPLETED if complete else INCOMPLETE
-        item.pieces, self._text_characters = [finished.text], len(finished.text) + 1  # to the last rating
+        item.pieces, self._text_characters = [finished.text], len(finished.text) + 1  # one more: include all ratings
         return _status(finished)
 
     def _call_id(self) -> str:
@@ -205,7 +200,6 @@ class ResponsesEncoder(ChatEncoder):
 
     # ---- in one piece ----------------------------------------------------------------------------------------
     def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, Any]) -> bytes:
-        """Return the body of a whole response."""
         ((_, finished),) = sent
         text, calls, complete = finished.text, list[Call](), False
         if self._calls is not None:
@@ -255,7 +249,7 @@ class ResponsesEncoder(ChatEncoder):
         return self._token_offsets[-1]
 
     def _text_logprobs(self) -> list[tuple[str, ...]]:
-        """Return the log-probabilities of the text's tokens; those of calls have no place in a response."""
+        """Return the log-probabilities of the text's tokens; a response cannot contain those of calls."""
         stored = self._logprobs.get(0, [])
         return stored[: bisect.bisect_left(self._token_offsets, self._text_characters)]
 

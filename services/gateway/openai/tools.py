@@ -135,7 +135,9 @@ class Offer:
     def of(cls, tools: Sequence[Tool], choice: Any, *, several: bool = True) -> Self | None:
         """Return the offer of a request; None if the completion is text only.
 
-        choice: a `ToolChoice`, or None. Raises PydanticCustomError if tools and choice contradict each other.
+        Raises PydanticCustomError if tools and choice contradict each other.
+
+        choice: a `ToolChoice`, or None
         """
         functions = {tool.function.name: tool.function for tool in tools}
         if len(functions) < len(tools):

@@ -1,8 +1,8 @@
 """Packages whose runs come and go.
 
 A run is started when a request names its package. It is ended when it was unused for a while or its memory is needed
-for another run. `run_pool.py` decides that; the serving command, at the other end of a link, starts and ends runs as it
-is told.
+for another run. `run_pool.py` decides that. The serving command, at the other end of a link, starts and ends runs by
+order of the gateway.
 
 | message, a line of JSON | sender | meaning |
 |---|---|---|
@@ -39,7 +39,6 @@ ORDERED = "it was ended"
 class HostedModels(ServedModels):
     """The packages of a command that serves several.
 
-    templates_bytes: as in `ServedModels`
     end_server: called when the command at the other end of the link has ended
     """
 
@@ -56,7 +55,6 @@ class HostedModels(ServedModels):
         self._writer: asyncio.StreamWriter | None = None
 
     async def attach(self, link: socket.socket) -> None:
-        """Open the link to the command."""
         reader, self._writer = await asyncio.open_connection(sock=link)
         self._start_task(self._listen(reader))
         self._send({"serving": True})
@@ -106,17 +104,15 @@ class HostedModels(ServedModels):
             if problem is not None:
                 live.set_exception(problem)
             else:
-                self._pool.acquire(name)  # here, so that no other package takes its room before it was used
+                self._pool.acquire(name)  # acquired at once, so that no other package takes its room
                 live.set_result(None)
 
     async def health(self) -> dict[str, Any]:
-        """Return the body of `/health`: the state of each package."""
         if self._ended is not None:
             raise unavailable(*self._ended)
         return {"status": "ok", "models": {name: STATE_NAMES[self._pool.state(name)] for name in self._by_name}}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the models for `/v1/models`, with the state of each."""
         return [facts | {"state": STATE_NAMES[self._pool.state(facts["id"])]} for facts in super().facts()]
 
     def end(self, code: str, reason: str) -> None:
@@ -126,7 +122,6 @@ class HostedModels(ServedModels):
             self._wake(name, unavailable(code, reason))
 
     async def close(self) -> None:
-        """Close the connections to all runs, and the link."""
         if self._due is not None:
             self._due.cancel()
         for task in self._tasks:
@@ -150,7 +145,7 @@ class HostedModels(ServedModels):
         self._end_server()
 
     def _run_began(self, model: ServedModel, directory: Path) -> None:
-        """Connect to a run. A gateway that was restarted is told of runs that it did not order."""
+        """Connect to a run. A restarted gateway gets this message also for runs that it did not order."""
         self._pool.starting(model.name)
         model.run = Run.of(RunDirectory(directory).endpoint(CONTROL), directory)
         self._start_task(self._await_ready(model, model.run))

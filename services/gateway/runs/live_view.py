@@ -83,7 +83,6 @@ class LiveFeed:
         return await asyncio.shield(self._next)
 
     async def _watch(self) -> None:
-        """Take snapshots while there are viewers."""
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "observer")  # the observer's sockets belong to one thread
         observer: Observer | None = None

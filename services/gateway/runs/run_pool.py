@@ -40,9 +40,10 @@ class _Member:
 
 
 class RunPool:
-    """The packages by name.
+    """The packages by name and the state of their runs.
 
     takes_bytes: memory of each package's run
+    limit_bytes: memory limit of all runs
     keep_alive_s: how long an unused run stays
     """
 
@@ -125,7 +126,7 @@ class RunPool:
             missing_bytes -= member.takes_bytes
 
     def _can_start(self, name: str) -> bool:
-        """Return True if a run fits beside the others. A run that is larger than the limit may run alone."""
+        """Return True if a run fits beside the other runs. One that is larger than the limit may run alone."""
         held_bytes = self._held_bytes(HOLDS_MEMORY)
         fits = not held_bytes or held_bytes + self._members[name].takes_bytes <= self._limit_bytes
         return self.state(name) == "asleep" and fits

@@ -44,7 +44,6 @@ class Probe(NamedTuple):
 
 
 def probe_format(template: Template) -> Probe:
-    """Detect the call format of a template's model."""
     try:
         if _TOOL not in _rendered(template, []):
             return Probe(DEFAULT, NO_TOOLS)

@@ -39,7 +39,8 @@ def as_texts(
 ) -> list[Message]:
     """Return the conversation with tools, calls and results written as text.
 
-    by: the role whose first message describes the tools; if there is none, a new message at the beginning does
+    by: the role of the message that describes the tools: its first one, which for "system" must be the conversation's
+        first; without one, a new message is inserted at the beginning
     """
     messages: list[Message] = []
     after_result = False
@@ -80,7 +81,7 @@ def _as_message(turn: ChatTurn, form: CallFormat, names: Mapping[str, str]) -> M
 
 
 def shows_function(text: str, tools: Tools) -> bool:
-    """Return True if a prompt contains the text that describes these functions."""
+    """Return True if a prompt describes these functions, judged by the name of the first."""
     return json.dumps(tools[0]["function"]["name"]) in text
 
 

@@ -56,7 +56,6 @@ class PromptJob:
     form: CallFormat | None = None
 
     def encoded(self) -> bytes:
-        """Return the job as bytes for the helper process."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         form = None if self.form is None else dataclasses.asdict(self.form)
         return _json({"do": "prompt", **fields, "settings": dict(self.settings), "form": form})

@@ -1,6 +1,6 @@
 """The helper processes in which a gateway runs the chat templates of its models.
 
-A template that hangs or exceeds its memory limit ends its own job and a helper process; the next job starts a new one.
+A template that hangs or exceeds its memory limit ends its own job and a helper process; the next job starts another.
 Jobs of one model run one after the other, so that a model occupies at most one of several processes. A job that would
 wait longer than TURN_S is refused, so that no queue forms behind a template that hangs.
 """

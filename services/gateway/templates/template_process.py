@@ -32,7 +32,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 class _Work:
-    """The function that answers jobs. idle_s is None: a chat after a pause must not wait for a process to start."""
+    """The function that answers jobs. idle_s is None, so that a chat after a pause need not wait for a new process."""
 
     idle_s = None
 
@@ -120,7 +120,7 @@ def report(template: Template) -> TemplateReport:
 
 
 def _closing(template: Template, question: Message) -> str:
-    """Return what is written after the last answer of a conversation; if nothing, after an earlier answer."""
+    """Return the text that a template writes after the last answer of a conversation; if none, after an earlier one."""
     answer = {"role": "assistant", "content": _ANSWER}
     for messages in ([question, answer], [question, answer, question]):
         try:

@@ -36,7 +36,7 @@ class OpenClBackend(OffloadBackend):
         return describe(self._device_name)
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Support accelerator processes of quantized models whose activation function has no exponential."""
+        """Return None for an accelerator and a quantized model without SiLU or gates in q3, else the reason."""
         if phase != "accelerator":
             return "opencl computes blocks of decode steps; write accelerator=opencl"
         if manifest.model.activation == "silu":
@@ -105,7 +105,6 @@ class OpenClBackend(OffloadBackend):
         return counters | device_counters | {"held_rows": rows, "held_matrix_rows": matrix_rows}
 
     def close(self) -> None:
-        """Free the engine and the device's memory."""
         for participant in self._participants:
             participant.close()
         self._participants = []
@@ -113,7 +112,6 @@ class OpenClBackend(OffloadBackend):
         self._blocks.close()
 
     def _own_view(self, placement: Placement) -> View:
-        """Return a view with keys and values, and with private outputs for the rows of offloaded attention matrices."""
         model, job = placement.job.package.manifest.model, placement.job
         outputs = np.zeros((job.plan.compute.sequences, max(model.qkv_rows, model.width)), np.float32)
         kv = placement.memory.view("kv", "kv")

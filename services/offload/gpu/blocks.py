@@ -1,9 +1,8 @@
 """The offloaded blocks of every feed-forward in a device's memory, and the OpenCL calls that compute them.
 
 The kernels are in values.cl and sums.cl. A layer takes the same few calls for any number of sequences and experts:
-copies to the device, four kernels, and one blocking copy of the sums back. Block sums that meet in a node of the fixed
-tree come back as one. Arguments that do not change from step to step are set once: each layer has its own kernel
-objects.
+copies to the device, four kernels, and one blocking copy of the sums back, one sum for each node of the fixed tree of
+blocks. Arguments that do not change from step to step are set once: each layer has its own kernel objects.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4
 
 WORK_ITEMS = 64
 TOKENS = 4
-LANES = {0: 1, 1: 8, 2: 16, 3: 4, 4: 4}
+LANES = {0: 1, 1: 8, 2: 16, 3: 4, 4: 4}  # work items that compute one row, by order
 COUNTERS = ("predicted", "fired", "active")
 
 
@@ -53,11 +52,11 @@ class _Layer:
 
 
 def built_program(context: Any, *files: str, options: list[str]) -> Any:
-    """Compile the kernels of dots.cl and of these files after it."""
+    """Compile dots.cl and these files behind it as one program."""
     cl = opencl()
     folder = resources.files(__package__)
     program = cl.Program(context, "".join(folder.joinpath(file).read_text("utf-8") for file in ("dots.cl", *files)))
-    with warnings.catch_warnings():  # pyopencl warns about any output of a compiler, that of success too
+    with warnings.catch_warnings():  # pyopencl warns about any output of a compiler, even on success
         warnings.simplefilter("ignore", cl.CompilerWarning)
         return program.build(options=options)
 
@@ -86,11 +85,11 @@ def _code_values(quantization: Quantization) -> list[int]:
 class OffloadedBlocks:
     """The first `blocks` blocks of every feed-forward, for steps of up to `tokens` tokens.
 
-    instructions: the instruction set whose order of summation the device follows
-
-    `load` the weights of each layer before the first step. Calling it computes a request for blocks of
-    native/neuronpipe.h, as `ComputeBlocks` of services/worker/external_products.py. OpenCL's errors are raised
+    Call `load` with the weights of each layer before the first step. A call of the object computes an
+    np_offloaded_blocks, as `ComputeBlocks` of services/worker/external_products.py. OpenCL's errors are raised
     unchanged, and the object cannot be used after one.
+
+    instructions: the instruction set whose order of summation the device follows
     """
 
     def __init__(self, device: Device, manifest: Manifest, *, blocks: int, tokens: int, instructions: str) -> None:
@@ -124,8 +123,8 @@ class OffloadedBlocks:
         self._nodes = self._buffer(4 * pairs * blocks.bit_length() * model.width)
         self._node_sums = np.zeros(pairs * blocks.bit_length() * model.width, np.float32)
         self._no_bias = self._buffer(4)
-        self._dense_pairs = 0  # of a dense model, the number of pairs that the device's tables describe
-        self._tree_blocks = 0  # the blocks argument that the kernel of trees has
+        self._dense_pairs = 0  # pairs in the device's tables, if the model is dense
+        self._tree_blocks = 0  # the argument `blocks` that is set in `_trees`
         self._chunk_count = 0
         self._lists.set_args(self._pairs, self._hidden, *self._list, self._counters)
         self._trees.set_args(self._sums, np.uint32(0), self._nodes)
@@ -150,7 +149,7 @@ class OffloadedBlocks:
         )  # kernels do not keep their buffers alive
 
     def __call__(self, request: Any) -> NDArray[np.float32]:
-        """Compute one layer's sums, by pair and node of the tree. The array is valid until the next call."""
+        """Return one layer's sums, [pairs][nodes of the tree][width], flat; valid until the next call."""
         events = self.send(request)
         self.start(request)
         sums = self._node_sums[: request.pairs * request.blocks.bit_count() * self._width]
@@ -183,7 +182,6 @@ class OffloadedBlocks:
         queue.flush()  # the device begins
 
     def finish(self) -> None:
-        """Wait for everything that was started."""
         self._queue.finish()
 
     def counters(self) -> dict[str, int]:
@@ -193,7 +191,6 @@ class OffloadedBlocks:
         return dict(zip(COUNTERS, counts.tolist(), strict=True))
 
     def clear_counters(self) -> None:
-        """Set the device's counters to zero."""
         opencl().enqueue_fill_buffer(self._queue, self._counters, np.uint32(0), 0, 4 * len(COUNTERS))
 
     @property
@@ -202,7 +199,6 @@ class OffloadedBlocks:
         return self._queue
 
     def close(self) -> None:
-        """Release the buffers in the device's memory."""
         for layer in self._layers:
             layer.weights.release()
         self._layers = []
@@ -224,9 +220,9 @@ class OffloadedBlocks:
         return 8 if self._down_quantization == "q8" else 4
 
     def _send_pairs(self, request: Any) -> list[Any]:
-        """Send the table of (token, expert) pairs, and that of the pairs that a work item computes at once.
+        """Send the tables of (token, expert) pairs and of chunks, which are pairs that a work item computes at once.
 
-        In a dense model all layers of a step have the same tables. Return the events of the copies.
+        Return the events of the copies: none if a dense model has sent the same tables for an earlier layer.
         """
         dense = self._manifest.model.experts == 1
         if dense and self._dense_pairs == request.pairs:
@@ -278,7 +274,7 @@ class OffloadedBlocks:
             self._tree_blocks = request.blocks
 
     def _options(self, device: Device, quantization: Quantization) -> list[str]:
-        """Return the options of the compiler for a program of rows of one quantization."""
+        """Return the compiler's options for a program; `quantization` is that of its rows."""
         manifest, model, layout = self._manifest, self._manifest.model, self._manifest.layout
         starts = {"trigger": 0, "value": manifest.trigger_slot_bytes}
         places = {matrix.name: matrix for matrix in layout.matrices}
@@ -309,7 +305,6 @@ class OffloadedBlocks:
 
 
 def _is_predicted(request: Any) -> bool:
-    """Return True if a predictor decides which triggers are computed."""
     return bool(request.predicted != ffi.NULL)
 
 

@@ -1,4 +1,4 @@
-/* Rows of neurons in the device's copy of the slots, behind dots.cl: what values.cl and sums.cl share. blocks.py defines the sizes. */
+/* Places of neurons' rows in the device's copy of the slots, for values.cl and sums.cl. blocks.py defines the sizes. */
 static __global const uchar *cluster_of(__global const uchar *weights, uint expert, uint neuron)
 {
     return weights + ((ulong)expert * HELD_CLUSTERS + neuron / CLUSTER_NEURONS) * CLUSTER_BYTES;

@@ -55,8 +55,10 @@ def opencl() -> ModuleType:
 
 
 def find_device(name: str = "") -> Device:
-    """Return the device whose name, or whose platform's name, contains `name`; by default the first GPU, otherwise the
-    first device. Raises UserError if there is none, or if its arithmetic does not suffice."""
+    """Return the first GPU, else the first device, whose name or platform's name contains `name`.
+
+    Raises UserError if there is none, or if it cannot reproduce a processor's bits.
+    """
     cl = opencl()
     try:
         platforms = cl.get_platforms()
@@ -114,8 +116,10 @@ def _checked(cl: ModuleType, handle: Any) -> Device:
 
 
 def describe(name: str) -> Accelerator:
-    """Describe the device that `find_device` finds, in a process of its own: a driver takes memory and does not survive
-    a fork. Raises UserError as `find_device`."""
+    """Describe the device that `find_device` returns. Raises UserError as `find_device`, or if the driver fails.
+
+    It runs in a process of its own, because a driver takes memory and does not survive a fork.
+    """
     command = [sys.executable, "-m", __name__, name]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=DESCRIBE_WITHIN_S, check=False)

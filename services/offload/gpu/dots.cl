@@ -1,7 +1,7 @@
 /* Rows of weights times prepared activations on an OpenCL device, with the bits of the native engine's kernels.
  *
- * Products of groups of 32 weights are sums of integers, so exact in any order; their scaled sums round, and go in the order of one set of
- * vector instructions (ORDER; native/kernels has the originals). A row of WIDTH weights is computed by LANES work items, one for each partial
+ * The product of a group of 32 weights is a sum of integers, exact in any order. Scaled sums of groups round, so they follow the order of
+ * one instruction set (ORDER; native/kernels has the originals). A row of WIDTH weights is computed by LANES work items, one for each partial
  * sum of that order. native/kernels/activation.h has the layout of a prepared activation.
  *
  * The type of the weights: NIBBLES (all but q8), with HAS_MINIMUM (q4k, q5k, q6k, q4h, q5h), HALF_SCALES (q4h, q5h), HIGH_BITS above the
@@ -109,8 +109,7 @@ static uint plane_bits(__global const uchar *quants, uint half_plane, uint g)
 #define HAS_CODEBOOK 0
 #endif
 
-/* The 32 weights of a group, a byte each, or with HAS_MINIMUM its codes; with BIASED 8 more than they are, which the group's sum takes off
- * again. */
+/* The 32 weights of a group as bytes; with HAS_MINIMUM their codes; with BIASED each is 8 too large, for which lane_dot corrects. */
 #define HAS_OFFSET (NIBBLES && !HAS_MINIMUM && !HAS_CODEBOOK) /* a nibble is 8 more than the weight */
 #define BIASED (HAS_OFFSET && ORDER != NEON && ORDER != DOTPROD)
 #define SIGNED (HAS_OFFSET && !BIASED)
@@ -153,7 +152,7 @@ static group group_at(__global const uchar *quants, uint g)
     return w;
 }
 
-/* What a lane takes of a group: all of it; or a quarter of the bytes, as they come apart in a register. */
+/* A lane's part of a group's product: that of all bytes, or of a quarter of them, split as the instructions split them. */
 static int lane_dot(const group *w, const activation *x, uint g, uint lane)
 {
     __global const char *low = x->quants + LOW(g), *high = x->quants + HIGH(g);
@@ -173,7 +172,7 @@ static int lane_dot(const group *w, const activation *x, uint g, uint lane)
     __global const uint *low_activations = (__global const uint *)low, *high_activations = (__global const uint *)high;
 #if ORDER == AVX2 && !NIBBLES /* eight lanes of four bytes */
     return lane < 4 ? dot4(low_words[word], low_activations[word], 0) : dot4(high_words[word], high_activations[word], 0);
-#else /* AVX2: what biased weights are too much is taken off in the first lane of the group */
+#else /* AVX2: the first lane of the group corrects for the bias */
     const int bias = BIASED && word == 0 ? -8 * x->sums[g] : 0;
     return dot4(low_words[word], low_activations[word], dot4(high_words[word], high_activations[word], bias));
 #endif
@@ -207,7 +206,7 @@ static float less_minimum(float sum, float minimum, const activation *x, uint g)
 }
 #endif
 
-/* A lane's sums of a row with so many activations; the compiler knows how many. */
+/* A lane's sums of a row for each token. `tokens` is constant at each call, so that the compiler unrolls the loops. */
 static inline void some_lane_sums(__global const uchar *quants, __global const uchar *scales, const activation *x, uint tokens, uint lane,
                                   float *sums)
 {
@@ -223,7 +222,7 @@ static inline void some_lane_sums(__global const uchar *quants, __global const u
     for (uint g = first; g < GROUPS; g += step) {
         const group w = group_at(quants, g);
         const float2 factors = factors_at(scales, g);
-#if HAS_MINIMUM && ORDER != SCALAR && ORDER != AVX512 /* of as many groups as there are lanes, one a lane, before their products */
+#if HAS_MINIMUM && ORDER != SCALAR && ORDER != AVX512 /* each lane subtracts the minimum of one of the next LANES groups, before their products */
         const uint own = g / LANES * LANES + lane;
         if (g % LANES < step && own < GROUPS)
             for (uint t = 0; t < tokens; t++)

@@ -3,10 +3,10 @@
 It runs in a process of its own, since a driver takes memory and does not survive a fork. The process prints a JSON line
 per point, with all repetitions; `measure_accelerator` reads them.
 
-    launch   the smallest kernel, with a wait
-    copy     some bytes to the device, or back, with a wait
-    visit    a layer's call with next to nothing to compute
-    held     the kernels on whole blocks, one layer after the other, more of them than caches hold
+    launches  the smallest kernel, and the wait for it
+    copies    a copy to the device, or back, and the wait for it
+    visits    a call for a layer that has next to nothing to compute
+    held      the kernels on whole blocks, one layer after the other, in more memory than caches hold
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEMORY_PART = 8  # the layers of a shape take at most an eighth of the device's 
 NARROW = 256  # width of the model with next to nothing to compute
 ROUNDS = 3
 VISIT_ROUNDS = 30
-PASS_S = 0.01  # the least length of a repetition
+PASS_S = 0.01  # the minimum length of a repetition
 MAX_LAYER_S = 0.02  # for a slower device fewer blocks are measured
 WITHIN_S = 240
 POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_SEQUENCES + len(SHAPES) * len(KINDS) * len(SHARES) * MAX_SEQUENCES
@@ -52,8 +52,12 @@ POINTS = 1 + 2 * len(COPY_BYTES) + 2 * MAX_SEQUENCES + len(SHAPES) * len(KINDS) 
 
 
 def measure_accelerator(options: str, progress: Callable[[], None] = lambda: None) -> AcceleratorProfile:
-    """Measure the device that the backend opencl finds with these options. progress is called POINTS times. Raises
-    UserError if there is none, or if its driver fails."""
+    """Measure the device that the backend opencl selects by these options.
+
+    Raises UserError if there is none, or if its driver fails.
+
+    progress: called after each of POINTS points
+    """
     command = [sys.executable, "-m", __name__, options]
     facts: dict[str, Any] = {}
     points: dict[str, list[Any]] = {name: [] for name in LISTS}
@@ -161,17 +165,17 @@ def _visits(device: Any, instructions: str, routed: bool) -> Iterator[Mapping[st
     manifest = manifest_of("q8", NARROW, **experts)
     offloaded = trial_blocks(device, manifest, 1, instructions, SHARES[:1], 1)
     steps = TrialSteps(manifest, 1)
-    for texts in range(1, MAX_SEQUENCES + 1):
-        request = steps.request(0, texts)
+    for sequences in range(1, MAX_SEQUENCES + 1):
+        request = steps.request(0, sequences)
         times_us = _typical_us(lambda request=request: offloaded(request))  # type: ignore[misc]
-        yield {"of": "visits", "texts": texts, "routed": routed, "repetitions": times_us}
+        yield {"of": "visits", "texts": sequences, "routed": routed, "repetitions": times_us}
     offloaded.close()
 
 
 def _block_points(
     device: Any, instructions: str, quantization: Quantization, width: int
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield all points of one shape, measured in turns."""
+    """Yield all points of one shape. Each round measures every point once, so that drift affects all alike."""
     from neuronpipe.services.offload.gpu.trial import TrialSteps, blocks_within, fired_of, manifest_of, trial_blocks
 
     manifest = manifest_of(quantization, width)
@@ -186,29 +190,29 @@ def _block_points(
     row_bytes = quant_bytes(quantization, width) + scale_bytes(quantization, width)
     speeds: dict[tuple[OffloadedKind, float, int], list[float]] = {}
     cases: list[tuple[OffloadedKind, float, int]] = [
-        (kind, share, texts) for kind in KINDS for share in SHARES for texts in range(1, MAX_SEQUENCES + 1)
+        (kind, share, sequences) for kind in KINDS for share in SHARES for sequences in range(1, MAX_SEQUENCES + 1)
     ]
     for _ in range(ROUNDS):
-        for kind, share, texts in cases:
+        for kind, share, sequences in cases:
             fired = fired_of(offloaded.blocks * manifest.layout.block_neurons, share)
             predicted = fired if kind == "predicted" else None
             first = SHARES.index(share) * LAYERS
-            requests = [steps.request(first + layer, texts, predicted) for layer in range(LAYERS)]
-            part = min(1.0, texts * share)
+            requests = [steps.request(first + layer, sequences, predicted) for layer in range(LAYERS)]
+            part = min(1.0, sequences * share)
             rows = neurons * (2 * part + (1.0 if kind == "exact" else part))
             seconds = _kernels_s(offloaded, requests)
-            speeds.setdefault((kind, share, texts), []).append(rows * row_bytes / seconds)
+            speeds.setdefault((kind, share, sequences), []).append(rows * row_bytes / seconds)
             steps.forget()
     offloaded.close()
-    for (kind, share, texts), repetitions in speeds.items():
+    for (kind, share, sequences), repetitions in speeds.items():
         yield {
             "of": "held", "kind": kind, "quantization": quantization, "row_weights": width, "share": share,
-            "texts": texts, "repetitions": repetitions,
+            "texts": sequences, "repetitions": repetitions,
         }  # fmt: skip
 
 
 def _kernels_s(offloaded: Any, requests: list[Any]) -> float:
-    """Return the seconds that one layer's copies and kernels take: the mean over all requests, for PASS_S at least."""
+    """Return the mean seconds of one layer's copies and kernels, over repetitions of the requests for PASS_S."""
     calls, start_s = 0, time.perf_counter()
     while calls < len(requests) or time.perf_counter() - start_s < PASS_S:
         for request in requests:
@@ -222,7 +226,7 @@ def _kernels_s(offloaded: Any, requests: list[Any]) -> float:
 
 
 def _typical_us(call: Callable[[], object]) -> list[float]:
-    """Return the medians of three calls each, in microseconds, of the second half of VISIT_ROUNDS calls."""
+    """Return medians of three successive calls in microseconds, for the second half of VISIT_ROUNDS calls."""
     times_us = []
     for _ in range(VISIT_ROUNDS):
         start_ns = time.perf_counter_ns()

@@ -33,8 +33,8 @@ from neuronpipe.services.worker.participant import OFFLOADED_MATRICES
 class _Matrix:
     """One offloaded matrix.
 
-    kernel: with the weights as arguments
-    buffers: kept alive here, as kernels do not
+    kernel: a kernel object whose weight arguments are set
+    buffers: referenced because kernel objects do not keep them alive
     """
 
     kernel: Any
@@ -43,10 +43,10 @@ class _Matrix:
 
 
 class OffloadedMatrices:
-    """The offloaded matrices of these names, for steps of up to `tokens` tokens.
+    """The offloaded matrices `names`, for steps of up to `tokens` tokens.
 
-    tensors: the package's fixed tensors, by name
     queue: a command queue of the device
+    tensors: the package's fixed tensors, by name
     instructions: the instruction set whose order of summation the device follows
 
     Calling it computes a request of native/neuronpipe.h for rows of a matrix. OpenCL's errors are raised unchanged, and
@@ -100,7 +100,6 @@ class OffloadedMatrices:
         del event
 
     def close(self) -> None:
-        """Release the buffers in the device's memory."""
         for matrix in self._matrices.values():
             for buffer in matrix.buffers:
                 buffer.release()

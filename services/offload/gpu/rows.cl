@@ -1,6 +1,6 @@
-/* Whole matrices, behind dots.cl in one program: of WIDTH columns. */
+/* Products of whole matrices of WIDTH columns. Compiled behind dots.cl. */
 
-/* All rows times the vectors of so many tokens, each with its bias where there are some. Work groups are (ROWS rows, TOKENS tokens).
+/* All rows times the vectors of `tokens` tokens, plus each row's bias if has_bias. Work groups are (ROWS rows, TOKENS tokens).
  * out: [tokens][rows]. */
 __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void rows(
     __global const uchar *quants, __global const uchar *scales, __global const float *bias, uint has_bias, uint row_count,
@@ -8,7 +8,7 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void rows(
 {
     const uint lane = get_local_id(0) % LANES, r = get_local_id(0) / LANES, row = get_group_id(0) * ROWS + r;
     const uint first = get_group_id(1) * TOKENS, count = min((uint)TOKENS, tokens - first);
-    const ulong at = row < row_count ? row : 0; /* behind the last row the first is computed, and dropped */
+    const ulong at = row < row_count ? row : 0; /* an item behind the last row computes the first and drops the result */
     __local float sums[ROWS][TOKENS][LANES];
     float own[TOKENS];
     activation x[TOKENS];

@@ -1,4 +1,4 @@
-/* Sums of blocks of neurons, behind clusters.cl in one program, of the type of Down.
+/* Sums of blocks of neurons, compiled behind clusters.cl with the type of Down.
  *
  *   lists    of each block and pair, the neurons whose value is not zero, in index order
  *   downs    of each block and pair, the sum of these neurons' rows of Down: in batches of 32 rows (avx512), or row after row
@@ -40,7 +40,7 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void lists(__global con
 }
 
 /* ---- downs ------------------------------------------------------------------------------------------------------ */
-/* A work item has four bytes of every row: four columns, as nibbles eight. */
+/* A work item computes four bytes of every row: four columns, or eight as nibbles. */
 #define ITEMS (GROUP_BYTES / 4) /* of a group */
 #define WORK_GROUPS (64 / ITEMS) /* groups of 32 columns in a work group */
 #if NIBBLES
@@ -87,7 +87,7 @@ static float2 factors_of(__global const uchar *weights, uint expert, uint neuron
 #define BATCH 1
 #endif
 
-/* What the items of a work group share of a batch of rows. */
+/* The data of a batch of rows that the items of a work group share. */
 typedef struct {
     float largest[64];
     int steps[WORK_GROUPS][BATCH];
@@ -102,8 +102,8 @@ typedef struct {
 #define DIVIDE(a, b) ((a) / (b))
 #endif
 
-/* Rows go in batches. Of a batch and a group the factors become integers, in steps of a 32639th of the largest; a batch's sum is exact,
- * and added with one rounding. Then the sum of the batch's minimums is subtracted. */
+/* Add rows in batches. For each batch and group the factors become integers, in steps of a 32639th of the largest, so that the batch's
+ * sum is exact and is added with one rounding. Then the sum of the batch's minimums is subtracted. */
 static void add_rows(__global const uchar *weights, uint expert, __global const uint *neurons, __global const float *factors,
                      uint count, uint g, uint item, uint part, __local batch *b, float *y)
 {
@@ -116,7 +116,7 @@ static void add_rows(__global const uchar *weights, uint expert, __global const 
             const float2 both = g < GROUPS ? factors_of(weights, expert, neurons[from + i], g) : (float2)(0.0f);
             mine[n] = factors[from + i] * both.x;
             b->minimums[own][i] = both.y;
-            most = max(most, as_uint(mine[n]) & 0x7fffffff); /* as integers, so that what is no number is the largest */
+            most = max(most, as_uint(mine[n]) & 0x7fffffff); /* compared as integers, so that NaN is the largest */
         }
         b->largest[item] = as_float(most);
         barrier(CLK_LOCAL_MEM_FENCE);
@@ -149,7 +149,7 @@ static void add_rows(__global const uchar *weights, uint expert, __global const 
     for (uint i = 0; i < count && g < GROUPS; i++) {
         const float2 both = factors_of(weights, expert, neurons[i], g);
         const float factor = factors[i] * both.x;
-#if HAS_MINIMUM && ORDER != SCALAR /* in fours of rows, and those behind the last four by themselves */
+#if HAS_MINIMUM && ORDER != SCALAR /* minimums of four rows at once; those of the last count % 4 rows one by one */
         const uint four_begins = i % 4 == 0 && count - i >= 4, is_single = count - i / 4 * 4 < 4;
         if (four_begins || is_single) {
             float minimum = 0.0f;
@@ -194,8 +194,8 @@ __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void downs(__global con
 }
 
 /* ---- trees ------------------------------------------------------------------------------------------------------ */
-/* Block sums meet in a tree that pairs neighbours, level by level: 2^k blocks from a multiple of 2^k on are a node. Of so many first blocks
- * there is one for each bit set, from the highest. Work groups are (stretch of columns, node, pair). nodes: [pair][node][WIDTH]. */
+/* Block sums meet in a tree that pairs neighbours, level by level: 2^k blocks from a multiple of 2^k on are a node. The first `blocks`
+ * blocks have a node for each bit set in `blocks`, highest first. Work groups are (stretch of columns, node, pair). nodes: [pair][node][WIDTH]. */
 __kernel __attribute__((reqd_work_group_size(64, 1, 1))) void trees(__global float *sums, uint blocks, __global float *nodes)
 {
     const uint column = get_global_id(0), node = get_group_id(1), pair = get_group_id(2);

@@ -18,9 +18,9 @@ from neuronpipe.services.offload.gpu.blocks import OffloadedBlocks
 from neuronpipe.services.offload.gpu.device import Device
 from numpy.typing import NDArray
 
-TEXTS = 4
+SEQUENCES = 4
 NEURONS_PER_WEIGHT = 3.5
-SCALE_BYTE = 0x11  # twice, as fp16: 0.00065; with minimums also 17 of a scale's steps and 1 of a minimum's
+SCALE_BYTE = 0x11  # two bytes are 0.00065 in fp16; with minimums one byte is 17 steps of a scale and 1 of a minimum
 PLUS_MINUS: dict[str, tuple[int, int]] = {"q4": (0x99, 0x77), "q8": (0x01, 0xFF)}  # weights of 1, and of -1
 CODES = 0x11, 0x00  # with minimums: weights of 16, and of -1
 
@@ -56,15 +56,18 @@ def manifest_of(quantization: Quantization, width: int, experts: int = 1, expert
 
 
 def blocks_within(manifest: Manifest, size_bytes: int) -> int:
-    """Return the number of blocks of a layer that fit the size, at least one."""
+    """Return the number of blocks of a layer that fit in size_bytes, at least one."""
     cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
     block_bytes = manifest.model.experts * manifest.layout.block_clusters * cluster_bytes
     return max(1, min(manifest.layout.blocks, size_bytes // block_bytes))
 
 
 def fired_of(neurons: int, share: float) -> NDArray[np.bool_]:
-    """Return for which sequences each neuron fires: [neurons][TEXTS], the share for each, the same at every call."""
-    return np.random.default_rng(7).random((neurons, TEXTS)) < share
+    """Return for each neuron and sequence whether it fires, [neurons][SEQUENCES]; the same at every call.
+
+    share: the share of neurons that fire for a sequence
+    """
+    return np.random.default_rng(7).random((neurons, SEQUENCES)) < share
 
 
 def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -75,60 +78,61 @@ def weights_of(manifest: Manifest, blocks: int, fired: NDArray[np.bool_]) -> NDA
     starts = {"trigger": 0, "value": manifest.trigger_slot_bytes}
     weights = np.full((clusters, manifest.trigger_slot_bytes + manifest.value_slot_bytes), plus, np.uint8)
     row_bytes, row_scale_bytes = quant_bytes(quantization, width), scale_bytes(quantization, width)
-    of_cluster = fired[: clusters * layout.cluster_neurons].reshape(clusters, layout.cluster_neurons, TEXTS)
+    of_cluster = fired[: clusters * layout.cluster_neurons].reshape(clusters, layout.cluster_neurons, SEQUENCES)
     for number, place in enumerate(layout.matrices):
         scales = starts[place.scales_part] + place.scales
         weights[:, scales : scales + layout.cluster_neurons * row_scale_bytes] = SCALE_BYTE
         if number == 0:
-            in_order_bytes = width if quantization == "q8" else width // 2  # planes of bits lie behind, and are zeros
+            in_order_bytes = width if quantization == "q8" else width // 2  # the planes of bits behind them are zeros
             rows = np.zeros((clusters, layout.cluster_neurons, row_bytes), np.uint8)
             signs = np.where(of_cluster, np.uint8(plus), np.uint8(minus))
-            rows[:, :, :in_order_bytes] = signs.repeat(in_order_bytes // TEXTS, axis=2)
+            rows[:, :, :in_order_bytes] = signs.repeat(in_order_bytes // SEQUENCES, axis=2)
             at = starts[place.part] + place.quants
             weights[:, at : at + layout.cluster_neurons * row_bytes] = rows.reshape(clusters, -1)
     return weights
 
 
 class TrialSteps:
-    """Requests for OffloadedBlocks, for several numbers of sequences."""
+    """Requests of steps for `OffloadedBlocks`, without predictor or with known predictions."""
 
     def __init__(self, manifest: Manifest, blocks: int) -> None:
         self._manifest, self.blocks = manifest, blocks
         width, kind = manifest.model.width, ROW_TYPES[manifest.quantization]
         self._stride = -(-lib.np_activation_bytes(kind, width) // 64) * 64
-        self._vectors = ffi.new("uint8_t[]", TEXTS * self._stride + 64)
+        self._vectors = ffi.new("uint8_t[]", SEQUENCES * self._stride + 64)
         aligned = -int(ffi.cast("uintptr_t", self._vectors)) % 64
         self._first = self._vectors + aligned
-        for text in range(TEXTS):
+        for sequence in range(SEQUENCES):
             vector = np.zeros(width, np.float32)
-            vector[text * width // TEXTS : (text + 1) * width // TEXTS] = 1.0
+            vector[sequence * width // SEQUENCES : (sequence + 1) * width // SEQUENCES] = 1.0
             lib.np_activation_prepare(
-                kind, ffi.from_buffer("float[]", vector), width, self._first + text * self._stride
+                kind, ffi.from_buffer("float[]", vector), width, self._first + sequence * self._stride
             )
         self._keep: list[Any] = []
 
-    def request(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
-        """Return an np_offloaded_blocks for a layer.
+    def request(self, layer: int, sequences: int, predicted: NDArray[np.bool_] | None = None) -> Any:
+        """Return an np_offloaded_blocks for a layer, valid until `forget`.
 
-        predicted: the predicted neurons by sequence, as `fired_of` returns
+        sequences: number of sequences, at most SEQUENCES
+        predicted: the predicted neurons, in the form that `fired_of` returns; None: no predictor
         """
         model, per_token = self._manifest.model, self._manifest.model.experts_per_token
-        pairs = texts * per_token
+        pairs = sequences * per_token
         if model.experts == 1:
-            groups, tokens = [(0, 0, pairs)], list(range(texts))
+            groups, tokens = [(0, 0, pairs)], list(range(sequences))
         else:  # different experts for every sequence, as far as there are enough
             groups = [(pair % model.experts, pair, 1) for pair in range(pairs)]
             tokens = [pair // per_token for pair in range(pairs)]
         group, token = ffi.new("np_group[]", groups), ffi.new("uint32_t[]", tokens)
         weight, mask = ffi.new("float[]", [1.0] * pairs), ffi.NULL
         if predicted is not None:
-            bits = np.packbits(predicted[:, :texts], axis=1, bitorder="little").reshape(-1)
+            bits = np.packbits(predicted[:, :sequences], axis=1, bitorder="little").reshape(-1)
             mask = ffi.from_buffer("uint8_t[]", bits)
             self._keep.append(bits)
         request = ffi.new(
             "np_offloaded_blocks *",
             {
-                "layer": layer, "tokens": texts, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
+                "layer": layer, "tokens": sequences, "pairs": pairs, "blocks": self.blocks, "groups": len(groups),
                 "group": group, "pair_token": token, "pair_weight": weight,
                 "vectors": self._first, "vector_stride": self._stride,
                 "predicted": mask, "mask_bytes": 1 if predicted is not None else 0,
@@ -146,8 +150,8 @@ class TrialSteps:
 def trial_blocks(
     device: Device, manifest: Manifest, blocks: int, instructions: str, shares: tuple[float, ...], layers: int
 ) -> OffloadedBlocks:
-    """Return offloaded blocks with `layers` layers for each share of firing neurons, in the order of the shares."""
-    offloaded = OffloadedBlocks(device, manifest, blocks=blocks, tokens=TEXTS, instructions=instructions)
+    """Return offloaded blocks with `layers` layers for each share of firing neurons, in the order of `shares`."""
+    offloaded = OffloadedBlocks(device, manifest, blocks=blocks, tokens=SEQUENCES, instructions=instructions)
     neurons = blocks * manifest.layout.block_neurons
     for share in shares:
         weights = weights_of(manifest, blocks, fired_of(neurons, share))

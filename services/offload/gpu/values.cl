@@ -1,5 +1,4 @@
-/* Triggers and values of blocks of neurons, behind clusters.cl in one program: where a neuron's trigger fires its value, for up to TOKENS
- * pairs of a token and its expert at once. */
+/* Triggers of neurons, and values of those that fire, for up to TOKENS (token, expert) pairs at once. Compiled behind clusters.cl. */
 static float activate(float gate, float up)
 {
 #if GATED && ACTIVATION_RELU

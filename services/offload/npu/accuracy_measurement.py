@@ -1,8 +1,8 @@
 """Measurement of the accuracy that prompts lose on a neural processor.
 
-The reference engine computes the text, with the matrix products of layers computed by graphs (ONNX Runtime on the CPU).
-A first, exact pass over the whole text measures the ranges of its calibration part. Then the held-out part is computed
-twice: with one scale per token, and with these ranges.
+A first, exact pass of the reference engine over the whole text measures the ranges of its calibration part. Then the
+held-out part is computed twice with the matrix products of layers by graphs (ONNX Runtime on the CPU): with one scale
+per token, and with the measured ranges.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measure(
 
 
 def keep(package: Package, profile: NpuProfile) -> Package:
-    """Write the profile into the package, replacing an older one. Return the package, which has a new id."""
+    """Write the profile into the package, replacing an older one. Return the package with its new id."""
     with whole_file(package.path / MANIFEST) as place, place.open("wb") as file:
         file.write(dataclasses.replace(package.manifest, npu=profile).sealed().to_bytes())
         file.flush()
@@ -119,7 +119,7 @@ def _product_neurons(manifest: Manifest) -> int:
 
 @frozen
 class _Scored:
-    """The perplexity of a text, and the likeliest token at each position except the last of each window."""
+    """The perplexity of context windows, and the likeliest token at each position but the last of each window."""
 
     perplexity: float
     likeliest: NDArray[np.intp]
@@ -156,7 +156,6 @@ class _RangeRecorder(ReferenceEngine):
         self._maxima = dict.fromkeys(NeuronRange.__slots__, 0.0)
 
     def ranges(self) -> Ranges:
-        """Return the greatest magnitudes so far."""
         maxima, matrices = self._maxima, self._matrices
         if self._model.parallel:  # qkv and the feed-forward read the same vector
             qkv = matrices[self._model.qkv_rows, self._model.width]

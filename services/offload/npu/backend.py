@@ -40,11 +40,10 @@ class OnnxBackend(CpuBackend):
 
     @property
     def numerics(self) -> str:
-        """The arithmetic of the provider, for products, followed by that of the engine, for everything else."""
+        """The numerics of the provider's products, followed by those of the engine."""
         return f"{self._provider.numerics}+{super().numerics}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Return why the backend cannot compute this phase of a model, or None if it can."""
         if phase != "prefill":
             return "onnx computes prompts, or blocks of decode steps; write prefill=onnx:... or accelerator=onnx:..."
         return refusal(manifest)
@@ -70,14 +69,13 @@ class OnnxBackend(CpuBackend):
         self.multiply = self._products
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """Compute a step, and return its counters with those of the products."""
         counters, products = super().compute(work), self._products.counters()
         # Flash reads for which no graph waited were hidden behind computation.
         exposed_ms = min(counters["flash_ms"], products["rows_wait_ms"] / len(self._participants))
         return counters | products | {"flash_ms": exposed_ms}
 
     def _sessions(self, package: Package, neurons: int) -> Callable[[Graph], Session]:
-        """Return what opens sessions: from the package's contexts for the chip if it has any, otherwise from graphs."""
+        """Return a function that opens sessions from the package's contexts for the chip if any, else from graphs."""
         runtime, chip = Runtime(self._provider), self._provider.chip
         if chip is None:
             return runtime.session
@@ -107,7 +105,7 @@ class OnnxBackend(CpuBackend):
 
 
 def refusal(manifest: Manifest) -> str | None:
-    """Return why the graphs cannot compute the layers of this model, in words, or None if they can."""
+    """Return a sentence why the graphs cannot compute the layers of this model, or None if they can."""
     model = manifest.model
     if not model.gated or model.ffn_bias or model.activation not in ACTIVATIONS or model.activation_threshold:
         kind = f"{model.activation}{'' if model.gated else ' without a gate'}"

@@ -38,7 +38,6 @@ class OnnxOffloadBackend(OffloadBackend):
         return f"{self._provider.numerics}-held+{super().numerics}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Return why the graphs cannot compute the blocks of a model, or None if they can, as for prompts."""
         return refusal(manifest)
 
     def describe(self) -> Accelerator:
@@ -79,13 +78,11 @@ class OnnxOffloadBackend(OffloadBackend):
         self._participants = [Participant(manifest, self._own_view(placement), config)]
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """Compute this participant's share of a step."""
         self._products.clear_counters()
         self._participants[0].compute_offloaded(work, self._products)
         return self._counters() | self._products.counters()
 
     def close(self) -> None:
-        """Free the engine. The weights are freed when the process ends."""
         for participant in self._participants:
             participant.close()
         self._participants = []

@@ -38,7 +38,6 @@ class Chip:
 
     @property
     def emulated_numerics(self) -> str:
-        """The numerics of its products in emulation."""
         return "htp-v73" if self.arch >= UNLIKE_V68 else "htp-v68"
 
     def __str__(self) -> str:

@@ -78,9 +78,9 @@ def write_graphs(
     prepare: Prepare = lambda graph: graph.model,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> None:
-    """Write the graphs, each as `prepare` returns it for a chip. Raises UserError.
+    """Write the graphs, each as `prepare` returns it. Raises UserError if a file cannot be written.
 
-    qnn: the version of the preparing library
+    qnn: the version of the library that prepares them for the chip
     """
     graphs, sums = model_graphs(manifest, neurons), {}
     make_folder(folder)
@@ -159,8 +159,8 @@ class Contexts:
 
     qnn: the version of the installed runtime; None to accept any
 
-    Raises UserError, with the command that compiles again, if they are of another version, chip or runtime, do not fit
-    the model, or are damaged.
+    Raises UserError, with the command that compiles again, if they are of another version, chip or runtime, or do not
+    fit the model.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, chip: Chip, neurons: int, qnn: str | None) -> None:
@@ -203,7 +203,6 @@ class Contexts:
         raise UserError(f"{self._folder / INDEX}: {safe_name(name)}: {problem}; {self._again}")
 
     def _sums_of(self, index: dict[str, Any]) -> dict[str, str]:
-        """Return the checksums by graph name, as the index has them."""
         sums: dict[str, str] = {}
         try:
             for entry in (*index["matrices"], index["feed_forward"]):

@@ -24,11 +24,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 MAX_INTEGER = 65535
 MIDDLE = 32768
-ROW_DEVIATION = 40.0  # of the bytes of a row whose largest is 127
+ROW_DEVIATION = 40.0  # standard deviation of the bytes of a row whose largest is 127
 SPREAD = 24.0
-HIDDEN_SHARE = 1 / 3  # of the largest product of a gate and an up, each within its range
+HIDDEN_SHARE = 1 / 3  # range of `hidden` relative to the product of the ranges of gate and up
 DOWN_SPREAD = 1 / 8
-MARGIN = 1.3  # of measured ranges, beyond what calibration text had
+MARGIN = 1.3  # ranges relative to those that the calibration text had
 
 
 @frozen
@@ -82,12 +82,12 @@ class Matrix:
 
     @property
     def inputs(self) -> Scale:
-        """The scale of inputs: of vectors with a root mean square of 1, or of those of the calibration text."""
+        """The scale of input vectors: those with a root mean square of 1, or those of the calibration text."""
         return _inputs(self.columns, self.measured)
 
     @property
     def outputs(self) -> Scale:
-        """The scale of products of such vectors with rows of bytes."""
+        """The scale of products of input vectors with rows of bytes."""
         return _products(self.columns, None if self.measured is None else self.measured.products)
 
 
@@ -111,7 +111,6 @@ class FeedForward:
 
     @property
     def gate(self) -> Scale:
-        """The scale of gate products above zero."""
         return _products(self.width, None if self.measured is None else self.measured.gate, signed=False)
 
     @property
@@ -174,15 +173,15 @@ class Shapes:
 
     @classmethod
     def of(cls, manifest: Manifest, neurons: int) -> Shapes:
-        """Return the ranges that the package states.
+        """Return the ranges for a package: measured ones if its profile chose them.
 
-        neurons: neurons of one product
+        neurons: number of neurons of one product
         """
         return cls.scaled(manifest.model, neurons, None if manifest.npu is None else manifest.npu.static_ranges)
 
     @classmethod
     def scaled(cls, model: ModelSpec, neurons: int, ranges: Ranges | None) -> Shapes:
-        """Return the ranges within measured ones; None gives each token its own scale."""
+        """Return the ranges for measured `ranges`; None gives each token its own scale."""
         sizes = matrix_sizes(model)
         return cls(
             {size: Matrix(*size, None if ranges is None else ranges.of_matrix(*size)) for size in sizes},
@@ -215,10 +214,7 @@ class _Graph:
         return self._read(name, self._scale(scale, np.uint16))
 
     def rows(self, name: str, shape: tuple[int, int], *, across: bool = False) -> str:
-        """Add an input of signed bytes.
-
-        across: transpose it. Return the name of its value.
-        """
+        """Add an input of signed bytes. Return the name of its value, transposed if `across`."""
         self._inputs.append(helper.make_tensor_value_info(name, TensorProto.INT8, shape))
         scale = self._scale(Scale(1.0, 0), np.int8)
         read = self._read(name, scale)
@@ -239,7 +235,6 @@ class _Graph:
         self._outputs.append(helper.make_tensor_value_info(name, TensorProto.UINT16, shape))
 
     def build(self) -> Graph:
-        """Serialize the graph with everything that was added."""
         graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, list(self._constants.values()))
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         return Graph(self._name, model.SerializeToString())

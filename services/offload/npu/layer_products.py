@@ -73,7 +73,7 @@ class _Result:
 class Products:
     """Computes every np_product of a model; implements Multiply of services/worker/external_products.py.
 
-    session: returns a graph that is ready to be computed
+    session: opens a session for a graph
     neurons: the greatest number of neurons of one product
     max_tokens: the greatest number of tokens of a step
     threads: the number of threads that convert rows to bytes, and of those that encode and decode activations
@@ -105,7 +105,7 @@ class Products:
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
 
     def begin(self, participant: Participant) -> None:
-        """Begin a step of this participant, and to read its rows."""
+        """Begin a step of this participant: start to read its rows."""
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
         self._rows.clear_counters()
         self._rows.begin(participant)
@@ -171,7 +171,6 @@ class Products:
         return _Turn(parts=parts, divisors=divisors, is_sound=is_sound)
 
     def _compute(self, product: Any, turn: _Turn) -> _Result:
-        """Compute a product, in the graphs' thread."""
         rows = self._rows.take()
         place = rows.place
         if (place.kind, place.layer, place.rows) != (product.kind, product.layer, product.rows):

@@ -3,7 +3,7 @@
 Rows are converted to signed bytes once, when the process starts, and stay in memory. They are the same bytes as those
 of prompts, and the graphs are the same but for their lengths: one, two or four tokens. Values that a graph had to clamp
 are computed again here, in floats from the same bytes. All products of a layer are added to one sum, which is returned
-as the sum of the first block; the sums of the other blocks are zeros.
+as that of the first node of the tree of blocks; the sums of the other nodes are zeros.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _PreparedRows:
 class OffloadedProducts:
     """Computes the first `blocks` blocks of a model; implements ComputeBlocks of services/worker/external_products.py.
 
-    session: returns a graph that is ready to be computed
+    session: opens a session for a graph
     lengths: the lengths of the graphs in tokens, ascending
 
     `load` must be called with the weights of each layer before the first step. The sums of a token depend only on the
@@ -88,7 +88,7 @@ class OffloadedProducts:
         )
 
     def __call__(self, request: Any) -> Floats:
-        """Return the sums that one layer's request asks for, [pairs][nodes][width]. Only the first node is not zero."""
+        """Return one layer's sums, [pairs][nodes][width]. Only those of the first node are not zero."""
         if request.blocks != self.blocks:
             raise ValueError(f"{request.blocks} blocks are requested, and {self.blocks} are offloaded")
         width, tokens, pairs = self._manifest.model.width, request.tokens, request.pairs
@@ -117,7 +117,6 @@ class OffloadedProducts:
         }
 
     def clear_counters(self) -> None:
-        """Set all counters to 0."""
         self._computed_rows = self._recomputed_tokens = 0
         self._graphs_ms = 0.0
 
@@ -165,7 +164,6 @@ class OffloadedProducts:
 
     # ---- rows ------------------------------------------------------------------------------------------------
     def _prepare_expert(self, clusters: NDArray[np.uint8]) -> list[_PreparedRows]:
-        """Return the products of one expert's offloaded neurons."""
         places = {place.name: place for place in self._manifest.layout.matrices}
         matrices = [self._as_bytes(clusters, places[name]) for name in MATRICES]
         return [

@@ -27,7 +27,7 @@ PROVIDERS = {
 
 @frozen
 class Provider:
-    """One of PROVIDERS, and the chip for which it computes, or None for no particular one."""
+    """One of PROVIDERS, and the chip for which it computes; None means no particular chip."""
 
     name: str
     chip: Chip | None = None
@@ -37,7 +37,6 @@ class Provider:
 
     @property
     def runtime_name(self) -> str:
-        """The runtime's name of the provider."""
         return PROVIDERS[self.name][0]
 
     @property
@@ -65,9 +64,9 @@ class Provider:
 
     @property
     def offload_graph_tokens(self) -> tuple[int, ...]:
-        """The lengths of an accelerator's graphs, all of which give a token the same bits.
+        """The lengths of an accelerator's graphs in tokens, all of which give a token the same bits.
 
-        The CPU provider's graph of one token sums in another order, so one sequence is computed with an empty place.
+        The CPU provider's graph of one token sums in another order, so a single token is padded to a longer graph.
         """
         return OFFLOAD_GRAPH_TOKENS[1:] if self.name == "cpu" else OFFLOAD_GRAPH_TOKENS
 

@@ -1,6 +1,6 @@
-"""Sessions of ONNX Runtime over graphs, each of which runs on one provider as a whole or not at all.
+"""Sessions of ONNX Runtime over graphs. A graph runs on one provider as a whole or is refused.
 
-The runtime silently places operations on the CPU if a provider does not take them, and lists providers whose library
+The runtime silently places operations on the CPU if a provider does not support them, and lists providers whose library
 did not load. So fallback to the CPU is disabled, and the placement of every operation is checked.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 ERRORS_ONLY = 3
 OPTIMIZED = "htp_graph_finalization_optimization_mode"
 AT_START, ONCE = {OPTIMIZED: "1"}, {OPTIMIZED: "3"}
-"""How thoroughly the runtime optimizes a graph: while a run starts, and when it is compiled once. The bits are
-equal."""
+"""Options that make the runtime optimize a graph fast, while a run starts, or thoroughly, when it is compiled. The bits
+are equal."""
 
 MAX_REASON = 200
 ARM = ("aarch64", "arm64")
@@ -61,7 +61,8 @@ class Runtime:
     def qnn_version(self) -> str:
         """Return the version of the Hexagon's library: that of QNN's interface, and its own.
 
-        The runtime must have loaded it first: the process crashes if the library comes before. Raises UserError.
+        The runtime must have loaded the library before, else the process crashes. Raises UserError if the library does
+        not load or reports no version.
         """
         interfaces, count = ctypes.POINTER(ctypes.POINTER(_Interface))(), ctypes.c_uint32()
         try:
@@ -75,18 +76,18 @@ class Runtime:
         return f"{interfaces[0][0].core}-{interfaces[0][0].backend}"
 
     def session(self, graph: Graph) -> Session:
-        """Return a session for the graph. Raises UserError if the provider does not take all of it."""
+        """Return a session for the graph. Raises UserError if the provider does not compute all of it."""
         chip = self._provider.chip
         options = {"htp_arch": "73"} if chip is None else {"soc_model": str(chip.soc)}
         return Session(self._inference_session(graph.model, options | AT_START))
 
     def prepared(self, contexts: Contexts) -> Callable[[Graph], Session]:
-        """Return a function that makes sessions from contexts."""
+        """Return a function that opens sessions from contexts instead of graphs."""
         return lambda graph: Session(self._inference_session(contexts(graph), {}))
 
     def prepare(self, graph: Graph, chip: Chip) -> bytes:
         """Return the context of this graph for a chip, which need not be present: a model of one node that contains the
-        chip's program. Raises UserError."""
+        chip's program. Raises UserError if the runtime refuses the graph or does not know the chip."""
         with tempfile.TemporaryDirectory() as folder, _quiet():
             file = Path(folder) / "context.onnx"
             config = {"ep.context_enable": "1", "ep.context_file_path": str(file), "ep.context_embed_mode": "1"}
@@ -106,7 +107,7 @@ class Runtime:
         options = self._ort.SessionOptions()
         options.log_severity_level = ERRORS_ONLY
         options.intra_op_num_threads = 1
-        # Each session would keep an arena of its own: three times the memory, and no time saved.
+        # An arena per session would take three times the memory and save no time.
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         for name, value in (config or {}).items():
@@ -118,7 +119,7 @@ class Runtime:
             session = self._ort.InferenceSession(
                 model, options, **({} if self._devices else {"providers": [self._provider.runtime_name]})
             )
-        except Exception as error:  # the runtime's own classes, which derive from nothing else
+        except Exception as error:  # the runtime's own classes derive from Exception only
             raise UserError(f"{self._provider}: a graph is refused: {_one_line(error)}") from None
         self._check_placement(session)
         return session

@@ -65,7 +65,7 @@ class _Recomputation:
 
 
 class RowsAhead:
-    """A reader that prepares the rows of a step. See the module.
+    """A reader that prepares the rows of a step in a thread of its own.
 
     neurons: the number of neurons of one graph
     threads: the number of threads that convert rows
@@ -97,7 +97,6 @@ class RowsAhead:
         self.clear_counters()
 
     def clear_counters(self) -> None:
-        """Set all counters to 0."""
         self.ready = self.late = 0
         self.waited_ms = 0.0
 
@@ -117,7 +116,7 @@ class RowsAhead:
             self._recycle(self._prepared.popleft())
 
     def notify_product(self) -> None:
-        """Tell the reader that a product has begun: the rows that come next may be known now."""
+        """Wake the reader because a product has begun: the next rows may be known now."""
         with self._changed:
             self._begun_products += 1
             self._changed.notify_all()
@@ -125,7 +124,7 @@ class RowsAhead:
     def take(self) -> PreparedRows:
         """Wait for the rows of the next product, whose buffers stay in use until they are released.
 
-        Raises the error of the reader, and Abandoned if the step was left.
+        Raises the error of the reader, or Abandoned if the step is over.
         """
         with self._changed:
             if self._prepared:
