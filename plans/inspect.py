@@ -1,4 +1,4 @@
-"""Describes a package, as data for --json and as text for a person. Reads the manifest only."""
+"""Describes a package, as JSON values and as text for people. Reads the manifest only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuronpipe.plans.quantization_choice import why
 
 BAR_WIDTH = 64
 MIB = 1 << 20
-MAX_RECALL_SHORTFALL = 0.005  # below the target recall; calibration text and held-out text differ by this much
+MAX_RECALL_SHORTFALL = 0.005  # below the target recall; calibration and held-out text can differ by this much
 ALWAYS_FIRES = (
     "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
@@ -38,9 +38,10 @@ NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat
 
 
 def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
-    """Return the package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster.
+    """Return a description of a package as JSON values: the manifest's facts, bytes by kind, the pieces of clusters.
 
-    curve: speeds of the flash that the package lies on. They decide what is read together ("reading"; None without).
+    curve: speeds of the package's flash, from which "reading" follows: the bytes to read together. None: "reading" is
+        None
     """
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
@@ -92,15 +93,14 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
 
 
 def warnings(manifest: Manifest) -> list[str]:
-    """Return what a person should know about the package's speed and quality, one sentence each."""
+    """Return notes for the user on the package's speed and quality; empty if there is nothing to note."""
     predictor = manifest.predictor
     recall = None if predictor is None else low_recall(predictor, DEFAULT_RECALL)
     return list(filter(None, (dense_reading(manifest.model), unmeasured_predictor(manifest), recall)))
 
 
 def dense_reading(model: ModelSpec) -> str | None:
-    """Return a warning that a token reads all weights of its experts, as with silu every neuron fires; None without
-    silu."""
+    """Return a warning that a token reads all weights of its experts, since all neurons fire; None without silu."""
     if model.activation != "silu":
         return None
     share = model.experts_per_token / model.experts
@@ -108,11 +108,8 @@ def dense_reading(model: ModelSpec) -> str | None:
 
 
 def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
-    """Return a note on the share of the weights that do not fit memory and are read again and again, since every
-    neuron fires.
-
-    None if everything is resident, in thresholded mode, or without silu.
-    """
+    """Return a note on the share of the weights that do not fit memory and are read repeatedly, since all neurons fire;
+    None if all weights are resident, in thresholded mode, or without silu."""
     memory = plan.memory
     absent = 1 - (memory.slots_bytes + memory.accelerator_bytes) / memory.ffn_bytes
     if model.activation != "silu" or plan.compute.mode == "thresholded" or absent <= 0:
@@ -125,8 +122,8 @@ def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
 
 
 def low_recall(predictor: Predictor, target_recall: float) -> str | None:
-    """Return a warning if, on held-out text, a predictor finds clearly fewer of the active neurons than the target
-    recall; else None."""
+    """Return a warning if a predictor's recall on held-out text is clearly below the target in some layer; else
+    None."""
     recalls = [layer.recall for layer in predictor.by_layer]
     low = [recall for recall in recalls if recall < target_recall - MAX_RECALL_SHORTFALL]
     if not low:
@@ -141,7 +138,7 @@ def low_recall(predictor: Predictor, target_recall: float) -> str | None:
 
 
 def parameters(manifest: Manifest) -> int:
-    """Return the number of the model's weights; a tied embedding counts once."""
+    """Return the number of the model's weights, biases included; a tied embedding counts once."""
     model = manifest.model
     fixed = sum(rows * columns for _, rows, columns in fixed_matrices(model))
     vectors = sum(length for name, length in fixed_vectors(model) if name != "rope.inverse_frequency")
@@ -149,7 +146,7 @@ def parameters(manifest: Manifest) -> int:
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Return the bytes on flash by kind. `padding` fills the pages of neurons, `total` is the sum of all kinds."""
+    """Return the bytes on flash by kind. `padding` fills the pages of clusters, `total` is the sum of all kinds."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
     for name, (dtype, dimensions) in fixed_tensors(manifest).items():
@@ -164,7 +161,6 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
 
 
 def render(description: dict[str, Any]) -> str:
-    """Return the description as text for a person."""
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
     windows = sorted({kind["window_tokens"] for kind in model["layer_kinds"]} - {0})
@@ -214,14 +210,12 @@ def render(description: dict[str, Any]) -> str:
 
 
 def _stored(description: dict[str, Any]) -> str:
-    """Return the quantizations that differ from the package's, and why the package has its own; may be empty."""
     return "; ".join(
         filter(None, [_described_quantizations(description["quantizations"]), description["quantization_reason"]])
     )
 
 
 def _described_quantizations(quantizations: Mapping[str, str]) -> str:
-    """Return which fixed matrices have a quantization of their own, with the number of layers, for a person."""
     layers: dict[tuple[str, str], int] = {}
     for name, quantization in quantizations.items():
         matrix = name.rpartition(".")[2]
@@ -236,8 +230,8 @@ UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "pa
 
 
 def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
-    """Return lines on what is read together, and whether planes (all gates of a feed-forward, then all values) would be
-    faster. Empty without a flash curve."""
+    """Return lines on the bytes to read together, and whether planes (all gates of a feed-forward, then all values)
+    would be faster; empty without a flash curve."""
     if rows is None:
         return []
     lines = ["", "What is read together, by this flash's speeds: microseconds for a cluster of a chosen feed-forward"]
@@ -282,7 +276,6 @@ RESIDENCY_UNITS = {"value": "clusters' value parts", "bundle": "clusters", "expe
 
 
 def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
-    """Return lines on the activity profiles of a package, given their JSON values."""
     lines = []
     for profile in profiles:
         counted = "counts of PowerInfer" if profile["source"] == "powerinfer" else f"mode {profile['mode']}"
@@ -308,7 +301,7 @@ def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
 
 
 def silent_lines(silent: dict[str, Any]) -> list[str]:
-    """Return lines on the thresholds of thresholded mode and the loss of quality, given their JSON values."""
+    """Return lines on the thresholds of thresholded mode and their loss, given the JSON values of `silent`."""
     lines = [
         f"Silent neurons in mode thresholded: {silent['share']:.1%} asked, by {silent['calibration_tokens']:,} "
         f"calibration tokens; {silent['loss']}",
@@ -330,8 +323,7 @@ def npu_line(npu: dict[str, Any]) -> str:
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:
-    """Return one part drawn as a bar, with a legend. A piece has its letter and a width by its bytes; dots are
-    padding."""
+    """Return a part of a cluster as a bar, with a legend. Each piece has a letter; dots are padding."""
     bar, legend = ["."] * BAR_WIDTH, []
     for letter, piece in zip("abcdef", part["pieces"], strict=False):
         start = piece["offset"] * BAR_WIDTH // part["bytes"]

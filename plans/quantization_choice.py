@@ -43,8 +43,8 @@ the nearest average."""
 class Recipe:
     """The quantizations of the matrices that often need more bits than the rest of the package.
 
-    down: of Down. The package stores it by neuron, so its groups cross those of most sources
-    ends: of the output matrix, through which every token passes, and of an embedding that is the output matrix as well
+    down: quantization of Down, which is stored by neuron, so that its groups cross those of most sources
+    ends: quantization of the output matrix, through which every token passes, and of an embedding that is the same
     """
 
     down: Quantization

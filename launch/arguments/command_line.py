@@ -1,4 +1,8 @@
-"""The words of a command line, parsed for the verb that they name."""
+"""The words of a command line, parsed for the verb that they name.
+
+Only the parser of that verb is made. Defaults of its options come from the settings file, and words of former releases
+and of other programs are translated.
+"""
 
 from __future__ import annotations
 

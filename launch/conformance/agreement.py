@@ -49,7 +49,7 @@ class Answers:
 
 @frozen
 class Agreement:
-    """How far two sets of answers with different numerics are apart.
+    """The distance of two sets of answers with different numerics.
 
     numerics: for each role where they differ, the expected and the actual numerics
     difference: the largest difference of two rows, as a share of the expected row's spread; 0.01 is 1 %

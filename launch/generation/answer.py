@@ -145,8 +145,8 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
 def _accelerator_shares(finished: Finished) -> dict[str, float]:
     """Return the accelerator's shares of the rows of decode steps, without those that are 0.
 
-    accelerator_share: of feed-forward rows
-    accelerator_matrix_share: of rows of attention and output matrices
+    accelerator_share: its share of feed-forward rows
+    accelerator_matrix_share: its share of rows of attention and output matrices
     """
     rows = {name: finished.decode.get(f"{name}_rows", 0.0) for name in ("gate", "up", "down", "matrix")}
     offloaded = {name: finished.decode.get(f"held_{name}", 0.0) for name in ("rows", "matrix_rows")}

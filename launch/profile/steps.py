@@ -193,7 +193,7 @@ def _with_reads(
 class _Reading:
     """Repetitions of a number of tokens with flash reads.
 
-    rows: of the repetitions, as `Bench.row` returns them
+    rows: results of the repetitions, as `Bench.row` returns them
     loading_s: processor time of loader and cache in each repetition
     """
 

@@ -1,1 +1,1 @@
-"""Activity profiles: which neurons a text wants, recorded from a run, and what a planner wants to know of that."""
+"""Activity profiles: how often the tokens of a text access each neuron, recorded from a run, for the planner."""

@@ -1,8 +1,8 @@
 """Prediction of a layer's experts from the experts of the layer before.
 
-For each pair of layers an experts x experts table is counted on the first part of a recording and evaluated on the last
-part: for each token as many experts are predicted as it will choose. The baseline predicts the most frequent experts.
-Only the resulting shares are stored, not the tables.
+For each pair of consecutive layers, a table [experts, experts] is counted on the first part of a recording and
+evaluated on the last part. As many experts are predicted as a token chooses. The baseline predicts the most frequent
+experts. Packages store only the resulting shares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_TOKENS = 1 << 15  # far fewer are enough to count experts x experts
+MAX_TOKENS = 1 << 15  # more than enough to count the tables
 HELD_OUT_PART = 4  # the last 1 / HELD_OUT_PART of the tokens is held out
 PRIOR_TOKENS = 4.0  # weight of the frequencies as a prior of each row, in tokens
 
@@ -18,10 +18,10 @@ Shares = tuple[float, ...]
 
 
 def guessed_experts(chosen: NDArray[np.int32], experts: int) -> tuple[Shares, Shares]:
-    """Return (by frequency, by the layer before): per layer the share of chosen experts that are predicted.
+    """Return the share of chosen experts that are predicted in each layer: by frequency, and by the layer before. Both
+    are equal in the first layer.
 
-    chosen: int32 [tokens, layers, experts per token]. As many experts are predicted as a token chooses. The first layer
-    has the same share in both.
+    chosen: numbers of experts [tokens, layers, experts per token]
     """
     chosen = chosen[:MAX_TOKENS]
     first_held_out = len(chosen) - len(chosen) // HELD_OUT_PART
@@ -47,8 +47,8 @@ def guessed_experts(chosen: NDArray[np.int32], experts: int) -> tuple[Shares, Sh
 def _conditional_shares(
     before: NDArray[np.float32], hits: NDArray[np.float32], frequency: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the table [experts, experts]: the share of tokens with an expert in the layer before that choose each
-    expert."""
+    """Return the table [expert of the layer before, expert]: the share of tokens with the former that choose the
+    latter."""
     together = before.T @ hits + PRIOR_TOKENS * frequency
     return np.asarray(together / (before.sum(axis=0)[:, None] + PRIOR_TOKENS), np.float32)
 

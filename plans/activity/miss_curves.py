@@ -1,8 +1,8 @@
 """Miss rates over the size of a cache, by simulation on a recording.
 
-The pool is a sample: clusters taken evenly from all layers, at the same resident share. A sample of keys that is
-independent of their frequency preserves the curve (spatial sampling, SHARDS, Waldspurger et al., FAST 2015); simulating
-all clusters of a 7B would take hours. The first tokens warm the pool and are not counted.
+The pool is a sample of the clusters of all layers, with the same resident share, since all clusters of a 7B would take
+hours. A sample that is independent of frequency preserves the curve (spatial sampling, SHARDS, Waldspurger et al., FAST
+2015). The first tokens warm the pool and are not counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 SAMPLED_UNITS, SAMPLED_TOKENS = 4096, 1024
-STEPS = 8  # at most per token: several layers are looked up together, for speed
-SKIPPED_TOKENS = 64  # not counted; at most a quarter of a short recording
+STEPS = 8  # maximal number of steps per token: several layers form a step, for speed
+SKIPPED_TOKENS = 64  # tokens that are not counted; at most a quarter of the recording
 CLOCK_USES = 7  # as in the cache service
 LFU_HALF_LIFE_TOKENS = 16
 Steps = list[list[Ids]]
-"""By token, the clusters that each of its steps accesses."""
+"""For each token, the clusters that each of its steps accesses."""
 
 MAKERS: Mapping[PolicyName, Callable[[Ids, int, Steps], Policy]] = {
     "clock": lambda order, slots, steps: Clock(order, slots, max_uses=CLOCK_USES),
@@ -41,9 +41,9 @@ def miss_curves(
     mode: ProfileMode,
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> dict[Unit, dict[PolicyName, Points]]:
-    """Return the curves by unit of residency of this mode and by policy.
+    """Return curves of (resident share, miss rate) by unit of residency and policy.
 
-    frequency: float32 [layers, experts, neurons], by which the pool is filled at first.
+    frequency: frequencies of neurons for single tokens [layers, experts, neurons], by which the pool is filled at first
     """
     model = manifest.model
     units: dict[Unit, tuple[Ids, Steps]] = {
@@ -77,11 +77,13 @@ def _miss_rate(policy: Policy, steps: Steps) -> float:
 
 
 def _clusters(manifest: Manifest, recording: Recording, frequency: NDArray[np.float32]) -> tuple[Ids, Steps]:
-    """Return the sampled clusters by frequency, and the steps. A cluster is accessed if one of its neurons is."""
+    """Return the sampled clusters, most frequent first, and the steps. A step accesses a cluster if it accesses one of
+    its neurons."""
     model, layout = manifest.model, manifest.layout
     ffns = model.ffns
     every = max(1, ffns * layout.clusters // SAMPLED_UNITS)
-    # Each feed-forward starts at another cluster, so that the sample of a package by frequency is as hot as the whole.
+    # Each feed-forward starts at another cluster, so that the sample of a package ordered by frequency has the mean
+    # frequency of the whole.
     starts = np.arange(ffns) * every // ffns
     tokens = min(len(recording.tokens), SAMPLED_TOKENS)
     accessed: list[NDArray[np.bool_]] = []
@@ -99,7 +101,6 @@ def _clusters(manifest: Manifest, recording: Recording, frequency: NDArray[np.fl
 
 
 def _experts(recording: Recording) -> tuple[Ids, Steps]:
-    """Return the experts of all layers by frequency, and the steps."""
     chosen, layers = recording.tokens["expert"][:SAMPLED_TOKENS], recording.model.layers
     numbers = np.arange(recording.model.experts)
     accessed = [(chosen[:, layer, :, None] == numbers).any(axis=1) for layer in range(layers)]
@@ -108,9 +109,10 @@ def _experts(recording: Recording) -> tuple[Ids, Steps]:
 
 
 def _steps(accessed: list[NDArray[np.bool_]], ffns_per_step: int) -> Steps:
-    """Return the steps of each token, each as indices into the pool.
+    """Return the steps of each token, as indices into the pool.
 
-    accessed: [tokens, units] of each feed-forward; ffns_per_step: feed-forwards that are looked up together.
+    accessed: for each feed-forward, or layer of experts, a mask [tokens, units]
+    ffns_per_step: number of items of `accessed` that form a step
     """
     starts = np.cumsum([0, *(hits.shape[1] for hits in accessed)])
     groups = [

@@ -1,8 +1,8 @@
-"""Import of PowerInfer's statistics: a folder with `activation_N.pt` per layer N, each a tensor with one count per
-neuron.
+"""Import of PowerInfer's statistics: a folder with a file `activation_N.pt` for each layer N, which is a tensor with a
+count per neuron.
 
-A .pt file is a zip archive with a pickle, which may run arbitrary code when loaded. This reader accepts only the pickle
-of one plain tensor: it resolves three names and calls none of torch's code.
+A .pt file is a zip archive with a pickle, which may run any code when loaded. This reader accepts only the pickle of a
+plain tensor. It resolves three kinds of names and calls no code of torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rebuild(storage: Any, offset: Any, shape: Any, stride: Any, *_ignored: Any)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reader of the pickle of one tensor. Every other name is refused before it is looked up."""
+    """Reader of the pickle of a tensor. Names that no tensor needs are refused before they are looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -77,7 +77,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_counts(path: Path, neurons: int) -> NDArray[np.float64]:
-    """Return the counts of one layer's neurons. Raises UserError that names the file and the fault."""
+    """Return the counts of a layer's neurons. Raises UserError, which names the file and the fault, if it is damaged or
+    no plain tensor."""
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
             return _counts(path, archive, neurons)
@@ -144,8 +145,8 @@ def _unpickled(path: Path, data: bytes) -> _Tensor:
 def _require_small_memo(data: bytes) -> None:
     """Raise UnpicklingError if the memo has large indices.
 
-    Python's reader allocates a list as long as the largest index, which a few bytes can put at billions. Pickle writers
-    count from 0.
+    Python's reader allocates a list as long as the largest index, which can be billions in a hostile file. Writers of
+    pickles count from 0.
     """
     for opcode, place, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "LONG_BINPUT") and isinstance(place, int) and place > len(data):
@@ -160,10 +161,10 @@ def _is_plain(tensor: _Tensor) -> bool:
 
 
 def import_activity(package: Package, folder: Path, tokens: int | None) -> MeasuredProfile:
-    """Return PowerInfer's counts as a profile of exact mode. Raises UserError.
+    """Return PowerInfer's counts as a profile of exact mode. Frequencies of batches assume independent tokens. Raises
+    UserError if files are missing or damaged, or do not fit the package.
 
-    tokens: number of tokens they were counted on; None: the greatest count. Batches are computed as of independent
-    tokens.
+    tokens: number of tokens that were counted; None: the greatest count
     """
     model = package.manifest.model
     _require_source_order(package)

@@ -1,5 +1,4 @@
-"""Conversion of a recording to a profile, a layer at a time: frequencies of neurons and experts, reuse, curve,
-misses."""
+"""Conversion of a recording to a profile: frequencies of neurons and experts, reuse, curve, misses."""
 
 from __future__ import annotations
 
@@ -29,16 +28,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Frequencies:
-    """Frequencies of one profile in activity.bin: shares 0..1.
+    """Frequencies of a profile in activity.bin: shares 0..1 of the batches of a text.
 
-    experts: [batches, layers, experts]; neurons: [batches, layers, experts, neurons].
+    experts: [batch sizes, layers, experts]
+    neurons: [batch sizes, layers, experts, neurons]
     """
 
     experts: NDArray[np.float32]
     neurons: NDArray[np.float32]
 
     def to_bytes(self, bins: NDArray[np.float32]) -> tuple[bytes, bytes]:
-        """Return the stored bytes: the part before all neurons (experts and bins), and the neurons."""
+        """Return the stored bytes: those of experts and bins, and those of neurons. bins: as `binned` returns them."""
         return _stored(self.experts) + _stored(bins), _stored(self.neurons)
 
 
@@ -47,16 +47,21 @@ def _stored(shares: NDArray[np.float32]) -> bytes:
 
 
 def hottest_first(neurons: NDArray[np.float32]) -> NDArray[np.intp]:
-    """Return the order of one feed-forward's neurons [batches, neurons] by frequency in the smallest, then the largest
-    batch."""
+    """Return the numbers of a feed-forward's neurons by descending frequency in the smallest batch; among equals, in
+    the largest batch.
+
+    neurons: frequencies [batch sizes, neurons]
+    """
     return np.lexsort((-neurons[-1], -neurons[0]))
 
 
 def binned(manifest: Manifest, neurons: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return mean frequencies between EDGES [batches, layers, experts, bins].
+    """Return the mean frequencies between EDGES, [batch sizes, layers, experts, bins].
 
     Neurons are in the package's order if that is by frequency, else hottest first. An empty bin has the frequency of
-    the neuron that it starts at.
+    the neuron at its start.
+
+    neurons: frequencies [batch sizes, layers, experts, neurons]
     """
     ends = neuron_bin_ends(manifest.model.neurons)
     ordered = manifest.layout.neuron_order == "frequency"
@@ -71,9 +76,10 @@ def binned(manifest: Manifest, neurons: NDArray[np.float32]) -> NDArray[np.float
 
 
 def curve(bins: NDArray[np.float32], neurons: int) -> Points:
-    """Return points of (share of the neurons, share of a token's accesses that they get).
+    """Return points of (share of the neurons, hottest first; their share of a token's accesses).
 
-    The mean over the feed-forwards is weighted by their accesses.
+    bins: the result of `binned`; feed-forwards are weighted by their accesses
+    neurons: number of neurons of a feed-forward
     """
     ends = np.array(neuron_bin_ends(neurons))
     accesses = (bins[0].astype(np.float64) * np.diff(ends)).sum(axis=(0, 1))
@@ -88,7 +94,7 @@ def curve(bins: NDArray[np.float32], neurons: int) -> Points:
 
 @frozen
 class MeasuredProfile:
-    """A profile, its frequencies, and the shares of neurons that fire and whose trigger fires, for the manifest."""
+    """A profile, its frequencies, and for each layer the share of neurons that fire, and whose trigger fires."""
 
     profile: ActivityProfile
     frequencies: Frequencies
@@ -101,7 +107,7 @@ def measure(
 ) -> MeasuredProfile:
     """Return the profile of a recording.
 
-    progress: receives (done, all) feed-forwards and miss rates
+    progress: receives the work that is done, and all work
     """
     model, count = manifest.model, len(recording.tokens)
     frequencies = Frequencies(
@@ -158,11 +164,8 @@ def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]
 
 
 def _parts(values: NDArray[np.generic], batch: int) -> NDArray[np.generic]:
-    """Return the tokens of `batch` equal parts of the text, as if they were sequences decoded together.
-
-    Neighbours within one text would share more accesses than independent sequences do. Shape:
-    [batch, tokens of a part, ...].
-    """
+    """Return values [tokens, ...] as [batch, tokens of a part, ...]. The parts of the text stand for sequences that are
+    decoded together: neighbouring tokens would share more accesses than independent sequences do."""
     part_tokens = len(values) // batch
     return values[: part_tokens * batch].reshape(batch, part_tokens, *values.shape[1:])
 
@@ -172,7 +175,9 @@ def _union(bits: NDArray[np.uint8], batch: int) -> NDArray[np.uint8]:
 
 
 def _experts(chosen: NDArray[np.int32], experts: int, batch: int) -> NDArray[np.float64]:
-    """Return the share of batches that compute each expert, from the experts of each token [tokens, experts per
-    token]."""
+    """Return the share of batches that each expert computes.
+
+    chosen: numbers of the experts of each token [tokens, experts per token]
+    """
     hits = (chosen[:, :, None] == np.arange(experts)).any(axis=1)
     return np.asarray(np.logical_or.reduce(_parts(hits, batch), axis=0).mean(axis=0))

@@ -1,8 +1,8 @@
-"""Recording of the neurons that each token accesses, in a folder beside the package until the profile is made.
+"""Recording of the neurons that each token accesses, in a folder beside the package.
 
-The folder contains `of.json`, which identifies the recording, and `tokens.bin`, an array of `token_dtype`. Context
-windows are recorded whole: an interrupted recording continues with the first missing one. The analysis maps the file
-and reads one layer after the other, so that memory use stays small.
+The folder contains `of.json`, which identifies the recording, and `tokens.bin`, an array of `token_dtype`. An
+interrupted recording continues with the first context window that is not complete. Analyses map the file and read layer
+by layer, so that they need little memory.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-NO_EXPERT = -1  # marks an unused place of an expert
+NO_EXPERT = -1  # number of an expert in an unused place
 Windows = Sequence[Sequence[int]]
 
 
 def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
-    """Return the record type of one token.
+    """Return the type of a token's record. All fields are [layers, experts per token], experts by ascending number.
 
-    For each layer and each expert that computed the token, by ascending number: the expert's number; the count of its
-    neurons that fired, and of those with a value other than zero; one bit per neuron for the accessed neurons, lowest
-    bit first.
+    expert: number of an expert that computed the token
+    fired: number of its neurons whose trigger fired
+    active: number of its neurons whose value is not 0
+    wanted: one bit per neuron, lowest bit first: whether the token accessed it
     """
     places = (model.layers, model.experts_per_token)
     return np.dtype(
@@ -47,7 +48,10 @@ def token_dtype(model: ModelSpec) -> np.dtype[np.void]:
 
 
 def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) -> NDArray[np.void]:
-    """Return one token's record from the bits of np_activity, [layers * experts, at least neurons]."""
+    """Return the record of a token. Raises ValueError if too many experts computed it.
+
+    flags: bits of np_activity [layers * experts, at least neurons]
+    """
     record = np.zeros((), token_dtype(model))
     record["expert"] = NO_EXPERT
     flags = flags[:, : model.neurons].reshape(model.layers, model.experts, -1)
@@ -69,6 +73,7 @@ class Recording:
     """A complete recording.
 
     windows: number of tokens of each context window
+    tokens: records of `token_dtype` [tokens]
     """
 
     model: ModelSpec
@@ -76,8 +81,8 @@ class Recording:
     tokens: NDArray[np.void]
 
     def accessed_bits(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        """Return the accesses of every token to one feed-forward: uint8 [tokens, ceil(neurons / 8)], one bit per
-        neuron."""
+        """Return which neurons of a feed-forward each token accessed: [tokens, ceil(neurons / 8)], one bit per
+        neuron, lowest bit first."""
         places = self.tokens["expert"][:, layer] == expert
         bits = np.zeros((len(self.tokens), self.tokens["wanted"].shape[-1]), np.uint8)
         tokens, place = np.nonzero(places)
@@ -85,16 +90,17 @@ class Recording:
         return bits
 
     def continued(self) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that have a predecessor in their context window."""
+        """Return a mask of the tokens that are not the first of their context window."""
         mask = np.ones(len(self.tokens), bool)
         mask[np.cumsum((0, *self.windows[:-1]))] = False
         return mask
 
 
 class RecordingFolder:
-    """Context manager of a recording of these context windows, which continues an interrupted one.
+    """A context manager that records context windows, and continues an interrupted recording of the same windows.
 
-    The folder stays until it is removed. Raises UserError for disk errors.
+    The folder stays until `remove` is called. Raises UserError for errors of the file system, and if another command
+    profiles the package.
     """
 
     def __init__(self, package: Package, mode: ProfileMode, windows: Windows) -> None:
@@ -117,7 +123,7 @@ class RecordingFolder:
         return self
 
     def _lock(self) -> None:
-        """Lock the package, since another command would write into the same recording and overwrite this profile."""
+        """Lock the package, since another command would write to the same recording and overwrite the profile."""
         self._lock_descriptor = os.open(self._locked, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,11 +151,10 @@ class RecordingFolder:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the whole recording."""
         return sum(map(len, self._windows)) * self._token_bytes
 
     def add(self, window: Sequence[NDArray[np.void]]) -> None:
-        """Append the next context window. Raises UserError for disk errors."""
+        """Append the records of the next context window."""
         if len(window) != len(self._windows[self.windows_done]):
             raise ValueError(f"{len(window)} tokens of {len(self._windows[self.windows_done])}")
         try:
@@ -161,12 +166,10 @@ class RecordingFolder:
         self.windows_done += 1
 
     def open_recording(self) -> Recording:
-        """Open the whole recording, memory-mapped."""
         tokens = np.memmap(self.path / "tokens.bin", token_dtype(self._model), "r")
         return Recording(self._model, tuple(map(len, self._windows)), tokens)
 
     def remove(self) -> None:
-        """Delete the folder and what it contains."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _is_ours(self) -> bool:

@@ -1,7 +1,7 @@
 """Rewriting of a package hot-first: in every feed-forward the most frequently accessed neurons come first.
 
-A neuron's rows, bias, predictor rows and frequencies move with it. Nothing is quantized again, and every sum has the
-same terms in another order: logits agree to rounding, not bit for bit.
+A neuron's rows, bias, predictor rows and frequencies move with it. Nothing is quantized again. Sums have the same terms
+in another order, so that logits agree up to rounding.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ Order = NDArray[np.intp]
 
 
 def needed_bytes(package: Package) -> int:
-    """Return the size of the new package, which exists beside the old one until it replaces it."""
+    """Return the disk space that `reorder` needs: the new package exists beside the old one until it replaces it."""
     return package_bytes(package.manifest)
 
 
 def reorder(package: Package, progress: Progress) -> Package:
-    """Rewrite the package hot-first and replace it. The new package has a new id. Raises UserError."""
+    """Replace the package by one in the order of its activity profile, with a new id. Raises UserError if there is no
+    profile, or for errors of package or disk.
+
+    progress: receives the bytes of written neurons, and of all
+    """
     manifest = package.manifest
     if not manifest.profiles:
         raise UserError(
@@ -69,7 +73,7 @@ def reorder(package: Package, progress: Progress) -> Package:
 
 
 def _orders(package: Package) -> list[Order]:
-    """Return the neurons of each feed-forward, hottest first by the first profile, which is exact mode's if it
+    """Return the numbers of each feed-forward's neurons, hottest first by the first profile: that of exact mode if it
     exists."""
     model, mode = package.manifest.model, package.manifest.profiles[0].mode
     return [
@@ -87,7 +91,8 @@ def _orders(package: Package) -> list[Order]:
 
 
 def _without_stale(profile: ActivityProfile, manifest: Manifest) -> ActivityProfile:
-    """Drop miss rates of clusters if clusters have several neurons, because these are different neurons now."""
+    """Return the profile without miss rates of clusters if a cluster has several neurons, because clusters have other
+    neurons now."""
     if manifest.layout.cluster_neurons == 1 or profile.misses is None:
         return profile
     expert_misses: dict[Unit, Mapping[Policy, Points]] = {
@@ -127,9 +132,7 @@ def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]
     manifest, tensors = package.manifest, package.predictor
     if manifest.predictor is None or tensors is None:
         return
-    matrices_per_ffn = 1 + len(
-        manifest.predictor.sides
-    )  # matrices of a feed-forward: the input, then those with a row per neuron
+    matrices_per_ffn = 1 + len(manifest.predictor.sides)  # the first factor, then those with a row per neuron
     for name in predictor_tensors(manifest.model, manifest.predictor):
         if name.endswith(".bias"):
             values = np.frombuffer(_bytes(package.predictor_path, tensors[name]), "<f4")
@@ -142,7 +145,6 @@ def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]
 
 
 def _ffn_of(name: str, experts: int) -> int:
-    """Return the feed-forward of a predictor's tensor, parsed from its name."""
     words = name.split(".")
     return int(words[1]) * experts + (int(words[3]) if words[2] == "experts" else 0)
 
@@ -150,7 +152,6 @@ def _ffn_of(name: str, experts: int) -> int:
 def _row_pieces(
     path: Path, tensors: dict[str, TensorEntry], name: str, rows: int, at_once: int | None = None
 ) -> Iterator[Rows]:
-    """Yield the encoded rows of a matrix in pieces."""
     quants, scales = tensors[f"{name}.quants"], tensors.get(f"{name}.scales")
     quants_bytes = (quants.stop - quants.start) // rows
     scales_bytes = 0 if scales is None else (scales.stop - scales.start) // rows
@@ -186,7 +187,7 @@ def _copy_neurons(package: Package, writer: PackageWriter, orders: list[Order], 
 
 
 def _require_undamaged(package: Package, clusters: NDArray[np.uint8], expected: NDArray[np.uint32], ffn: int) -> None:
-    """Raise UserError if a checksum does not match, so that damaged data does not get a new valid checksum."""
+    """Raise UserError if a cluster does not match its checksum. Damaged data must not get a valid checksum."""
     damaged = np.flatnonzero((cluster_checksums(clusters, package.manifest.layout) != expected).any(axis=1))
     if len(damaged):
         number = ffn * package.manifest.layout.clusters + int(damaged[0])
@@ -194,7 +195,6 @@ def _require_undamaged(package: Package, clusters: NDArray[np.uint8], expected: 
 
 
 def _unpacked(manifest: Manifest, clusters: NDArray[np.uint8]) -> Iterator[Rows]:
-    """Yield the rows of each matrix of the layout: the inverse of `pack_clusters`."""
     layout, model = manifest.layout, manifest.model
     for place in layout.matrices:
         quantization = place.quantization or manifest.quantization

@@ -1,8 +1,7 @@
-"""Replacement policies over one pool of clusters, a layer's step at a time. Pure; numpy only.
+"""Simulations of replacement policies of a cache with one pool of clusters.
 
-A step is a set of distinct clusters that are accessed. `step` returns the number of absent ones; afterwards all of them
-are resident, and none was evicted in the same step, as the worker's read window guarantees. Clusters are numbered
-hottest first within each layer; a pool starts with the most frequent ones.
+A step accesses a set of distinct clusters. None of them is evicted in the same step, as the worker's read window
+guarantees. At first the most frequent clusters are resident.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ NEVER = np.iinfo(np.int64).max
 
 
 def smallest(values: NDArray[Any], count: int) -> Ids:
-    """Return the indices of the `count` smallest values."""
     return np.argpartition(values, count - 1)[:count] if count else np.empty(0, dtype=np.intp)
 
 
 class Policy(ABC):
     """Base of the policies.
 
-    slots: clusters that fit. order: all clusters, most frequent first. pinned_share: share of the slots that is never
-    evicted.
+    order: all clusters, most frequent first
+    slots: number of clusters that fit the cache
+    pinned_share: share of the slots whose clusters, the most frequent ones, are never evicted
     """
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
@@ -38,7 +37,8 @@ class Policy(ABC):
         self.pinned[order[: int(slots * pinned_share)]] = True
 
     def step(self, accessed: Ids) -> int:
-        """Access the clusters and return the number of misses."""
+        """Access clusters and return the number of misses. Absent clusters become resident if enough others can be
+        evicted."""
         missing = accessed[~self.resident[accessed]]
         self._record_access(accessed)
         if len(missing):
@@ -52,18 +52,18 @@ class Policy(ABC):
 
     @abstractmethod
     def _record_access(self, accessed: Ids) -> None:
-        """Record an access, whether the clusters are resident or not."""
+        """Record an access of clusters, resident or not. `step` calls it before evictions."""
 
     @abstractmethod
     def _choose_victims(self, free: NDArray[np.bool_], count: int) -> Ids:
-        """Return up to `count` of the evictable clusters."""
+        """Return up to `count` clusters to evict. free: mask of those that may be evicted."""
 
     def _record_load(self, loaded: Ids) -> None:  # noqa: B027 - most policies ignore loads
-        """Record that these clusters are resident now."""
+        """Record that clusters became resident."""
 
 
 class Static(Policy):
-    """Permanently resident most frequent clusters; absent ones are read and dropped."""
+    """No eviction: the most frequent clusters stay resident, absent clusters are read and dropped."""
 
     def _record_access(self, accessed: Ids) -> None:
         pass
@@ -73,15 +73,15 @@ class Static(Policy):
 
 
 class Lru(Policy):
-    """Eviction of the least recently used cluster, a reference that is too expensive for one word per cluster.
+    """Eviction of the least recently used cluster. A reference: the cache has one word per cluster, too little for it.
 
-    A queue of uses; entries that were followed by a later use are skipped.
+    The queue has all uses; uses that a later one followed are skipped.
     """
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
         super().__init__(order, slots, pinned_share)
         self._used = np.empty(len(order), dtype=np.int64)
-        self._used[order] = -np.arange(len(order))  # as if the hottest had been used last
+        self._used[order] = -np.arange(len(order))  # as if the most frequent cluster had been used last
         self._queue: deque[tuple[int, Ids]] = deque((0, part) for part in np.array_split(order[::-1], 64))
         self._now = 0
 
@@ -104,15 +104,13 @@ class Lru(Policy):
 
 
 class Lfu(Policy):
-    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps.
-
-    It would need an order of all clusters, so it is a reference for policies that count.
-    """
+    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps. A reference,
+    since it needs an order of all clusters."""
 
     def __init__(self, order: Ids, slots: int, half_life_steps: float) -> None:
         super().__init__(order, slots)
         self._used = np.empty(len(order))
-        self._used[order] = np.linspace(1e-3, 0, len(order))  # before any use, the hottest are evicted last
+        self._used[order] = np.linspace(1e-3, 0, len(order))  # among unused clusters, the most frequent is evicted last
         self._growth, self._weight = 2 ** (1 / half_life_steps), 1.0
 
     def _record_access(self, accessed: Ids) -> None:
@@ -124,7 +122,7 @@ class Lfu(Policy):
 
 
 class Optimal(Policy):
-    """Eviction of the cluster that is accessed again last, which no policy beats. It knows all steps beforehand."""
+    """Eviction of the cluster whose next access is the latest. No policy has fewer misses. steps: all future steps."""
 
     def __init__(self, order: Ids, slots: int, steps: Sequence[Ids]) -> None:
         super().__init__(order, slots)
@@ -143,10 +141,10 @@ class Optimal(Policy):
 
 
 class Clock(Policy):
-    """CLOCK with use counts: the hand turns a reference bit into a use, up to `max_uses`, or else removes a use.
+    """CLOCK with use counts. When the hand passes a cluster, its reference bit becomes a use, up to `max_uses`; without
+    the bit it loses a use. A cluster with neither is evicted.
 
-    A cluster with neither is evicted. max_uses = 0 is plain CLOCK.
-
+    max_uses: 0: plain CLOCK
     at_look: an access increments the uses directly, and there is no reference bit
     """
 
@@ -187,10 +185,11 @@ class Clock(Policy):
 
 
 class Queues(Clock):
-    """S3-FIFO: a tenth of the slots is a first queue in order of arrival.
+    """S3-FIFO. New clusters enter a first queue of a tenth of the slots.
 
-    Clusters accessed again there move to the main part (a clock of two bits); the rest is evicted. The last evicted
-    clusters, as many as there are slots, are remembered; if one returns, it enters the main part directly.
+    At the end of this queue, clusters that were accessed again move to the main part (a clock of two bits), and others
+    are evicted. Of the latter, the last ones are remembered, for as many loads as there are slots; if one is loaded
+    again, it enters the main part directly.
     """
 
     FIRST_SHARE = 0.1

@@ -16,11 +16,12 @@ from neuronpipe.plans.package.optional_file import give_file
 from neuronpipe.plans.package.reader import Package
 
 Stored = tuple[bytes, bytes]
-"""One profile's part of activity.bin: the part before all neurons, and the neurons."""
+"""The bytes of a profile in activity.bin: those of experts and bins, and those of neurons."""
 
 
 def add_profile(package: Package, measured: MeasuredProfile) -> Package:
-    """Add a profile to a package or replace the one of its mode. The package's id changes. Raises UserError."""
+    """Add a profile to a package, or replace that of the same mode, and return the package with its new id. Raises
+    UserError for errors of the file system."""
     manifest, mode = package.manifest, measured.profile.mode
     stored = {profile.mode: package.activity.stored(profile.mode) for profile in manifest.profiles}
     stored[mode] = measured.frequencies.to_bytes(binned(manifest, measured.frequencies.neurons))
@@ -35,7 +36,8 @@ def add_profile(package: Package, measured: MeasuredProfile) -> Package:
 
 
 def remove_profile(package: Package, mode: ProfileMode) -> Package:
-    """Remove the profile of this mode, if any, because what it was measured with has changed."""
+    """Remove the profile of a mode, if there is one, and return the package. For callers that changed its predictor or
+    thresholds."""
     manifest = package.manifest
     remaining = [profile for profile in manifest.profiles if profile.mode != mode]
     if len(remaining) == len(manifest.profiles):
@@ -59,7 +61,10 @@ def _without(manifest: Manifest) -> Manifest:
 def write_profiles(
     package: Package, manifest: Manifest, profiles: Iterable[ActivityProfile], stored: Mapping[ProfileMode, Stored]
 ) -> Package:
-    """Write activity.bin with these profiles into a package, whose manifest otherwise becomes `manifest`."""
+    """Write activity.bin and a manifest that names it, and return the package.
+
+    manifest: the new manifest, except for the profiles
+    """
     ordered = tuple(sorted(profiles, key=lambda profile: PROFILE_MODES.index(profile.mode)))
     without = _without(package.manifest) if package.manifest.profiles else None
 

@@ -1,4 +1,4 @@
-"""The work of a conversion: reads pieces of a checkpoint in blocks of rows, encodes them, and writes them."""
+"""The work of a conversion: reads a checkpoint in blocks of rows, encodes them, and writes them to the package."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-BLOCK_BYTES = 1 << 20  # of float32 rows at a time: small enough for the caches
+BLOCK_BYTES = 1 << 20  # of a block of float32 rows: small enough for the CPU's caches
 MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
     4 << 20,
     512 << 20,
     1 / 16,
-)  # of a transposed Down; share of the model's size
+)  # of the columns of Down that are transposed at once; SLAB_SHARE is of the model's size
 
 Progress = Callable[[int, int], None]
-"""Called with the number of weights written so far and the number of all weights."""
+"""Is called with the number of weights written so far and the number of all weights."""
 
 
 def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNumbers]:
-    """Split row numbers into blocks of about BLOCK_BYTES as float32, multiples of `granule` except the last."""
+    """Yield blocks of row numbers. A block has about BLOCK_BYTES of float32 rows, and a multiple of `granule` rows
+    except the last one."""
     count = max(1, BLOCK_BYTES // (4 * columns * granule)) * granule
     for start in range(0, len(rows), count):
         yield rows[start : start + count]
@@ -41,9 +42,10 @@ def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNum
 class Work:
     """A conversion under way.
 
-    importance: weighs the errors of weights
-    unsaved: weights since its journal was last written
-    weighed: weights that were encoded by their importance in this process
+    importance: weighs the errors of weights; None: all equally
+    unsaved: number of weights written since the caller last wrote the journal and set this to 0
+    weighed: number of weights that this process encoded by their importance
+    squares: sums of squares for `errors` and `worst`
     """
 
     checkpoint: Checkpoint
@@ -65,8 +67,8 @@ class Work:
         self._slab_bytes = min(max(share_bytes, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
 
     def errors(self) -> dict[str, float]:
-        """Return the relative rms error per kind of tensor, |w - w'| / |w|, to four digits, which is the same for any
-        block size."""
+        """Return the relative error |w - w'| / |w| of each kind of tensor, rounded to four digits, so that it does not
+        depend on the block size."""
         kinds: Squares = {}
         for name, squares in self.squares.items():
             kind = name.partition(" ")[0]
@@ -74,13 +76,13 @@ class Work:
         return {kind: _relative(squares) for kind, squares in kinds.items()}
 
     def worst(self) -> tuple[str, float]:
-        """Return the source's tensor with the largest relative rms error, and that error."""
+        """Return the name of the source's tensor with the largest relative error, and the error."""
         errors = {name.partition(" ")[2]: _relative(squares) for name, squares in self.squares.items()}
         name = max(errors, key=lambda name: errors[name])
         return name, errors[name]
 
     def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
-        """Continue after these pieces, which are written, with their sums of squares."""
+        """Begin, or continue after `pieces`, which are written already. squares: their sums of squares."""
         written = {name for piece in pieces for name in (*piece.vectors, *piece.matrices)}
         written |= {name for piece in pieces for ffn in self._ffns(piece) for name in self._predictor_names(ffn)}
         self.writer.resume_after(
@@ -97,7 +99,7 @@ class Work:
             self._done += sum(map(self._predictor_weights, self._ffns(piece)))
 
     def do(self, piece: Piece) -> None:
-        """Convert one piece: its fixed tensors, then its neurons."""
+        """Convert a piece: its fixed tensors, its neurons, its predictors."""
         for name in piece.vectors:
             if not name.endswith(".up.bias"):  # written with the neurons, in their order
                 parts = self.checkpoint.vectors[name]
@@ -114,23 +116,20 @@ class Work:
             self._predictor(ffn, order)
 
     def _ffns(self, piece: Piece) -> range:
-        """Return the numbers of a piece's feed-forwards."""
         experts = self.manifest.model.experts
         return range(0) if piece.layer is None else range(piece.layer * experts, (piece.layer + 1) * experts)
 
     def _predictor_weights(self, ffn: int) -> int:
-        """Return the number of weights of a feed-forward's predictor in the package."""
         model, predictor = self.manifest.model, self.manifest.predictor
         return 0 if predictor is None else predictor.rank_of(ffn) * (model.width + model.neurons)
 
     def _predictor_names(self, ffn: int) -> tuple[str, str, str]:
-        """Return the names of a predictor's three tensors in a package: fc1, fc2, the bias of fc2."""
         model = self.manifest.model
         name = predictor_name(model, *divmod(ffn, model.experts))
         return f"{name}.input", f"{name}.{model.trigger}", f"{name}.{model.trigger}.bias"
 
     def _predictor(self, ffn: int, order: RowNumbers) -> None:
-        """Write the predictor of one feed-forward, if the source has predictors, padded with zeros to whole groups."""
+        """Write the predictor of a feed-forward, if the package gets predictors. Zeros pad the rank to whole groups."""
         predictors, predictor = self.checkpoint.predictors, self.manifest.predictor
         if predictors is None or predictor is None:
             return
@@ -148,12 +147,10 @@ class Work:
             self.writer.predictor_matrix(side, self._encode("predictor", predictor.quantization, second, values))
 
     def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
-        """Return the names of a feed-forward's matrices, by matrix."""
         model = self.manifest.model
         return {matrix: ffn_name(model, f"layers.{layer}", expert, matrix) for matrix in model.ffn_matrices}
 
     def _neurons(self, layer: int | None, expert: int, order: RowNumbers) -> None:
-        """Write the neurons of one feed-forward in the given order."""
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
@@ -186,7 +183,6 @@ class Work:
                 written += len(rows)
 
     def _importance_of(self, name: str) -> ByColumn | None:
-        """Return the importance of the columns of a matrix, by its name in the checkpoint."""
         return None if self.importance is None else self.importance.by_matrix.get(name)
 
     def _rows(
@@ -197,7 +193,7 @@ class Work:
         rows: RowNumbers,
         importance: ByColumn | None,
     ) -> Rows:
-        """Encode some rows, or copy them if the quantization can express their stored values."""
+        """Return encoded rows. Values are those of the source if the quantization can express them."""
         stored = matrix.stored(rows)
         same = same_values(matrix.encoding, quantization, stored)
         if same is None:
@@ -235,13 +231,12 @@ class Work:
 
 
 def _relative(squares: NDArray[np.float64]) -> float:
-    """Return the root of error over weight, to four digits."""
     error, weight = squares
     return float(f"{np.sqrt(error / weight) if weight else 0.0:.4g}")
 
 
 def _transposed(down: StoredMatrix, neurons: RowNumbers) -> NDArray[np.float32]:
-    """Return columns of Down as rows, float32 [len(neurons), width]. Down is read row by row."""
+    """Return the columns of Down that belong to `neurons` as rows, [len(neurons), width]. Reads all of Down."""
     columns = np.empty((len(neurons), down.rows), dtype=np.float32)
     for rows in _blocks(np.arange(down.rows), down.columns):
         columns[:, rows[0] : rows[-1] + 1] = down.values(rows)[:, neurons].T

@@ -1,12 +1,12 @@
 """Expresses sentencepiece's character map, `precompiled_charsmap`, as normalizers of a tokenizer.json.
 
-Sentencepiece replaces the longest key of the map at each position by its value; a character that begins no key is kept,
-and values are not replaced again. Keys of several characters are what Unicode composes: a letter and its marks, the
-parts of a Hangul syllable, each in all compatible variants.
+Sentencepiece replaces the longest key of the map at each position by its value. Characters that begin no key remain,
+and values are not replaced again. Keys of several characters are sequences that Unicode composes: a letter and its
+marks, the parts of a Hangul syllable, each in all compatible variants.
 
-The normalizer `Precompiled` of the tokenizers library does something else. It replaces a whole grapheme of at most five
-bytes, marks and line ends included, by the value of the shortest key that it begins with, and looks up only single
-characters in longer graphemes. The normalizers here show it single characters only and let NFC compose them:
+The normalizer `Precompiled` of the tokenizers library works differently. It replaces a whole grapheme of at most five
+bytes, with its marks and line ends, by the value of the shortest key that it begins with, and looks up only single
+characters of longer graphemes. So this module passes single characters to it, and lets NFC compose the results:
 
     step                                                  Z in a square, acute accent, grave accent
     put a boundary after each longest key before a mark   [Z] acute | grave
@@ -15,8 +15,8 @@ characters in longer graphemes. The normalizers here show it single characters o
     remove gaps, then compose (NFC) between boundaries    Z with acute | grave
     remove boundaries                                     Z with acute, grave
 
-Boundary and gap are two characters that the map replaces anyway, which is done first; so the text has none. A map whose
-keys do not get their values in this way is refused, such as those that fold case.
+Boundary and gap are two characters that the map replaces. They are replaced first, so that the text does not contain
+them. Maps whose keys do not get their values in this way are refused, such as those that fold case.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import NamedTuple
 from tokenizers import Regex, normalizers
 
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_NODES = 64, 128, 1 << 19  # nmt_nfkc has 262,842 nodes
-MAX_EXCEPTIONS = 64  # keys with a step of their own; 21 of nmt_nfkc
-LEAF = 1 << 8  # bit of a unit: a key ends here
-# Characters that may continue a grapheme or be composed with the character before them, beside those in keys: marks,
-# characters that this version of Unicode does not know, joiners, Thai and Lao AM, Hangul vowels and final consonants,
-# vowels of Kirat Rai, emoji modifiers, and tags.
+MAX_EXCEPTIONS = 64  # keys that need a separate step; nmt_nfkc has 21
+LEAF = 1 << 8  # bit of a unit: a key ends at the unit
+# Characters, besides those in keys, that may continue a grapheme or be composed with the character before them: marks,
+# characters unknown to this version of Unicode, joiners, Thai and Lao AM, Hangul vowels and final consonants, vowels of
+# Kirat Rai, emoji modifiers, and tags.
 CONTINUES = (
     r"\p{M}\p{Cn}\x{200C}\x{200D}\x{E33}\x{EB3}\x{1160}-\x{11FF}\x{D7B0}-\x{D7FF}"
     r"\x{16D63}-\x{16D6A}\x{1F3FB}-\x{1F3FF}\x{E0020}-\x{E007F}"
@@ -43,11 +43,12 @@ CONTINUES = (
 
 
 class CharacterMap(NamedTuple):
-    """A map as read.
+    """A character map.
 
-    values: by key
-    units: of the double-array trie
-    ends: the number of the unit where a key ends
+    values: key -> value
+    units: units of the double-array trie
+    ends: key -> number of the unit at which it ends
+    text: the values as stored
     """
 
     values: dict[str, str]
@@ -56,7 +57,7 @@ class CharacterMap(NamedTuple):
     text: bytes
 
     def without(self, keys: Iterable[str]) -> bytes:
-        """Return the map's file without these keys."""
+        """Return the stored form of the map without `keys`."""
         units = self.units.copy()
         for key in keys:
             units[self.ends[key]] &= ~LEAF
@@ -64,10 +65,8 @@ class CharacterMap(NamedTuple):
 
 
 def read_character_map(data: bytes) -> CharacterMap:
-    """Read a map: the size of a double-array trie (darts-clone), the trie, and the values, which end with zeros.
-
-    Raises ValueError.
-    """
+    """Return the map in `data`: size of a double-array trie (darts-clone), the trie, zero-terminated values. Raises
+    ValueError if it is damaged."""
     if len(data) < 4:
         raise ValueError("truncated")
     (size,) = struct.unpack_from("<I", data)
@@ -85,7 +84,7 @@ def read_character_map(data: bytes) -> CharacterMap:
 
 
 def _keys(units: list[int]) -> Iterator[tuple[bytes, int, int]]:
-    """Yield each key with the number of its last unit and the offset of its value."""
+    """Yield (key, number of the unit at which it ends, offset of its value). Raises ValueError if damaged."""
     children = defaultdict(list)  # by the base of their parent
     for number, unit in enumerate(units):
         if 0 < (label := unit & 0x800000FF) < 256:
@@ -105,7 +104,8 @@ def _keys(units: list[int]) -> Iterator[tuple[bytes, int, int]]:
 
 
 def as_normalizers(data: bytes) -> list[normalizers.Normalizer]:
-    """Return normalizers that replace by a map as sentencepiece does. Raises ValueError if there are none."""
+    """Return normalizers that replace as sentencepiece does with the map in `data`. Raises ValueError if the map is
+    damaged, or if no normalizers can do so."""
     characters = read_character_map(data)
     expected = dict(characters.values)
     sequences = [key for key in expected if len(key) > 1]
@@ -125,11 +125,11 @@ def as_normalizers(data: bytes) -> list[normalizers.Normalizer]:
 def _steps(
     characters: CharacterMap, sequences: Collection[str], exceptions: Iterable[str], composes: bool
 ) -> list[normalizers.Normalizer]:
-    """Return the normalizers.
+    """Return the steps in the table above, and those of exceptions.
 
     sequences: the keys of several characters
-    exceptions: those that have a step of their own
-    composes: True if NFC makes the values of the others
+    exceptions: sequences that get a separate step
+    composes: NFC composes the values of the other sequences
     """
     values = characters.values
     boundary, gap = _separators(values, sequences)
@@ -140,10 +140,10 @@ def _steps(
     return [
         normalizers.Replace(boundary, values[boundary]),
         normalizers.Replace(gap, values[gap]),
-        # Each match is empty: \K drops what was matched before it. The next match begins there.
+        # \K makes each match empty, at its end, where the next match begins.
         normalizers.Replace(Regex(rf"(?m:(?=.{continues})(?>{keys}.)\K)"), boundary),
         *(normalizers.Replace(key + boundary, values[key] + boundary) for key in longest_first),
-        # Not at the beginning of a text, where the library cannot insert.
+        # The library cannot insert at the beginning of a text.
         normalizers.Replace(Regex(rf"(?m:(?<=.)(?={continues})|(?<=\r)(?=\n))"), gap),
         normalizers.Precompiled(characters.without((boundary, gap))),
         normalizers.Replace(gap, ""),
@@ -153,7 +153,8 @@ def _steps(
 
 
 def _separators(values: Mapping[str, str], sequences: Iterable[str]) -> tuple[str, str]:
-    """Return two punctuation marks that are replaced by others that are not, neither of which is part of a sequence."""
+    """Return two punctuation marks for boundary and gap: the map replaces them by ASCII that it does not replace, and
+    they are in no sequence. Raises ValueError if there are none."""
     unusable = {*"".join(sequences), *_decomposable()}
     free = (
         key
@@ -168,7 +169,7 @@ def _separators(values: Mapping[str, str], sequences: Iterable[str]) -> tuple[st
 
 
 def _pattern(words: frozenset[str]) -> str:
-    """Return a regular expression for the longest of these words."""
+    """Return a regular expression that matches the longest of `words`."""
     rests = defaultdict(set)
     for word in words:
         if word:
@@ -183,22 +184,20 @@ def _pattern(words: frozenset[str]) -> str:
 
 
 def _members(characters: Iterable[str]) -> str:
-    """Return the members of a class in a regular expression."""
     return "".join(
         rf"\x{{{ord(character):X}}}" if character.isascii() else character for character in sorted(characters)
     )
 
 
 def _unused(values: Mapping[str, str]) -> str:
-    """Return a character that neither the keys nor the values contain."""
     used = {*"".join(values), *"".join(values.values())}
     return next((character for character in map(chr, range(0x4E00, 0x9FFF)) if character not in used), "\0")
 
 
 def _wrong_values(steps: list[normalizers.Normalizer], expected: Mapping[str, str], between: str) -> dict[str, str]:
-    """Return what becomes of the keys that do not become what is expected.
+    """Return key -> result of `steps` for the keys whose result differs from the expected value.
 
-    between: a character that stays as it is
+    between: a character that the steps do not change
     """
     if not expected:
         return {}
@@ -211,6 +210,6 @@ def _wrong_values(steps: list[normalizers.Normalizer], expected: Mapping[str, st
 
 @functools.cache
 def _decomposable() -> frozenset[str]:
-    """Return the characters that are canonically equivalent to others, and not only compatible with them."""
+    """Return the characters with a canonical decomposition."""
     decompositions = ((character, unicodedata.decomposition(character)) for character in map(chr, range(0x110000)))
     return frozenset(character for character, text in decompositions if text and not text.startswith("<"))

@@ -1,4 +1,4 @@
-"""The chat template of a source, and the texts of the tokens that templates refer to."""
+"""The chat template of a source, and the texts of the tokens that it refers to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and the texts of its `bos_token` and `eos_token`; "" if there is none.
+    """A chat template.
 
-    where: the file or field that contains it
+    text: in Jinja
+    begin, end: texts of `bos_token` and `eos_token`; "" if the model has none
+    where: the file or field that contains the template
     """
 
     text: str
@@ -29,9 +31,9 @@ class ChatTemplate(NamedTuple):
 class TemplateFacts(NamedTuple):
     """The behaviour of a chat template, found by trial.
 
-    closing: what it writes after an answer that is over
-    error: why it writes no conversation, with the line; None: it does
-    tools_error: why it fails if functions are offered or called; None: it does not
+    closing: text that it writes after a complete answer
+    error: why it fails for a conversation, with the line; None: it works
+    tools_error: why it fails if functions are offered or called; None: it works
     """
 
     closing: str = ""
@@ -39,7 +41,7 @@ class TemplateFacts(NamedTuple):
     tools_error: str | None = None
 
     def notes(self, template: ChatTemplate | None) -> tuple[str, ...]:
-        """Return what a person should know about the template of a package."""
+        """Return what the user should know about the template; empty if it works."""
         if template is None:
             return ()
         if self.error is not None:
@@ -51,12 +53,12 @@ class TemplateFacts(NamedTuple):
 
 
 ExamineTemplate = Callable[[ChatTemplate], TemplateFacts]
-"""A function that tries a template. A template is a foreign program, so its time and memory must be limited."""
+"""Tries a template. Templates are foreign programs, so the function limits their time and memory."""
 
 
 def examined(template: ChatTemplate | None, examine: ExamineTemplate | None, chosen: Path | None) -> TemplateFacts:
-    """Try a template if there is one and a function to try it. Raises UserError for a chosen template that does not
-    work."""
+    """Return the facts about a template; the defaults if there is no template or `examine` is None. Raises UserError if
+    the template fails and is from the user's file `chosen`."""
     if template is None or examine is None:
         return TemplateFacts()
     facts = examine(template)
@@ -66,8 +68,11 @@ def examined(template: ChatTemplate | None, examine: ExamineTemplate | None, cho
 
 
 def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None:
-    """Return the template of a Hugging Face directory: the chosen file, or its own file, or a field of
-    tokenizer_config.json. None: a base model. Raises UserError if there are several and none is the default."""
+    """Return the template of a Hugging Face directory; None if there is none, as for base models.
+
+    Its source is the user's file `chosen`, or chat_template.jinja, or the field of tokenizer_config.json. Raises
+    UserError if that field has several and none is the default.
+    """
     config = _tokenizer_config(path)
     where = chosen or path / TEMPLATE
     if chosen is not None or where.exists():
@@ -80,7 +85,7 @@ def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None
 
 
 def huggingface_end(path: Path) -> str:
-    """Return the text of `eos_token` in tokenizer_config.json; "" if it names none."""
+    """Return the text of `eos_token` in tokenizer_config.json; "" if there is none."""
     return _token(_tokenizer_config(path), "eos_token")
 
 
@@ -89,7 +94,7 @@ def _tokenizer_config(path: Path) -> Record:
 
 
 def gguf_template(metadata: Record, chosen: Path | None) -> ChatTemplate | None:
-    """Return the chosen template, or the one in a GGUF file's metadata."""
+    """Return the template in the user's file `chosen`, or in a GGUF file's metadata; None if there is none."""
     if chosen is None and not metadata.has("tokenizer.chat_template"):
         return None
     pieces = metadata.items("tokenizer.ggml.tokens") if metadata.has("tokenizer.ggml.tokens") else []
@@ -114,7 +119,7 @@ def _decoded(path: Path) -> str:
 
 
 def _named_default(config: Record) -> str | None:
-    """Return the only template, or the one named "default" of several."""
+    """Return the only template, or the one named "default" of several; None if the list is empty."""
     if isinstance(config.value("chat_template"), str):
         return config.text("chat_template")
     entries = [
@@ -133,7 +138,7 @@ def _named_default(config: Record) -> str | None:
 
 
 def _token(config: Record, name: str) -> str:
-    """Return a token's text; older files wrap it in an object."""
+    """Return a token's text, which older files wrap in an object; "" if there is none."""
     if not config.has(name):
         return ""
     return config.record(name).text("content") if isinstance(config.value(name), dict) else config.text(name)

@@ -1,4 +1,4 @@
-"""A model as its source files describe it, in one form for every source format: the input of a conversion."""
+"""A model in its source files, in one form for every source format: the input of a conversion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ MAX_TENSORS = 1 << 18  # in all files of a model together
 
 @frozen
 class StoredMatrix:
-    """Rows of one encoding at equal distances in a file. A vector is a matrix of one row."""
+    """Rows of one encoding at equal distances in a file. A vector is a matrix of one row, or after `as_column` of one
+    column.
+
+    order: row r is the stored row order[r]; None: as stored
+    offset_added: added to every element by `vector`
+    """
 
     name: str
     file: SourceFile
@@ -35,35 +40,35 @@ class StoredMatrix:
     rows: int
     columns: int
     encoding: str
-    order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
-    offset_added: float = 0.0  # added to every element of a vector
+    order: RowNumbers | None = None
+    offset_added: float = 0.0
 
     def reordered(self, order: RowNumbers | None) -> StoredMatrix:
-        """Return the same matrix with row r taken from the stored row order[r]; None: as stored."""
         return replace(self, order=order)
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """Return `count` rows, from row `first` on. Raises UserError if there are fewer."""
+        """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:
             raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
         return replace(self, offset=self.offset + first * self.stride_bytes, rows=count)
 
     @property
     def stride_bytes(self) -> int:
-        """Size of one row, in bytes."""
         return row_bytes(self.encoding, self.columns) or 0
 
     def as_column(self) -> StoredMatrix:
-        """Return a vector as a matrix of one column, so that its elements can be reordered."""
+        """Return a vector as a matrix of one column, so that its elements can be reordered. Raises UserError if it is
+        quantized."""
         if self.encoding not in PLAIN_BYTES:
             raise UserError(f"{self.file.path}: {self.name}: {self.encoding} is not supported for a bias")
         return replace(self, rows=self.columns, columns=1)
 
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
-        """Return the bytes of some rows: uint8 [len(rows), row bytes]. Neighbouring rows are read at once."""
+        """Return the bytes of some rows: [len(rows), row bytes]. Raises UserError if they cannot be read."""
         stride = self.stride_bytes
         places = rows if self.order is None else self.order[rows]
         target = np.empty((len(rows), stride), dtype=np.uint8)
+        # Consecutive stored rows are read at once.
         breaks = np.flatnonzero(np.diff(places) != 1) + 1
         for start, stop in zip((0, *breaks), (*breaks, len(rows)), strict=True):
             if start < stop:
@@ -71,66 +76,68 @@ class StoredMatrix:
         return target
 
     def values(self, rows: RowNumbers) -> NDArray[np.float32]:
-        """Return some rows as float32 [len(rows), columns]."""
+        """Return some rows, [len(rows), columns]. Raises UserError if they cannot be read or are not finite."""
         return self.checked(decode_stored(self.encoding, self.stored(rows)))
 
     def checked(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the same values of this tensor. Raises UserError if one is NaN or infinite."""
+        """Return `values`, which were decoded from this tensor. Raises UserError if one is NaN or infinite."""
         if not np.isfinite(values).all():
             raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
         return values
 
     def plus(self, offset: float) -> StoredMatrix:
-        """Return the same vector with an offset added to every element."""
         return replace(self, offset_added=offset)
 
     def vector(self) -> NDArray[np.float32]:
-        """Return all values in one row."""
+        """Return all values in one dimension, plus `offset_added`."""
         values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
         return values + np.float32(self.offset_added) if self.offset_added else values
 
 
 OpenFile = Callable[[Path], SourceFile]
-"""A function that opens a file of weights: on this disk (`SourceFile` itself), or while it is being downloaded."""
+"""Opens a file of weights: `SourceFile` for files on this disk, or a function for files that are downloaded."""
 
 Stack = Mapping[str, tuple[StoredMatrix, ...]]
+"""Name -> the stored tensors of which it consists, one below the other."""
 
 
 class Inventory:
-    """The tensors of a source by name, and which of them were taken: a tensor left over would be ignored silently."""
+    """The tensors of a source by name. It records which are used, so that tensors are not ignored silently."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
         self._tensors: dict[str, tuple[SourceFile, int, tuple[int, ...], str]] = {}
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
 
     def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
-        """Add a tensor; shape is rows first."""
+        """Add a tensor. Raises UserError if the name is there already, or for too many tensors.
+
+        shape: rows first
+        """
         if name in self._tensors or len(self._tensors) == MAX_TENSORS:
             problem = "the tensor appears twice" if name in self._tensors else f"more than {MAX_TENSORS} tensors"
             raise UserError(f"{file.path}: {safe_name(name)}: {problem}")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:
-        """Return True if there is a tensor of this name."""
         return name in self._tensors
 
     def leave(self, name: str) -> None:
-        """Mark a tensor as not needed; nothing is lost without it."""
-        self._taken.add(name)
+        """Mark a tensor as used, although the package does not need it."""
+        self._used.add(name)
 
     def file(self, name: str) -> Path:
-        """Return the path of the file that contains a tensor."""
         return self._tensors[name][0].path
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, rows first."""
+        """Return a tensor's shape, rows first. Raises UserError if there is no such tensor."""
         if name not in self._tensors:
             raise UserError(f"{self._where}: {safe_name(name)}: the tensor is missing")
         return self._tensors[name][2]
 
     def take(self, name: str, *shape: int) -> StoredMatrix:
-        """Return the tensor, which must have exactly this shape and a supported encoding."""
+        """Return a tensor and mark it as used. Raises UserError if it is missing, has another shape, or an encoding
+        that is not supported."""
         if (actual := self.shape(name)) != shape:
             raise UserError(
                 f"{self._where}: {safe_name(name)}: has shape {quoted(list(actual))}, "
@@ -139,24 +146,24 @@ class Inventory:
         file, offset, _, encoding = self._tensors[name]
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
             raise UserError(f"{file.path}: {safe_name(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
-        self._taken.add(name)
+        self._used.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
     def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
-        """Return `count` matrices of one shape, which lie one after the other in one tensor."""
+        """Return the `count` matrices [rows, columns] of a tensor with three dimensions, as `take`."""
         whole = self.take(name, count, rows, columns)
         row = replace(whole, rows=count * rows)
         return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
 
     def take_rows(self, name: str, columns: int) -> StoredMatrix:
-        """Return a matrix with this number of columns and any number of rows."""
+        """Return a matrix with `columns` and any number of rows, as `take`."""
         shape = self.shape(name)
         return self.take(name, shape[0] if shape else 0, columns)
 
     def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
-        """Refuse tensors that were not taken and are not known to be harmless: they would be ignored silently."""
+        """Raise UserError if a tensor was not used and its name does not match `harmless`."""
         for name in self._tensors:
-            if name not in self._taken and not harmless.fullmatch(name):
+            if name not in self._used and not harmless.fullmatch(name):
                 raise UserError(
                     f"{self._where}: {safe_name(name)}: a tensor that this architecture does not have; not supported"
                 )
@@ -165,8 +172,8 @@ class Inventory:
 class Options(NamedTuple):
     """Choices of the user that override the source. None leaves the choice to the source.
 
-    predictor: take the source's predictors
-    examine_template: tries the chat template, within limits; None: it is not tried
+    predictor: convert the source's predictors
+    examine_template: tries the chat template; None: the template is not tried
     """
 
     activation: Activation | None = None
@@ -179,9 +186,13 @@ class Options(NamedTuple):
 
 @frozen
 class SourcePredictors:
-    """Predictors in a source. For each feed-forward, layer * experts + expert, fc1 [rank, width] and fc2 [neurons,
-    rank] compute score = fc2 . relu(fc1 . x), with x the residual stream before the feed-forward's norm. A neuron is
-    predicted if its score is at least `threshold`; None: if the score is above 0."""
+    """Predictors in a source. Scores are second . relu(first . x), with x the residual stream before the feed-forward's
+    norm.
+
+    first: for each feed-forward, by layer * experts + expert, the matrix fc1 [rank, width]
+    second: likewise fc2 [neurons, rank]
+    threshold: a neuron is predicted if its score is at least this; None: if its score is above 0
+    """
 
     first: tuple[StoredMatrix, ...]
     second: tuple[StoredMatrix, ...]
@@ -189,12 +200,11 @@ class SourcePredictors:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of each feed-forward's predictor."""
         return tuple(matrix.rows for matrix in self.first)
 
     @property
     def bias(self) -> np.float32:
-        """Number to add to scores so that those of predicted neurons are positive."""
+        """Number to add to scores, so that exactly the predicted neurons have positive scores."""
         if self.threshold is None:
             return np.float32(0)
         return max(np.nextafter(np.float32(-self.threshold), np.float32(np.inf)), np.finfo(np.float32).tiny, key=abs)
@@ -202,14 +212,14 @@ class SourcePredictors:
 
 @frozen
 class Checkpoint:
-    """Everything about a model that a conversion needs. Context manager: closes its files.
+    """Everything about a model that a conversion needs. A context manager that closes the files.
 
-    `matrices` and `vectors` have the names of fixed.safetensors; matrices of feed-forwards have the names of
-    `ffn_name`. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons], or with down_by_neuron [neurons, width].
-
-    inverse_frequency: those of rotary positions
-    notes: what a person should know about the resulting package
+    tokenizer: content of tokenizer.json
+    notes: what the user should know about the resulting package
+    inverse_frequency: table of rotary positions [head_width / 2]; None with other positions
+    matrices, vectors: tensors by names of fixed.safetensors; matrices of feed-forwards by `ffn_name`. Query, key and
+        value matrices are three tensors of one name
+    down_by_neuron: Down is stored as [neurons, width], otherwise as [width, neurons]
     """
 
     source: Source
@@ -235,7 +245,8 @@ class Checkpoint:
 def ffn_name(model: ModelSpec, layer: str, expert: int, matrix: str) -> str:
     """Return the name of a feed-forward's matrix in a Checkpoint.
 
-    layer: the prefix of its layer's names
+    layer: the prefix of the layer's names
+    matrix: gate, up or down
     """
     return f"{layer}.{matrix}" if model.experts == 1 else f"{layer}.experts.{expert}.{matrix}"
 
@@ -249,11 +260,13 @@ def take_tensors(
     norm_offset: float = 0.0,
     down_by_neuron: bool = False,
 ) -> tuple[Stack, Stack]:
-    """Return (matrices, vectors) of a checkpoint, by the names of its source. Raises UserError if a tensor is missing
-    or has another shape.
+    """Return (matrices, vectors) of a Checkpoint. Raises UserError as `Inventory.take`.
 
-    orders: the orders of the rows of `query` and `key`, if they are not stored as the engine rotates them, and of
-        `query_key_value`. norm_offset: added to the stored weights of norms. down_by_neuron: Down is stored transposed.
+    names: names in the source
+    orders: order of the rows of `query`, `key` or `query_key_value`, if the source stores them in another order than
+        packages
+    norm_offset: added to the stored weights of norms
+    down_by_neuron: the field of Checkpoint
     """
     tensors = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
     tensors.take_around_layers()
@@ -265,8 +278,11 @@ def take_tensors(
 def take_predictors(
     inventory: Inventory, model: ModelSpec, names: TensorNames, *, enabled: bool, threshold: float | None = None
 ) -> SourcePredictors | None:
-    """Return the predictors of a source: all of them, or None if there are none, if they are not `enabled`, or if every
-    neuron fires. Their ranks follow from their shapes, and may differ. Raises UserError naming file and tensor."""
+    """Return the predictors of a source; None if it has none, if they are not `enabled`, or for SiLU, with which every
+    neuron fires. Raises UserError, which names file and tensor, if one is missing or does not fit the model.
+
+    threshold: the field of SourcePredictors
+    """
     if names.predictor is None:
         return None
     within = [
@@ -305,7 +321,7 @@ def _take_predictor(
 
 
 class _Tensors:
-    """The tensors that take_tensors has taken so far, by their names in a package."""
+    """The tensors that `take_tensors` collects, by their names in a Checkpoint."""
 
     def __init__(
         self,
@@ -323,7 +339,6 @@ class _Tensors:
         self._down_by_neuron = down_by_neuron
 
     def take_around_layers(self) -> None:
-        """Take the tensors before the first layer and after the last one."""
         model, names = self._model, self._names
         self.matrices["embedding"] = (self._weight(names.embedding, model.vocabulary, model.width),)
         if not model.tied_embeddings:
@@ -334,7 +349,6 @@ class _Tensors:
         self._take_norm("output_norm", names.output_norm)
 
     def take_layer(self, number: int) -> None:
-        """Take all tensors of one layer."""
         prefix, layer = f"layers.{number}", self._names.layer.format(number)
         self._take_norm(f"{prefix}.attention_norm", f"{layer}{self._names.attention_norm}")
         self._take_norm(f"{prefix}.ffn_norm", f"{layer}{self._names.ffn_norm}")
@@ -345,7 +359,6 @@ class _Tensors:
         self._take_ffn(prefix, layer)
 
     def _take_projections(self, prefix: str, layer: str) -> None:
-        """Take the matrices that compute queries, keys and values, one below the other, and their biases."""
         model, orders = self._model, self._orders
         rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
         if self._names.query_key_value is not None:
@@ -366,7 +379,6 @@ class _Tensors:
             self.vectors[f"{prefix}.attention_output.bias"] = (self._bias(stored, model.width),)
 
     def _take_head_norms(self, prefix: str, layer: str) -> None:
-        """Take the weights by which queries and keys are normed; every head has the same, in the same order."""
         head_width = self._model.head_width
         for part in ("query", "key"):
             weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
@@ -404,7 +416,7 @@ class _Tensors:
         return self._inventory.take(f"{stored}.bias", length)
 
     def _name(self, field: str) -> str:
-        """Return the source's name of a tensor that not every model has."""
+        """Return the source's name of a tensor that only some models have. field: its field of TensorNames."""
         name = getattr(self._names, field)
         assert name is not None, f"a family whose models have {field} names it"
         return str(name)

@@ -1,5 +1,4 @@
-"""The pieces of a checkpoint that are converted one at a time: the embedding, each layer, the output; and the order of
-a layer's neurons."""
+"""The pieces of a checkpoint, which are converted one at a time, and the order of neurons."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The part of a model that is converted at once.
+    """A part of a model: the embedding, a layer, the output norm, or the output matrix.
 
     vectors, matrices: names in fixed.safetensors
-    layer: layer of its neurons
-    orders: the order of these neurons, by expert
+    layer: the layer whose neurons and predictors belong to it; None: no layer
+    orders: for each expert of the layer, the order of its neurons
     """
 
     vectors: tuple[str, ...]
@@ -35,7 +34,10 @@ class Piece:
 
 
 def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
-    """Return a checkpoint's pieces. Every name of fixed.safetensors is in one of them."""
+    """Return the pieces of a checkpoint in the order of their conversion.
+
+    shares: from `read_frequencies`; None: neurons are ordered as in the source
+    """
     model = checkpoint.model
     matrices = [name for name, _, _ in fixed_matrices(model)]
 
@@ -62,18 +64,19 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
     first = piece(lambda name: name in ("embedding", "position_embedding"))
     norm = piece(lambda name: name.startswith("output_norm"))
     output = piece(lambda name: name == "output")
-    if set(output.files) <= set(first.files):  # convert it first, so that its file is not needed until the end
+    if set(output.files) <= set(first.files):  # then the file is not needed until the end
         return (first, output, *layers, norm)
     return (first, *layers, norm, output)
 
 
 def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
-    """Read firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
+    """Return the firing shares 0..1 in a .npy file, [layers, experts, neurons] in the source's order. Raises UserError
+    if they do not fit the model."""
     expected = (model.layers, model.experts, model.neurons)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about old headers; if they matter, an error follows
-            # The file is mapped, because a damaged header may promise more than fits memory.
+            # Mapped, because a damaged header may state a shape that does not fit memory.
             shares = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy raises any error of Python's parser for a bad header
         raise UserError(f"{path}: not a .npy file of firing shares: {safe_name(str(error))}") from None
@@ -85,5 +88,5 @@ def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
 
 
 def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return neuron numbers by falling share; among equals in the order of the source."""
+    """Return the numbers of neurons by descending share; among equals in the order of the source."""
     return np.argsort(-shares, kind="stable")

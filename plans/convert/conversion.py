@@ -1,4 +1,4 @@
-"""The conversion of a checkpoint to a package, in blocks of rows, in a fraction of the model's size of RAM."""
+"""The conversion of a checkpoint to a package, in blocks of rows, so that it needs little memory."""
 
 from __future__ import annotations
 
@@ -60,35 +60,36 @@ from neuronpipe.protocol.errors import UserError
 
 WEIGHED: tuple[Quantization, ...] = (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
 """Quantizations whose encoding uses the importance of columns."""
-PACKAGE_PLACE = "package"  # folder of interrupted work in a given place
-RETAINED_BYTES = 8 << 20  # half of what the C library may retain for the next block
-MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill at most these, and those of one piece, are converted again
+PACKAGE_PLACE = "package"  # folder of the unfinished package in `place`
+RETAINED_BYTES = 8 << 20  # half of the free memory that the C library may retain
+MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill, at most this number and the weights of one piece are converted again
 
 
 class Encoded(NamedTuple):
-    """The effect of encoding on the matrices. The error is relative to the values that the source stores; a quantized
-    source had lost something before.
+    """Facts about a complete conversion.
 
-    ends: the end tokens
-    notes: what a person should know
+    source_weights: the source's encoding -> number of weights, most frequent first
+    worst_tensor: the source's tensor with the largest error
+    worst_error: |w - w'| / |w| of that tensor, where w are the values that the source stores
+    notes: what the user should know about the package
     """
 
-    source_weights: Mapping[str, int]  # the source's encoding -> number of weights, most frequent first
+    source_weights: Mapping[str, int]
     worst_tensor: str
-    worst_error: float  # |w - w'| / |w|
+    worst_error: float
     ends: tuple[EndToken, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def source_was_quantized(self) -> bool:
-        """True if any matrix of the source was quantized."""
         return not set(self.source_weights) <= set(PLAIN_BYTES)
 
 
 MeasureImportance = Callable[[Checkpoint], Importance]
+"""Measures or reads the importance of the columns of a checkpoint's matrices."""
 
 Report = Callable[[Encoded], None]
-"""Called once, when the package is complete."""
+"""Is called once, when the package is published."""
 
 
 def convert(
@@ -111,17 +112,20 @@ def convert(
     progress: Progress | None = None,
     report: Report | None = None,
 ) -> Package:
-    """Convert a Hugging Face directory or a GGUF file into a package.
+    """Convert a Hugging Face directory or a GGUF file into a package, and return it.
 
-    quantization: a number chooses the one whose package is nearest to so many bits a weight, None one by how the
-        source stores its weights. gates: "q3" if they are to take fewer bits than
-        the rest, which is then q4. chosen is called with the choice before anything is written, report when everything
-        is encoded. activation, tokenizer, context_tokens, chat_template and name override the source. frequencies is a
-        .npy of firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the
-        source's predictors, if any. examine_template: see `Options`.
+    quantization: a number selects the quantization whose package is nearest to that many bits per weight; None selects
+        it by the encodings of the source
+    gates: "q3", in a package of q4; None: as the package
+    activation, tokenizer, context_tokens, chat_template, name: override the source
+    frequencies: a .npy file of firing shares [layers, experts, neurons], by which neurons are ordered, hot first
+    predictor: convert the source's predictors, if it has any
+    overwrite: an existing package at `target` may be replaced
+    importance: measures by which importance errors are weighed; None: all columns equally
+    chosen: is called with the choice of quantizations before anything is written
 
     Configuration, headers and shapes are checked before anything is written. Raises UserError for errors of source,
-    target or disk; then nothing is left. After a kill, the next conversion of the same source continues.
+    target or disk, and leaves no files then. After a kill, the next conversion of the same source continues.
     """
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor, examine_template)
     with open_checkpoint(source, options) as checkpoint:
@@ -132,8 +136,10 @@ def convert(
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
-    """Open a Hugging Face directory, a GGUF file, or a GGUF model in parts, by one of them or by a folder that contains
-    nothing else. The kind is recognized by content, not by name."""
+    """Return the checkpoint at a path. Raises UserError if it cannot be read or is not supported.
+
+    path: a Hugging Face directory, a GGUF file, a part of a GGUF model, or a folder with only the parts of one
+    """
     refuse_no_source(path)
     if (file := gguf_file(path)).is_dir():
         return open_huggingface(path, options)
@@ -143,8 +149,9 @@ def open_checkpoint(path: Path, options: Options) -> Checkpoint:
 class Conversion:
     """A planned conversion: everything that is known before the weights are read.
 
-    It is done in pieces, in the order in which checkpoints lie in their files: the embedding, the layers one by one,
-    the output. So a file is needed for some consecutive pieces, and files can be downloaded and deleted meanwhile.
+    `pieces` are converted in the order in which most checkpoints store them: the embedding, each layer, the output.
+    Each file is thus needed for consecutive pieces, and can be downloaded before and deleted after them. Parameters are
+    those of `convert`; raises UserError if they do not fit the checkpoint.
     """
 
     def __init__(
@@ -197,12 +204,12 @@ class Conversion:
 
     @property
     def package_bytes(self) -> int:
-        """Size of the package on disk."""
+        """Size of the package on disk, without its manifest and chat template."""
         return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
 
     @property
     def choice(self) -> Choice:
-        """The package's quantization, the reason for it, and the size in the alternative one."""
+        """The package's quantization and size, and those of an alternative."""
         quantization = self.manifest.quantization
         alternative: Quantization = "q4k" if quantization == "q8" else "q8"
         fits = _fits_groups(self.checkpoint.model)
@@ -224,11 +231,10 @@ class Conversion:
         )
 
     def _package_bytes_in(self, quantization: Quantization) -> int:
-        """Return the size of the package in another quantization, with its gates in the same."""
         return package_bytes(self._manifest_in(quantization)) + len(self.checkpoint.tokenizer)
 
     def _nearest(self, bits: float) -> Quantization:
-        """Return the quantization whose package is nearest to so many bits a weight."""
+        """Return the quantization whose package is nearest to `bits` per weight; f16 if no other fits the model."""
         if not _fits_groups(self.checkpoint.model):
             return "f16"
         weights = sum(self._source_weights.values())
@@ -244,10 +250,10 @@ class Conversion:
         report: Report | None = None,
         place: Path | None = None,
     ) -> Package:
-        """Convert, and publish the package as `target`.
+        """Convert, publish the package as `target`, and return it. Raises UserError as `convert`.
 
-        place: a folder on the same disk where interrupted work stays, and continues after what was done there for the
-            same package. Without it only a kill leaves something, beside the target.
+        place: a folder on the disk of `target`. Unfinished work stays there after errors, and is continued if it is of
+            the same package. None: work stays only after a kill, beside `target`.
         """
         columns = None if importance is None else self._importance(importance)
         if columns is not None:
@@ -293,29 +299,30 @@ class Conversion:
         return measure(self.checkpoint)
 
     def pieces_done(self, place: Path) -> int:
-        """Return how many pieces the work in this place has done already."""
+        """Return the number of pieces that unfinished work in `place` has done."""
         return self._journal(place / PACKAGE_PLACE).read().pieces
 
     def _journal(self, folder: Path, importance: Importance | None = None) -> Journal:
-        """Return the journal of the work in a folder, valid only for this package and the present source files."""
+        """Return the journal of the work in a folder. It is valid only for the same package of unchanged sources."""
         versions = sorted(file.version for file in self.files_from(0))
         digests = [self._shares] if importance is None else [self._shares, importance.digest]
         return Journal(folder, self.manifest, [*versions, *digests])
 
     def files_from(self, piece: int) -> set[SourceFile]:
-        """Return the files that this piece and those after it need."""
+        """Return the files that the pieces from number `piece` on need."""
         return {file for later in self.pieces[piece:] for file in later.files}
 
 
 def _retain_freed_memory() -> None:
-    """Make glibc retain the memory of a block's arrays for the next block. It returned it to the kernel each time,
-    whose fresh pages took a third of the conversion. The threshold follows the largest block that was freed
-    (mallopt(3), M_MMAP_THRESHOLD); other C libraries ignore this."""
+    """Make glibc retain the memory of a block's arrays for the next block.
+
+    Otherwise it returns the memory to the kernel, and fresh pages take a third of the time of a conversion. Freeing a
+    large array raises the thresholds (mallopt(3), M_MMAP_THRESHOLD). Other C libraries are not affected.
+    """
     np.empty(RETAINED_BYTES, dtype=np.uint8)
 
 
 def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor | None:
-    """Describe the source's predictors in the package: as they were trained, and not measured."""
     if checkpoint.predictors is None:
         return None
     ranks = tuple(map(package_rank, checkpoint.predictors.ranks))
@@ -339,8 +346,8 @@ def _recipe(checkpoint: Checkpoint, quantization: Quantization) -> Recipe:
 def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Quantization]:
     """Return the quantizations of the fixed matrices that differ from the package's.
 
-    Embedding and output follow the recipe, unless the package's quantization suffices for them. A matrix of attention
-    has more bits where the source stores it in an encoding that needs them.
+    Embedding and output follow the recipe, or a smaller quantization that suffices. An attention matrix has more bits
+    than the package's if the source stores it in an encoding that needs them.
     """
     quantizations = {}
     recipe = _recipe(checkpoint, quantization)
@@ -359,7 +366,6 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
 
 
 def _weights_by_encoding(parts: Iterable[StoredMatrix]) -> dict[str, int]:
-    """Return the number of weights of matrices in each encoding of the source, most frequent first."""
     weights: dict[str, int] = {}
     for part in parts:
         weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
@@ -367,7 +373,6 @@ def _weights_by_encoding(parts: Iterable[StoredMatrix]) -> dict[str, int]:
 
 
 def _fits_groups(model: ModelSpec) -> bool:
-    """Return True if rows of matrices are whole groups, which every quantization except f16 needs."""
     return model.width % GROUP_WEIGHTS == model.query_width % GROUP_WEIGHTS == 0
 
 

@@ -1,4 +1,4 @@
-"""Encodings of a row of weights in source files, by the names of safetensors and GGUF, and their decoding."""
+"""Encodings of rows of weights in source files, named as in safetensors and GGUF, and their decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neuronpipe.plans.quantization_choice import LOSSLESS
 from numpy.typing import NDArray
 
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-BLOCK_WEIGHTS_BYTES = {
+BLOCK_WEIGHTS_BYTES = {  # weights and bytes of a block
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
@@ -27,12 +27,12 @@ BLOCK_WEIGHTS_BYTES = {
 }
 GROUPS_OF_BLOCK = BLOCK_WEIGHTS // GROUP_WEIGHTS
 MAX_HALF = 65504
-MIN_HALF_EXPONENT, MAX_HALF_EXPONENT = -24, 15  # of powers of two that are fp16
+MIN_HALF_EXPONENT, MAX_HALF_EXPONENT = -24, 15  # of the powers of two that fp16 can express
 ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
 
 
 def row_bytes(encoding: str, columns: int) -> int | None:
-    """Return the bytes of a row, or None if the encoding's blocks do not divide it."""
+    """Return the bytes of a row; None if it is not a whole number of the encoding's blocks."""
     if encoding in PLAIN_BYTES:
         return columns * PLAIN_BYTES[encoding]
     block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[encoding]
@@ -40,7 +40,7 @@ def row_bytes(encoding: str, columns: int) -> int | None:
 
 
 def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Decode the stored bytes uint8 [rows, row bytes] to float32 [rows, columns]."""
+    """Return the weights [rows, columns] of stored rows [rows, row bytes]."""
     if encoding == "F32":
         return stored.view("<f4").astype(np.float32, copy=False)
     if encoding == "F16":
@@ -56,8 +56,8 @@ def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float3
 
 
 def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:
-    """Return the stored rows in the package's quantization without decoding them, if it can express their values; else
-    None."""
+    """Return stored rows [rows, row bytes] in a package's quantization, with the same values; None if that is not
+    possible. Scales of IQ4_XS are rounded to fp16."""
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
     if encoding in ("Q4_K", "Q5_K"):
@@ -76,28 +76,30 @@ def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.ui
 
 
 def _of_iq4_xs(stored: NDArray[np.uint8]) -> Rows | None:
-    """Return rows of IQ4_XS as iq4, whose scales are rounded to fp16, or None if one is larger than fp16 can be.
+    """Return rows of IQ4_XS as iq4, with scales rounded to fp16; None if a scale exceeds the range of fp16.
 
-    A block of 256 weights is: fp16 of the scales, uint16 with the upper two bits of eight scales from the lowest bits
-    on, four bytes with their low four bits, the first in the low nibble, and 128 bytes of codes as q4's. A scale is six
-    bits, minus 32.
+    A block of 256 weights is: an fp16 unit; uint16 with the upper two bits of eight scales, from the lowest bits on;
+    four bytes with their low four bits, from the low nibble on; 128 bytes of codes as in q4. A scale is unit * (its six
+    bits - 32).
     """
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["IQ4_XS"][1])
     unit = blocks[..., :2].copy().view("<f2").astype(np.float32)
     highs = blocks[..., 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     lows = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=3).reshape(highs.shape)
     scales = unit * ((lows | highs << 4).astype(np.float32) - 32)
-    if not np.abs(scales).max() <= MAX_HALF:  # NaN as well
+    if not np.abs(scales).max() <= MAX_HALF:  # True for NaN, too
         return None
     halves = scales.astype("<f2").reshape(len(stored), -1)
     return Rows(blocks[..., 8:].reshape(len(stored), -1), halves.view(np.uint8))
 
 
 def _of_mxfp4(stored: NDArray[np.uint8]) -> Rows | None:
-    """Return rows of MXFP4 as mxfp4, or None if a scale is no fp16. A block of 32 weights is: a byte with the exponent
-    of the scale, 127 for 1, and 16 bytes of codes as q4's."""
+    """Return rows of MXFP4 as mxfp4; None if fp16 cannot express a scale.
+
+    A block of 32 weights is: a byte with the exponent of the scale, 127 for 1; 16 bytes of codes as in q4.
+    """
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["MXFP4"][1])
-    exponents = blocks[..., 0].astype(np.int32) - 128  # of the scales of values twice as large
+    exponents = blocks[..., 0].astype(np.int32) - 128  # not 127: mxfp4's values are twice those of MXFP4
     if exponents.min() < MIN_HALF_EXPONENT or exponents.max() > MAX_HALF_EXPONENT:
         return None
     halves = np.ldexp(np.float32(1), exponents).astype("<f2")
@@ -105,10 +107,10 @@ def _of_mxfp4(stored: NDArray[np.uint8]) -> Rows | None:
 
 
 def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | None:
-    """Return rows of Q4_1 as q4h, or of Q5_0 or Q5_1 as q5h; None if a minimum is no fp16.
+    """Return rows of Q4_1 as q4h, or of Q5_0 or Q5_1 as q5h; None if a minimum of Q5_0 exceeds the range of fp16.
 
-    A block of 32 weights is: fp16 of the scale, of Q4_1 and Q5_1 fp16 of the smallest weight, of Q5_0 and Q5_1 32 fifth
-    bits, and 16 bytes of low four bits as q4's. Q5_0's weights are 16 scales lower than its codes.
+    A block of 32 weights is: fp16 scale; for Q4_1 and Q5_1 the fp16 smallest weight; for Q5_0 and Q5_1 32 fifth bits;
+    16 bytes of low four bits as in q4. Weights are scale * code + smallest weight; for Q5_0 scale * (code - 16).
     """
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
     scales, nibbles = blocks[..., :2].copy().view("<f2"), blocks[..., -16:]
@@ -116,7 +118,7 @@ def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | 
     if bits > 4:
         codes = codes | np.unpackbits(blocks[..., -20:-16], axis=2, bitorder="little") << 4
     if encoding == "Q5_0":
-        if not np.abs(scales.astype(np.float32)).max() <= MAX_HALF / 16:  # NaN as well
+        if not np.abs(scales.astype(np.float32)).max() <= MAX_HALF / 16:  # True for NaN, too
             return None
         minima = scales * np.float16(16)
     else:
@@ -128,11 +130,11 @@ def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | 
 
 
 def _with_minima(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows:
-    """Return rows of Q4_K or Q5_K as q4k, q5k or q6k, whose codes have at least as many bits.
+    """Return rows of Q4_K or Q5_K as a quantization whose codes have at least as many `bits`: q4k, q5k or q6k.
 
-    A block of 256 weights is: fp16 of the scales, fp16 of the minima, 12 bytes with eight six-bit scales and minima,
-    for Q5_K 32 bytes whose bit g of byte j is the fifth bit of code j of group g, and 128 bytes of low four bits: byte
-    32 i + j has code j of the groups 2 i (low nibble) and 2 i + 1.
+    A block of 256 weights is: fp16 units of the scales and of the minima; 12 bytes with eight six-bit scales and
+    minima; for Q5_K 32 bytes, bit g of byte j being the fifth bit of code j of group g; 128 bytes of low four bits:
+    byte 32 i + j has code j of the groups 2 i (low nibble) and 2 i + 1.
     """
     blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
     packed, lows = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)

@@ -1,7 +1,7 @@
 """The tokens that end a sequence, and which field or rule names each.
 
-A chat model's configuration often names only the end of documents, while its template closes each turn with another
-token. A run that does not stop there would go on and write the user's turn. So every token that any source names is
+The configuration of a chat model often names only the end of documents, while its template closes turns with another
+token. Without that end token, a run would continue with the user's turn. So the tokens of all fields and rules are
 used.
 """
 
@@ -20,7 +20,8 @@ CLOSES = "the chat template closes turns with it"
 class EndToken(NamedTuple):
     """A token that ends a sequence.
 
-    why: the field that names it, or what the template does
+    text: "" if it is not known
+    why: the field that names it, or the rule
     """
 
     token: int
@@ -29,7 +30,7 @@ class EndToken(NamedTuple):
 
 
 def ids_at(record: Record, field: str, vocabulary: int) -> list[int]:
-    """Read one token id or a non-empty list of them. Raises UserError naming the field."""
+    """Return the token ids in a field, which has one or a non-empty list. Raises UserError for other values."""
     value = record.value(field)
     tokens = value if isinstance(value, list) and value else [value]
     for token in tokens:
@@ -41,12 +42,12 @@ def ids_at(record: Record, field: str, vocabulary: int) -> list[int]:
 def end_tokens(
     declared: Sequence[tuple[int, str]], by_text: Sequence[tuple[str, str]], closing: str, whole: Mapping[str, int]
 ) -> tuple[EndToken, ...]:
-    """Gather the tokens that end a sequence, each once, with the first reason for it.
+    """Return the tokens that end a sequence, each once, with the first reason for it.
 
-    declared: ids, and the fields that name them
-    by_text: texts of tokens, and the fields that name them; a text that is no whole token ends nothing
-    closing: what the chat template writes after an answer
-    whole: ids of tokens that are found in a text before it is split, by their texts
+    declared: (id, field that names it)
+    by_text: (text of a token, field that names it); ignored if `whole` lacks the text
+    closing: text that the chat template writes after an answer; the longest token at its begin ends a sequence
+    whole: text -> id of the tokens that are found in a text before it is split
     """
     texts = {token: text for text, token in whole.items()}
     ends = [EndToken(token, texts.get(token, ""), why) for token, why in declared]
@@ -61,9 +62,9 @@ def end_tokens(
 
 
 def added_tokens(tokenizer: bytes, vocabulary: int) -> dict[str, int]:
-    """Return ids of the added tokens of a tokenizer.json by their texts.
+    """Return text -> id of the added tokens of a tokenizer.json, without ids that have no embedding.
 
-    tokenizer: a file that the library can load
+    tokenizer: content that the library can load
     """
     added = json.loads(tokenizer).get("added_tokens") or []
     return {token["content"]: token["id"] for token in added if token["id"] < vocabulary}

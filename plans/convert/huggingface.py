@@ -1,4 +1,4 @@
-"""Opens a Hugging Face directory: config.json, safetensors in one file or in shards, tokenizer.json."""
+"""Opens a Hugging Face directory: config.json, one or several safetensors files, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ MAX_FILES = 1000
 
 
 def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
-    """Read the configuration and every header, and check each tensor's shape. Raises UserError naming file and field.
+    """Return the checkpoint in a directory. Reads configuration and headers, but no weights. Raises UserError for
+    anything that is missing, contradictory or not supported.
 
-    open_file: opens the safetensors files, if they do not lie beside the configuration.
+    open_file: opens the safetensors files, which may lie elsewhere
     """
     refuse_other_directories(path)
     refuse_missing_config(path)
@@ -80,8 +81,8 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
 def _positions(
     config: Record, model: ModelSpec, architecture: Architecture
 ) -> tuple[NDArray[np.float32] | None, dict[str, RowNumbers]]:
-    """Return the table of inverse frequencies, if positions are rotary, and the order of the rows of queries and keys,
-    if only a part of a head rotates."""
+    """Return the table of inverse frequencies, None without rotary positions, and the order of the rows of queries and
+    keys, empty unless only a part of each head rotates."""
     if model.positions != "rotary":
         return None, {}
     rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
@@ -137,7 +138,6 @@ def _header(file: SourceFile) -> dict[str, TensorEntry]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Return True if a file of this name can lie in a directory and be printed in an error."""
     return Path(name).name == name and name.isprintable() and 0 < len(name) <= MAX_QUOTED_CHARACTERS
 
 

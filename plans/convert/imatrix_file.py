@@ -1,7 +1,7 @@
 """Reads the importance of columns from an imatrix file, which `llama-imatrix` of llama.cpp writes.
 
-In GGUF, a tensor NAME.in_sum2 has the sums of squared inputs [matrices, columns] and NAME.counts how many vectors were
-added [matrices, 1], where NAME is a tensor of the model's GGUF file. The older format is little-endian: int32 number of
+In GGUF, tensor NAME.in_sum2 has sums of squared inputs [matrices, columns], and NAME.counts the numbers of summed
+inputs [matrices, 1]; NAME is a tensor of the model's GGUF file. The older format is little-endian: int32 number of
 entries; for each int32 length of the name, the name, int32 number of calls, int32 number of values, float32 values.
 """
 
@@ -34,12 +34,13 @@ LAYER_MATRICES = {
     "ffn_gate_exps": "gate",
     "ffn_up_exps": "up",
 }
-"""The matrices of a layer by their names in GGUF."""
+"""Name of a matrix in GGUF -> its name in a package."""
 
 
 def read_imatrix(path: Path, model: ModelSpec) -> Importance:
-    """Read an imatrix file. Entries of matrices that the model does not have, or whose importance is not used, are
-    ignored. Raises UserError naming file and entry if the file is damaged or belongs to another model."""
+    """Return the importance in an imatrix file. Entries of matrices that the model does not have, or that have no
+    importance, are ignored. Raises UserError, which names file and entry, if the file is damaged or of another
+    model."""
     try:
         with open_file(path) as file:
             size_bytes = file.seek(0, 2)
@@ -62,7 +63,7 @@ def read_imatrix(path: Path, model: ModelSpec) -> Importance:
 
 
 def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Yield (name in a Checkpoint, number among the entry's matrices) of the matrices that an entry is about."""
+    """Yield (name in a Checkpoint, number within the entry) of the matrices of an entry."""
     if name == "output.weight" and not model.tied_embeddings:
         yield "output", 0
     found = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.weight", name, re.ASCII)
@@ -76,7 +77,8 @@ def _matrices_of(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: str, part: int) -> ByColumn:
-    """Return the values of one of an entry's matrices."""
+    """Return the values [columns] of the entry `name` for a matrix from `_matrices_of`. Raises UserError if they do not
+    fit the model."""
     columns = model.query_width if matrix.endswith(".attention_output") else model.width
     parts = model.experts if name.endswith("_exps.weight") else 1
     if values.size != parts * columns:
@@ -84,10 +86,10 @@ def _checked(path: Path, name: str, values: ByColumn, model: ModelSpec, matrix: 
             f"{path}: {safe_name(name)}: has {values.size} values where this model needs {parts * columns}: "
             "the file belongs to another model"
         )
-    own: ByColumn = values.reshape(parts, columns)[part]
-    if not (np.isfinite(own).all() and (own >= 0).all()):
+    selected: ByColumn = values.reshape(parts, columns)[part]
+    if not (np.isfinite(selected).all() and (selected >= 0).all()):
         raise UserError(f"{path}: {safe_name(name)}: has values that are negative or not finite: damaged")
-    return own
+    return selected
 
 
 def _gguf_entries(path: Path) -> Iterator[tuple[str, ByColumn]]:

@@ -1,8 +1,7 @@
-"""How much the inputs of a model's matrices count: encoding weighs the error of each weight by it.
+"""The importance of the columns of matrices, by which encoding weighs the errors of weights.
 
-The error of a weight changes a product by that error times the input that the weight is multiplied with, so a column
-counts by the mean square of its input. Down has no importance: its rows are stored by neuron, and all weights of a row
-are multiplied with the same number.
+The error of a weight changes a product by the error times the weight's input. The importance of a column is thus the
+mean square of its input. Down has none: packages store it by neuron, and all weights of such a row have the same input.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-MIN_RELATIVE_IMPORTANCE = 1e-3  # of a column, to the mean: an input that the text never used may still be used
+MIN_RELATIVE_IMPORTANCE = 1e-3  # of the mean: an input that is 0 on the text may differ on others
 
 ByColumn = NDArray[np.float32]
 
@@ -23,9 +22,9 @@ ByColumn = NDArray[np.float32]
 class Importance:
     """The importance of the columns of a model's matrices.
 
-    by_matrix: float32 [columns] by the names of a Checkpoint's matrices; the mean is about 1. A matrix without one is
-        encoded with all columns equal.
-    origin: the name of the text or file that it comes from
+    by_matrix: name of a Checkpoint's matrix -> importance [columns], about 1 on average. Errors of all columns count
+        equally in other matrices.
+    origin: name of the text or file that the importance is from
     """
 
     by_matrix: Mapping[str, ByColumn]
@@ -33,8 +32,11 @@ class Importance:
 
     @classmethod
     def of(cls, mean_squares: Mapping[str, ByColumn], origin: str) -> Importance:
-        """Return the importance by the mean squares of the matrices' inputs [columns], finite and not negative. A
-        matrix whose inputs are all zero, such as an expert's that no token chose, has none."""
+        """Return the importance that follows from mean squares of inputs. Matrices whose inputs are all 0, like those
+        of an expert that no token chose, have none.
+
+        mean_squares: name of a matrix -> mean squares [columns], finite and not negative
+        """
         means = {name: values.mean(dtype=np.float64) for name, values in mean_squares.items()}
         return cls(
             {
@@ -47,7 +49,7 @@ class Importance:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all values, by which interrupted work is recognized."""
+        """Return the SHA-256 of all values, by which interrupted work is recognized."""
         digest = hashlib.sha256()
         for name in sorted(self.by_matrix):
             digest.update(name.encode() + b"\0" + self.by_matrix[name].tobytes())

@@ -1,5 +1,5 @@
-"""The progress of a conversion, stored beside its work. It is all that the next process trusts after an
-interruption."""
+"""The progress of a conversion, stored in the folder of the unfinished package. After an interruption, the next process
+relies on it alone."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from numpy.typing import NDArray
 NAME = "journal.json"
 MAX_PIECES = 1 << 20
 Squares = dict[str, NDArray[np.float64]]
-"""Kind of a tensor, a space, and its name in the source -> sums of squares of error and of weight."""
+"""Kind of a tensor, a space, and its name in the source -> [sum of squared errors, sum of squared weights]."""
 
 
 class Done(NamedTuple):
-    """The number of pieces that are on disk, from the first one on, and the squared errors of their quantization."""
+    """The number of pieces that are on disk, from the first one on, and the sums of squares of their tensors."""
 
     pieces: int
     squares: Squares
 
 
 class Journal:
-    """The journal file in the folder of the work. It belongs to one package: to the manifest before the first byte is
-    written, and to the versions of the source files in `sources`."""
+    """The journal file in a folder. It is valid for one package.
+
+    manifest: the package's, before the first byte is written
+    sources: versions of the source files, and digests of other inputs
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, sources: Sequence[str]) -> None:
         self._path = folder / NAME
         self._package = hashlib.sha256(manifest.to_bytes() + "\n".join(sources).encode()).hexdigest()
 
     def read(self) -> Done:
-        """Return the progress; nothing done if there is no journal, or one of another package, or a damaged one."""
+        """Return the progress; 0 pieces if the journal is missing, damaged, or of another package."""
         try:
             record = read_json(self._path)
             if record.text("package") != self._package:
@@ -50,12 +53,12 @@ class Journal:
             return Done(0, {})
 
     def write(self, done: Done) -> None:
-        """Record the progress. Sums are written exactly, so that the package does not depend on interruptions."""
+        """Write the progress. Sums are written exactly, so that the package does not depend on interruptions."""
         sums = {kind: [float(value).hex() for value in pair] for kind, pair in done.squares.items()}
         with whole_file(self._path) as place:
             place.write_text(json.dumps({"package": self._package, "pieces": done.pieces, "squares": sums}))
 
     def remove(self) -> None:
-        """Remove the journal of complete work, and half-written journals of killed processes."""
+        """Remove the journal and half-written journals of killed processes."""
         for path in (self._path, *self._path.parent.glob(f".{NAME}.partial-*")):
             path.unlink(missing_ok=True)

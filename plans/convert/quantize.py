@@ -1,18 +1,13 @@
-"""Encodes rows of weights in a package's quantizations, and decodes them. Groups are 32 consecutive weights of a row,
-in q3, q4 and q8 with one fp16 scale.
+"""Encodes rows of weights in a package's quantizations, and decodes them. FORMAT.md specifies the bytes.
 
-q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group has weight j (low nibble) and weight j+16
-    (high nibble); w = scale*(nibble-8) with scale = m/-8, where m is the weight of largest magnitude with its sign, so
-    that m itself is exact up to the scale's rounding. Both divide by the scale as it is stored, after rounding.
+A group is 32 consecutive weights of a row. Scales are chosen as follows:
 
-q3, for gates only: weights -4 to 3 in 12 bytes a group. Byte i of the first eight has the low two bits of weight + 4 of
-weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four has the third bits of i, i+4, ... i+28.
-With so few steps the largest magnitude gives a poor scale: of several scales, the one with the least error is used.
-
-iq4, mxfp4: as q4, with w = scale*value[nibble] and the values of llama.cpp's IQ4_NL and of MXFP4 (np_encode_row).
-
-q4k, q5k, q6k: codes of four, five or six bits with a scale and a minimum, w = scale*code - minimum; both are six bits
-each, times an fp16 unit of a block of eight groups (np_encode_row). FORMAT.md has the bytes.
+q8          largest magnitude / 127
+q4          m / -8, where m is the weight of largest magnitude with its sign, so that m is exact up to the scale's
+            rounding. As in q8, weights are divided by the rounded scale.
+q3          the scale of several candidates with the smallest error, since with only eight values the largest magnitude
+            gives a poor scale. For gates only.
+iq4, mxfp4, and those with a minimum (q4k, q5k, q6k, q4h, q5h)  by np_encode_row of the native library
 """
 
 from __future__ import annotations
@@ -26,14 +21,15 @@ from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
 Weights = NDArray[np.float32]
-Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitude of a group; below -4 it is clipped
-TINY = 1e-30  # a group without larger magnitudes is zeros
+Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # candidates for the largest magnitude / scale; below -4 it is clipped
+TINY = 1e-30  # groups without larger magnitudes are encoded as zeros
 
 
 def encode(quantization: Quantization, weights: Weights, importance: Weights | None = None) -> Rows:
-    """Encode float32 [rows, n]. Raises OverflowError if a value or a scale does not fit fp16, or is NaN.
+    """Return encoded rows. Raises OverflowError if a value or a scale is not finite or does not fit fp16.
 
-    importance: float32 [n], how much the errors of each column count; q3, q4, q8 and f16 do not use it
+    weights: [rows, n]
+    importance: weights [n] of the squared errors of each column; None: all equal. Not used by q3, q4, q8 and f16.
     """
     if quantization in _ENCODERS:
         return _ENCODERS[quantization](weights)
@@ -41,7 +37,7 @@ def encode(quantization: Quantization, weights: Weights, importance: Weights | N
 
 
 def decode(quantization: Quantization, rows: Rows) -> Weights:
-    """Return the weights of encoded rows: float32 [rows, n]."""
+    """Return the weights [rows, n] of encoded rows."""
     if quantization in _DECODERS:
         return _DECODERS[quantization](rows)
     return _decode_natively(quantization, rows)
@@ -60,7 +56,8 @@ def _bytes_of(rows: int, array: NDArray[np.generic]) -> NDArray[np.uint8]:
 
 
 def _scaled(groups: Weights, peaks: Weights, divisor: int) -> tuple[NDArray[np.float16], Weights]:
-    """Return fp16 scales peaks/divisor, and the groups divided by them (0 if the scale is 0)."""
+    """Return fp16 scales peaks / divisor, and the weights divided by the scales and rounded to integers; 0 if the scale
+    is 0."""
     scales = _half(peaks / np.float32(divisor))
     stored = scales.astype(np.float32)
     inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
@@ -98,8 +95,8 @@ def _encode_q3(weights: Weights) -> Rows:
 
 
 def q3_of_q4(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert quants of q4 whose weights are all -4 to 3, uint8 [rows, n / 2], to those of q3 [rows, 3 n / 8]."""
-    codes = quants.reshape(len(quants), -1, GROUP_WEIGHTS // 2) - np.uint8(0x44)  # of both halves: weight + 4
+    """Return quants of q3 [rows, 3 n / 8] for quants of q4 [rows, n / 2] whose weights are -4 to 3 times the scale."""
+    codes = quants.reshape(len(quants), -1, GROUP_WEIGHTS // 2) - np.uint8(0x44)  # q3 adds 4 to weights, q4 adds 8
     lows, thirds = codes & 0x33, codes & 0x44
     packed = np.empty((*codes.shape[:2], 12), dtype=np.uint8)
     packed[..., :8] = lows[..., :8] | lows[..., 8:] << 2
@@ -108,7 +105,7 @@ def q3_of_q4(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def q4_of_q3(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert quants of q3 to the same weights as quants of q4."""
+    """Return quants of q4 with the weights of quants of q3; the inverse of `q3_of_q4`."""
     packed = quants.reshape(len(quants), -1, 12)
     lows, thirds = packed[..., :8], packed[..., 8:]
     codes = np.concatenate((lows & 0x33, lows >> 2 & 0x33), axis=2)
@@ -190,8 +187,8 @@ def _decode_natively(quantization: Quantization, rows: Rows) -> Weights:
 
 
 def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return the quants of q4k, q5k or q6k from codes uint8 [rows, groups, 32]: low four bits as in q4, then for each
-    higher bit two planes of 16 bits a group, of its first and of its last 16 codes."""
+    """Return quants of 4, 5 or 6 `bits` for codes [rows, groups, 32]: low four bits as in q4, then for each higher bit
+    a plane for the first 16 codes of every group, and one for the last 16."""
     half = GROUP_WEIGHTS // 2
     planes = [_bytes_of(len(codes), codes[..., :half] & 15 | codes[..., half:] << 4)]
     for bit in range(4, bits):
@@ -201,8 +198,8 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def pack_fields(scales: NDArray[np.uint8], minima: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the 12 bytes of a block's six-bit fields from uint8 [..., 8] each: the low four bits of group i's in byte
-    i, the upper two bits of those of the groups j and j + 4 in byte 8 + j."""
+    """Return the 12 bytes [..., 12] of six-bit scales and minima [..., 8]. Byte i has the low four bits of group i's
+    scale and minimum; byte 8 + j the upper two bits of those of groups j and j + 4."""
     highs = scales >> 4 | minima >> 4 << 2
     return np.concatenate((scales & 15 | (minima & 15) << 4, highs[..., :4] | highs[..., 4:] << 4), axis=-1)
 

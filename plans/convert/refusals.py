@@ -1,4 +1,4 @@
-"""Refusals of paths that cannot be converted. Each error says what the path is, and names the next command."""
+"""Checks of paths that raise UserError. The errors say what the path is, and most name the next command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ REPOSITORY = re.compile(r"(?:https?:/+huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-
 
 
 def refuse_no_source(path: Path) -> None:
-    """Refuse a path that is no source: a repository's name on Hugging Face, one file of a checkpoint, or nothing."""
+    """Refuse a path that does not exist, such as a repository's name on Hugging Face, or is one file of a
+    checkpoint."""
     if os.path.exists(path):  # unlike Path.exists, it raises nothing
         if path.suffix == ".safetensors" and path.is_file():
             raise UserError(
@@ -63,7 +64,7 @@ def refuse_other_directories(path: Path) -> None:
 
 
 def refuse_missing_config(path: Path) -> None:
-    """Refuse a directory that is neither a package nor a Hugging Face model; a model inside it is named."""
+    """Refuse a directory without config.json. The error names a model inside it."""
     if os.path.lexists(path / CONFIG):
         return
     inner = next((config.parent for config in sorted(path.glob(f"*/{CONFIG}"))), None)
@@ -75,7 +76,7 @@ def refuse_missing_config(path: Path) -> None:
 
 
 def refuse_missing_tokenizer(path: Path) -> None:
-    """Refuse a path without tokenizer.json. A slow tokenizer beside it can be saved as a fast one."""
+    """Refuse a tokenizer's path that does not exist. The error says how to create the file."""
     if os.path.exists(path):
         return
     if path.name == "tokenizer.json" and os.path.exists(path.with_name("vocab.json")):
@@ -87,7 +88,10 @@ def refuse_missing_tokenizer(path: Path) -> None:
 
 
 def _saved_by(name: str, directory: Path) -> str:
-    """Return the command with which transformers saves a directory's model or tokenizer in a supported format."""
+    """Return a shell command that saves a directory's model or tokenizer in a supported format.
+
+    name: class of transformers that loads it
+    """
     load = f"from transformers import {name} as T; d = {json.dumps(str(directory))}"
     code = f"{load}; T.from_pretrained(d).save_pretrained(d)"
     return f"python -c {shlex.quote(code)}"

@@ -1,9 +1,8 @@
-"""Rotary positions: every supported scaling is folded into the table of inverse frequencies.
+"""Rotary positions: computes the table of inverse frequencies, into which every supported scaling is folded.
 
-The engine has one rule, angle = position * frequency, and no kinds of scaling. YaRN's factor on queries and keys
-becomes a factor on their products, the model's attention_scale. If only the first part of a head rotates, the other
-elements have frequency 0, which rotates nothing, and the rows of queries and keys are ordered so that rotated elements
-are paired with each other, and so are the others.
+The engine computes angle = position * frequency and has no kinds of scaling. YaRN's factor on queries and keys becomes
+a factor on scores, `attention_scale`. If only the first part of a head rotates, the other elements have frequency 0,
+and the rows of queries and keys are reordered so that rotated elements are paired with each other.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ MAX_THETA = 1e12
 
 
 def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
-    """Return theta^(-2j/head_width) for j < head_width/2: radians per position of each pair."""
+    """Return theta^(-2j / head_width) for j < head_width / 2: radians per position of each pair."""
     return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
 
 
 def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
-    """Return the table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
+    """Return the table [head_width / 2] of a config.json, from rope_theta and rope_scaling or rope_parameters.
 
-    Precedence and missing keys follow RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py.
+    Precedence and missing keys follow RotaryEmbeddingConfigMixin in transformers' modeling_rope_utils.py. Raises
+    UserError for scaling that is not supported.
 
-    rotated: how many elements of a head rotate (None: all); the others have frequency 0
+    rotated: number of rotated elements of a head, None: all; the frequencies of the others are 0
     """
     scaling = _scaling(config)
     source = scaling if scaling is not None and scaling.has("rope_theta") else config
@@ -42,7 +42,7 @@ def scaled_frequencies(config: Record, head_width: int, rotated: int | None = No
 
 
 def attention_scale(config: Record) -> float:
-    """Return the factor of scores: 1, or with YaRN the square of its factor on queries and keys."""
+    """Return the factor of attention scores: with YaRN the square of its factor on queries and keys, otherwise 1."""
     scaling = _scaling(config)
     if scaling is None or _kind(scaling)[1] != "yarn":
         return 1.0
@@ -58,9 +58,9 @@ def attention_scale(config: Record) -> float:
 
 
 def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
-    """Return how many elements of a head rotate, from the first on.
+    """Return the number of elements of a head that rotate, from the first on. Raises UserError if it is odd or 0.
 
-    partial: the class reads `partial_rotary_factor`; in other classes any value but 1 is refused
+    partial: the class obeys `partial_rotary_factor`; otherwise any value but 1 raises UserError
     """
     field = "partial_rotary_factor"
     scaling = _scaling(config)
@@ -80,8 +80,8 @@ def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
 
 
 def paired_order(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]:
-    """Return row numbers of query or key matrices, in the order in which element j of a head is paired with element j +
-    head_width/2: first halves of the rotated and of the other elements, then the second halves."""
+    """Return the order of the rows of a query or key matrix that pairs rotated elements with each other: in each head
+    the first halves of the rotated and of the other elements, then their second halves."""
     rotating, fixed = np.split(np.arange(head_width, dtype=np.int64), [rotated])
     halves = zip(np.split(rotating, 2), np.split(fixed, 2), strict=True)
     head = np.concatenate([part for half in halves for part in half])
@@ -97,7 +97,7 @@ def _scaling(config: Record) -> Record | None:
 
 
 def _original_tokens(config: Record) -> int | None:
-    """Return the default of `original_max_position_embeddings` in the scaling."""
+    """Return the default of the scaling's field `original_max_position_embeddings`; None if there is none."""
     for field in ("original_max_position_embeddings", "max_position_embeddings"):
         if config.has(field):
             return config.integer(field, 1, 1 << 24)
@@ -105,7 +105,8 @@ def _original_tokens(config: Record) -> int | None:
 
 
 def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, theta: float) -> NDArray[np.float64]:
-    """Scale the table by `rope_type` (or `type`): default, linear, llama3 or yarn; any other kind is refused."""
+    """Return frequencies after scaling by `rope_type` or `type`: default, linear, llama3 or yarn. Raises UserError for
+    other kinds."""
     if scaling is None:
         return frequencies
     for name in scaling.names():
@@ -126,14 +127,16 @@ def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, thet
 
 
 def _kind(scaling: Record) -> tuple[str, str]:
-    """Return the field that names the kind of scaling, and the kind."""
     field = "rope_type" if scaling.has("rope_type") else "type"
     return field, scaling.text(field) if scaling.has(field) else "default"
 
 
 def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> NDArray[np.float64]:
-    """Keep pairs that make many turns in the original context (`beta_fast`), slow pairs with few turns (`beta_slow`)
-    down by `factor`, and blend in between. arXiv:2309.00071; bounds as in transformers' modeling_rope_utils.py."""
+    """Return frequencies scaled by YaRN (arXiv:2309.00071), with bounds as in transformers' modeling_rope_utils.py.
+
+    Pairs with more than `beta_fast` turns in the original context keep their frequency, those with fewer than
+    `beta_slow` are divided by `factor`, and pairs between are interpolated.
+    """
     factor = scaling.number("factor", 1e-3, 1e6)
     context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
     if theta <= 1:
@@ -141,7 +144,7 @@ def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> ND
     width = 2 * len(frequencies)
 
     def pair_of(field: str, default: float) -> float:
-        """The number, with fractions, of the pair that makes so many turns in the original context."""
+        """Return the fractional number of the pair that makes as many turns as `field` says."""
         turns = scaling.number(field, 1e-3, 1e6) if scaling.has(field) else default
         return width * math.log(context_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -154,8 +157,7 @@ def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> ND
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: Record) -> NDArray[np.float64]:
-    """Slow long waves down by `factor`, keep short ones, and blend in between by their turns in the original
-    context."""
+    """Return frequencies scaled as in Llama 3: like YaRN, with the bounds `high_freq_factor` and `low_freq_factor`."""
     factor = scaling.number("factor", 1e-3, 1e6)
     low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
     context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)

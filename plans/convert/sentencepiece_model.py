@@ -1,8 +1,8 @@
-"""Builds a tokenizer.json from sentencepiece's own file, tokenizer.model, for checkpoints that have nothing else.
+"""Builds a tokenizer.json from sentencepiece's file tokenizer.model, for checkpoints without tokenizer.json.
 
-Begin and end tokens, and pieces that were added later, are in tokenizer_config.json and added_tokens.json beside it.
-The file is read like LlamaTokenizer of transformers does, the class of all known models with such a file. Settings that
-would not give the same tokens are refused.
+tokenizer_config.json and added_tokens.json beside it have begin and end tokens, and pieces that were added later. The
+result encodes like LlamaTokenizer of transformers, the class of all known models with such a file. Settings with which
+it would not are refused.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ BPE = 2  # TrainerSpec.ModelType
 
 
 class _Added(NamedTuple):
-    """A piece that is not in tokenizer.model, or further facts about one that is."""
+    """A piece that the other files add to tokenizer.model, or that is there and special."""
 
     text: str
     special: bool
 
 
 def build_from_sentencepiece(path: Path) -> bytes:
-    """Return tokenizer.json for a tokenizer.model and the files beside it. Raises UserError if it cannot be
-    equivalent."""
+    """Return the content of a tokenizer.json that is equivalent to a tokenizer.model and the files beside it. Raises
+    UserError if there is none."""
     model = _parsed(path)
     config = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).exists() else Record({}, str(path))
     _refuse_what_differs(path, model, config)
@@ -74,7 +74,6 @@ def build_from_sentencepiece(path: Path) -> bytes:
 
 
 def _parsed(path: Path) -> Any:
-    """Return the file as the library's own message."""
     data = read_file(path, MAX_TOKENIZER_BYTES)
     try:
         from google.protobuf.message import DecodeError
@@ -95,7 +94,6 @@ def _parsed(path: Path) -> Any:
 
 
 def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
-    """Refuse settings that would silently give other tokens."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     for holds, what in (
         (trainer.model_type == BPE, "only models of type BPE are read"),
@@ -114,7 +112,7 @@ def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
 
 
 def _normalize(tokenizer: Tokenizer, path: Path, spec: Any, config: Record) -> None:
-    """Set the normalization before merging: the model's own character map, then spaces."""
+    """Set the normalization before merging: the model's character map, then spaces."""
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         try:
@@ -124,7 +122,7 @@ def _normalize(tokenizer: Tokenizer, path: Path, spec: Any, config: Record) -> N
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix and _is_legacy(config):
-        # A text of which the map leaves nothing has a space all the same, unless such spaces are removed.
+        # If the map leaves nothing of a text, the space remains, unless extra spaces are removed.
         at = len(steps) if spec.remove_extra_whitespaces else 0
         steps.insert(at, normalizers.Prepend(SPACE))
     elif spec.add_dummy_prefix:  # only before the text, not after each special token in it
@@ -133,12 +131,12 @@ def _normalize(tokenizer: Tokenizer, path: Path, spec: Any, config: Record) -> N
 
 
 def _is_legacy(config: Record) -> bool:
-    """Return True if a space is added after each special token too, and not only before the text."""
+    """Return True if a space is added after each special token, too, and not only before the text."""
     return config.boolean("legacy") if config.has("legacy") else True
 
 
 def _added(path: Path, config: Record) -> dict[int, _Added]:
-    """Return the added tokens by number, from both files that may list them."""
+    """Return the added tokens by number. tokenizer_config.json takes precedence over added_tokens.json."""
     added: dict[int, _Added] = {}
     if path.with_name(ADDED).exists():
         record = read_json(path.with_name(ADDED))
@@ -155,7 +153,11 @@ def _added(path: Path, config: Record) -> dict[int, _Added]:
 
 
 def _frame_token(config: Record, name: str, pieces: list[str], model: Any) -> int | None:
-    """Return the number of the token that begins or ends a text, if there is one. By default a begin token is used."""
+    """Return the number of the token that is put before or after a text, None if there is none. By default there is
+    only a begin token.
+
+    name: bos or eos
+    """
     option = f"add_{name}_token"
     if not (config.boolean(option) if config.has(option) else name == "bos"):
         return None

@@ -1,4 +1,4 @@
-"""A file of a model's source, read by offset, on this disk or elsewhere."""
+"""A file of a model's source, read by offset. Subclasses download it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 
 class SourceFile:
-    """A file that is read by offset. Reading past its end is an error, also if it shrinks meanwhile.
+    """A file on this disk. All methods raise UserError if it cannot be read, or is shorter than expected.
 
-    A conversion says when it begins to need a file and when it no longer does (`fetch`, `release`). Both do nothing for
-    a file on this disk; a file elsewhere is downloaded and deleted then, and is read in small pieces before.
+    A conversion calls `fetch` before and `release` after it reads most of a file. Subclasses download and delete the
+    file then; before `fetch`, they read small ranges from elsewhere.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,12 +24,12 @@ class SourceFile:
         self._descriptor: int | None = None
 
     def beginning(self) -> BinaryIO:
-        """Return the file, opened to read its header. Raises UserError."""
+        """Return the file, opened to read its header."""
         return open_file(self.path)
 
     @property
     def version(self) -> str:
-        """A text that changes when the file's content does. Raises UserError."""
+        """A string that identifies the content: name, size and time of modification."""
         try:
             status = os.stat(self.path)
         except OSError as error:
@@ -37,19 +37,19 @@ class SourceFile:
         return f"{self.path.name} {status.st_size} {status.st_mtime_ns}"
 
     def fetch(self) -> None:
-        """Prepare for reading many bytes."""
+        """Prepare for reading most of the file."""
 
     def release(self) -> None:
-        """Release the file after the last read."""
+        """Note that the file is not needed any more."""
 
     def close(self) -> None:
-        """Close the descriptor; it is opened again on demand."""
+        """Close the descriptor. A later read opens it again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
-        """Fill `target` from `offset` on."""
+        """Fill `target` with the bytes from `offset` on."""
         view = target.data.cast("B")
         try:
             if self._descriptor is None:

@@ -1,5 +1,4 @@
-"""Reads the tokenizer.json of a package: copied byte for byte after checking that it loads and fits the model, or made
-from tokenizer.model if there is no tokenizer.json."""
+"""Reads the tokenizer.json of a package, or builds it from tokenizer.model, and checks that it fits the model."""
 
 from __future__ import annotations
 
@@ -15,8 +14,11 @@ from neuronpipe.protocol.errors import UserError
 
 
 def read_tokenizer(path: Path, vocabulary: int) -> bytes:
-    """Return the file's bytes, or a tokenizer.json made from a tokenizer.model in its place. Raises UserError if the
-    tokenizers library cannot read it or an id has no embedding."""
+    """Return the content of tokenizer.json. Raises UserError as `check_tokenizer`, or if the file is missing.
+
+    path: a tokenizer.json, copied unchanged, or a tokenizer.model, which is also read if it lies beside a path
+        tokenizer.json that does not exist
+    """
     if path.name == "tokenizer.json" and not os.path.exists(path) and os.path.exists(path.with_suffix(".model")):
         path = path.with_suffix(".model")
     refuse_missing_tokenizer(path)
@@ -26,7 +28,8 @@ def read_tokenizer(path: Path, vocabulary: int) -> bytes:
 
 
 def check_tokenizer(data: bytes, vocabulary: int, where: str) -> None:
-    """Refuse a tokenizer that does not load, or that has an id without an embedding."""
+    """Raise UserError, which starts with `where`, if the library cannot load the tokenizer or an id has no
+    embedding."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -10,7 +10,7 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class IssueTime(enum.Enum):
-    """When the reads of a layer are issued, which decides how much work overlaps with them."""
+    """The time at which the reads of a layer are issued, which decides how much work overlaps with them."""
 
     AHEAD = "while the layer before is computed: the same for every token"
     TOGETHER = "before the layer's neurons are computed"

@@ -25,7 +25,7 @@ UNMEASURED_DEPTH = 32  # reads at once if flash was not measured
 
 @frozen(kw_only=True)
 class ClusterDemand:
-    """What a token needs of a chosen feed-forward, and which share of it is in memory.
+    """The bytes that a token needs of a chosen feed-forward, and which share of it is in memory.
 
     in_order: the token needs all trigger parts in order, so that neighbours are read together
     values_per_trigger: share of the needed trigger parts whose value part is needed too

@@ -110,9 +110,7 @@ def matrices_saved_ms(
     manifest: Manifest, rates: ActivationRates, compute: Compute, memory: Memory, flash: Flash, measured: Measurements
 ) -> dict[str, float]:
     """Return the time of a one-sequence step that is saved by offloading a matrix, for each of MATRICES, by name.
-
-    Negative if the accelerator is slower. Empty if it was not measured or computes on the workers' own cores.
-    """
+    Negative if the accelerator is slower. Empty if it was not measured or computes on the workers' own cores."""
     run_cost = _run_cost(manifest, rates, compute, memory, flash, *measured)
     if run_cost.device is None or run_cost.device.accelerator.is_processor:
         return {}
@@ -178,10 +176,8 @@ class _Step:
 
     @property
     def overhead_ms(self) -> float:
-        """Time of synchronization and of reads' processor time that delays the workers.
-
-        Processor time counts by the share of the step in which workers do not wait for flash.
-        """
+        """Time of synchronization and of reads' processor time that delays the workers. Processor time counts by the
+        share of the step in which workers do not wait for flash."""
         if not self.exposed_ms or not self.work_ms:
             return self.synchronization_ms + self.read_overhead_ms
         return self.synchronization_ms + self.read_overhead_ms * self.work_ms / (self.work_ms + self.exposed_ms)
@@ -205,10 +201,8 @@ class _RunCost:
 
     # ---- steps -----------------------------------------------------------------------------------------------
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
-        """Return a decode step of `batch` sequences with `position_tokens` tokens each.
-
-        A row counts for each sequence that reads it, up to all rows, as in the participants' counters.
-        """
+        """Return a decode step of `batch` sequences with `position_tokens` tokens each. A row counts for each sequence
+        that reads it, up to all rows, as in the participants' counters."""
         if self.memory.has_borrowed_slots:
             memory = with_borrowed_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
             return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
@@ -283,10 +277,8 @@ class _RunCost:
         return StepBytes(self.manifest, self.rates, self.compute, self.memory)
 
     def _divide_rows(self, batch: int, blocks: int) -> tuple[float, float, float]:
-        """Return the trigger bytes and value bytes of the workers' rows, and the time of the device for other rows.
-
-        If the device was not measured, all rows count as the workers'.
-        """
+        """Return the trigger bytes and value bytes of the workers' rows, and the time of the device for other rows. If
+        the device was not measured, all rows count as the workers'."""
         rates = self.rates
         trigger_bytes, value_bytes = self._bytes.trigger_rows(batch), self._bytes.value_rows(batch)
         if self.device is None or not blocks:
@@ -341,10 +333,8 @@ class _RunCost:
         ]
 
     def prompt_ms(self, tokens: int) -> float | None:
-        """Return the time of a prompt of `tokens` tokens, chunk by chunk.
-
-        None if something was not measured, or if a runtime computes the products, which no profile measures.
-        """
+        """Return the time of a prompt of `tokens` tokens, chunk by chunk. None if something was not measured, or if a
+        runtime computes the products, which no profile measures."""
         if runtime_of(backend_of("prefill", self.compute.processes)) is not None:
             return None
         chunk = self.compute.prefill_chunk_tokens
@@ -357,10 +347,8 @@ class _RunCost:
         return total_ms
 
     def _prefill_step(self, tokens: int, before: int) -> _Step:
-        """Return the step of a prompt that computes `tokens` tokens after `before` tokens.
-
-        It reads every part once that one of the tokens uses; a layer's parts while the layer before is computed.
-        """
+        """Return the step of a prompt that computes `tokens` tokens after `before` tokens. It reads every part once
+        that one of the tokens uses; a layer's parts while the layer before is computed."""
         rates, layout, model = self.rates, self.manifest.layout, self.manifest.model
         value_rate = rates.trigger_read if tokens >= DENSE_TOKENS else rates.value_read
         triggers, values = self._triggers(tokens), self._values(tokens, value_rate)
@@ -422,10 +410,8 @@ class _RunCost:
         )
 
     def _pinned(self, tokens: int, part: int) -> int:
-        """Return the number of pinned triggers (part 0) or values (part 1) in a step of `tokens` tokens.
-
-        A step with more tokens than the plan has sequences is a prompt's, and has the pins for one sequence.
-        """
+        """Return the number of pinned triggers (part 0) or values (part 1) in a step of `tokens` tokens. A step with
+        more tokens than the plan has sequences is a prompt's, and has the pins for one sequence."""
         memory, batch = self.memory, tokens if tokens <= self.compute.sequences else 1
         counts = memory.pins_for(batch).counts(self.manifest.model.ffns)[part]
         slots = (memory.trigger_slots, memory.value_slots)[part]

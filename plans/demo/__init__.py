@@ -1,1 +1,1 @@
-"""The demo model's package, which the first command runs, and its training text."""
+"""The package of the demo model, and its training text."""

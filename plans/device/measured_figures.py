@@ -21,7 +21,7 @@ MAX_SPREAD = 10.0
 class Figure:
     """Median and spread of the repetitions of one measurement.
 
-    spread: as `spread_of` returns it
+    spread: the result of `spread_of`
     """
 
     median: float

@@ -77,12 +77,8 @@ class FlashProfile:
     def bytes_per_s(
         self, size_bytes: int, depth: int, range_bytes: int, *, sequential: bool = False, core: Kind | None = None
     ) -> float:
-        """Return the expected speed of reads within the first `range_bytes` of a file.
-
-        core: class of the core that issues them; None: unpinned
-
-        If this class was not measured, unpinned reads stand in, and for unmeasured sequential reads random ones.
-        """
+        """Return the expected speed of reads within the first `range_bytes` of a file. If a core of this class was not
+        measured, unpinned reads stand in (None), and for sequential reads random ones."""
         for reads in (
             [read for read in self.reads if read.core == core and read.sequential == sequential],
             [read for read in self.reads if read.core is None and read.sequential == sequential],
@@ -94,10 +90,8 @@ class FlashProfile:
         return interpolate_all(measured.items(), (range_bytes, depth, size_bytes))
 
     def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
-        """Return the processor time of one of `at_once` reads requested together; 0 if it was not measured.
-
-        It is interpolated linearly over the size, also beyond the measured sizes.
-        """
+        """Return the processor time of one of `at_once` reads requested together; 0 if it was not measured. It is
+        interpolated linearly over the size, also beyond the measured sizes."""
         by_count: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
         return interpolate(by_count, at_once) if by_count else 0.0
 
@@ -119,10 +113,8 @@ class FlashProfile:
 
 @frozen(kw_only=True)
 class DeviceProfile:
-    """Measurements of one device and of one of its file systems.
-
-    The points of a list have no order. None and () mean that nothing was measured.
-    """
+    """Measurements of one device and of one of its file systems. The points of a list have no order. None and () mean
+    that nothing was measured."""
 
     version: int
     device_id: str
@@ -172,11 +164,8 @@ class DeviceProfile:
         return statistics.median(figure.spread for _, figure in without_accelerator.figures())
 
     def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
-        """Yield (key, figure) for every figure.
-
-        A key has the name of the list, the accelerator's name if the figure is of one, (field, value) for each other
-        field of the point, and the figure's field.
-        """
+        """Yield (key, figure) for every figure. A key has the name of the list, the accelerator's name if the figure is
+        of one, (field, value) for each other field of the point, and the figure's field."""
         for name, points in self._lists().items():
             accelerator = self._accelerator_key(name)
             for point in points:
@@ -211,10 +200,8 @@ class DeviceProfile:
         }
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
-        """Return the speed at which all workers together read memory. Raises KeyError if it was not measured.
-
-        piece_bytes: size of the pieces; SEQUENTIAL_PIECE_BYTES: in order
-        """
+        """Return the speed at which all workers together read memory, in pieces of this size, or in order
+        (SEQUENTIAL_PIECE_BYTES). Raises KeyError if it was not measured."""
         if not self.dram:
             raise KeyError("dram: not in this profile")
         measured = (((point.workers, point.piece_bytes), point.bytes_per_s.median) for point in self.dram)
@@ -251,10 +238,8 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's products with triggers, of all workers together.
-
-        Raises KeyError if it was not measured. `core` is as in `decode_bytes_per_s`.
-        """
+        """Return tokens x weights per second of prefill's products with triggers, of all workers together. Raises
+        KeyError if it was not measured. `core` is as in `decode_bytes_per_s`."""
         measured = (
             ((point.workers, point.row_weights, point.tokens), point.token_weights_per_s.median)
             for point in self._points_on(self.panels, core)
@@ -272,10 +257,8 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return tokens x weights per second of prefill's products with value rows, of all workers together.
-
-        Raises KeyError if it was not measured. `share` and `core` are as in `decode_bytes_per_s`.
-        """
+        """Return tokens x weights per second of prefill's products with value rows, of all workers together. Raises
+        KeyError if it was not measured. `share` and `core` are as in `decode_bytes_per_s`."""
         measured = (
             ((point.workers, point.row_weights, point.share), point.token_weights_per_s.median)
             for point in self._points_on(self.reused, core)
@@ -293,11 +276,9 @@ class DeviceProfile:
         row_weights: int = 4096,
         core: Kind | None = None,
     ) -> float:
-        """Return the speed of the Up and Down rows of the neurons that fired, both together.
-
-        The figure of either alone is misleading, since the kernel of an Up row also prefetches the Down row. Raises
-        KeyError if one was not measured.
-        """
+        """Return the speed of the Up and Down rows of the neurons that fired, both together. The figure of either alone
+        is misleading, since the kernel of an Up row also prefetches the Down row. Raises KeyError if one was not
+        measured."""
         kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
         up, down = (
             self.decode_bytes_per_s(kind, workers, share, quantization=quantization, row_weights=row_weights, core=core)
@@ -310,10 +291,8 @@ class DeviceProfile:
         return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0
 
     def read_delay_us(self, workers: int, *, together: bool) -> float:
-        """Return the time that a worker waits for a read beyond the flash's own time. Raises KeyError if unmeasured.
-
-        together: the read is requested with others of its layer; False: by itself
-        """
+        """Return the time that a worker waits for a read beyond the flash's own time, if the read is requested together
+        with others of its layer or by itself. Raises KeyError if unmeasured."""
         delays = {float(delay.workers): delay.us.median for delay in self.read_delays if delay.together == together}
         if not delays:
             raise KeyError("read_delays: not in this profile")
@@ -334,19 +313,14 @@ class DeviceProfile:
         return interpolate({point.workers: point.us.median for point in self.messages}, workers)
 
     def step_factor(self, mode: str, workers: int) -> float:
-        """Return the time of a step relative to its kernels. Thresholded mode counts as exact mode.
-
-        Raises KeyError if no step of this mode was measured.
-        """
+        """Return the time of a step relative to its kernels. Thresholded mode counts as exact mode. Raises KeyError if
+        no step of this mode was measured."""
         return interpolate(
             {point.workers: point.step_us.median / point.kernels_us.median for point in self._steps(mode)}, workers
         )
 
     def between_us(self, mode: str, workers: int) -> float:
-        """Return the time from the end of a step to the start of the next.
-
-        Modes and errors are as in `step_factor`.
-        """
+        """Return the time from the end of a step to the start of the next. Modes and errors are as in `step_factor`."""
         return interpolate({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
 
     def _steps(self, mode: str) -> list[StepPoint]:
@@ -359,10 +333,8 @@ class DeviceProfile:
     def _interpolated(
         self, kind: tuple[object, ...], measured: Iterable[tuple[tuple[float, ...], float]], position: tuple[float, ...]
     ) -> float:
-        """Return the interpolated value at `position`. Raises KeyError if nothing was measured.
-
-        Results are cached by `kind` and position, since a search looks up the same ones thousands of times.
-        """
+        """Return the interpolated value at `position`. Raises KeyError if nothing was measured. Results are cached by
+        `kind` and position, since a search looks up the same ones thousands of times."""
         if (kind, position) not in self._interpolations:
             points = list(measured)
             if not points:
@@ -375,19 +347,15 @@ class DeviceProfile:
         return {}
 
     def _points_on(self, points: Sequence[Any], core: Kind | None) -> Iterator[Any]:
-        """Yield the points of one worker on a core of this class.
-
-        None: the points of all workers, and of one worker on the fastest class
-        """
+        """Yield the points of one worker on a core of this class. None: the points of all workers, and of one worker on
+        the fastest class"""
         fastest = max(self.cores, key=lambda core_class: core_class.capacity).kind
         accepted = (None, fastest) if core is None else (core,)
         return (point for point in points if point.core in accepted)
 
     def flash_curve(self) -> FlashCurve | None:
-        """Return the flash figures in the form of a brief measurement: random unpinned reads of the whole file.
-
-        None if flash was not measured.
-        """
+        """Return the flash figures in the form of a brief measurement: random unpinned reads of the whole file. None if
+        flash was not measured."""
         flash = self.flash
         if flash is None:
             return None

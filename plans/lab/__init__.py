@@ -1,1 +1,1 @@
-"""Simulation, synthetic models and the demo model's training: used by verbs, never by a run."""
+"""Simulation, synthetic models and the demo model's training. Commands use it, runs do not."""

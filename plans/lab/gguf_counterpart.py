@@ -1,10 +1,9 @@
 """The GGUF counterpart of a shape: random weights for engines that read GGUF and compute densely.
 
-Such engines do the same work for any weights, so the counterpart is as fast as the model. Encodings follow llama.cpp's
-Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and routers.
-
-The architecture is llama.cpp's for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`, `smallthinker`.
-Routers are random; an expert whose row is longer is chosen more often, which makes hot experts.
+Such engines do the same work for any weights, so that the counterpart is as fast as the model. Encodings follow
+llama.cpp's Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and
+routers. The architecture is `llama` (SiLU, dense or a mixture), `qwen3`, `qwen3moe` or `smallthinker`. Routers are
+random; hot experts have longer rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-NAME = "shape twin"  # written into files, so it stays
+NAME = "shape twin"  # part of files, so it cannot change
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of token, as GGUF numbers them
 SPACE = "▁"
 SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
@@ -37,8 +36,8 @@ LETTERS = (SPACE, *"0123456789")
 MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
 
 
-PIECE_BYTES = 8 << 20  # of random weights at a time
-SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp's own, whatever a file says
+PIECE_BYTES = 8 << 20  # of random weights that are computed at once
+SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp uses these for every file
 GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncType.SIGMOID}
 
 
@@ -47,26 +46,26 @@ class _Tensor(NamedTuple):
     rows: int  # 0: a vector
     columns: int
     encoding: str
-    experts: int = 0  # that are stacked in it; 0: a plain matrix
-    lengths: tuple[float, ...] = ()  # of its rows, where they differ
+    experts: int = 0  # number of stacked matrices; 0: a plain matrix
+    lengths: tuple[float, ...] = ()  # of its rows; empty: all about 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the dimensions that the tensor has."""
         return tuple(size for size in (self.experts, self.rows, self.columns) if size)
 
     @property
     def size_bytes(self) -> int:
-        """Return the encoded size of the tensor."""
         block_weights, block_bytes = _block(self.encoding)
         return math.prod(self.shape) // block_weights * block_bytes
 
 
 def write_gguf_counterpart(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
-    """Write the GGUF counterpart of a shape piece by piece; the same seed gives the same bytes.
+    """Write the GGUF counterpart of a shape. The same seed gives the same bytes.
 
-    progress is called with the bytes written and the total. The file appears whole or not at all. Raises UserError for
-    a shape that the encodings or the architecture do not cover, and for errors of the disk.
+    progress: receives the bytes that are written, and all bytes
+
+    The file appears complete or not at all. Raises UserError for shapes that GGUF cannot express, and for errors of the
+    disk.
     """
     _require(path, model)
     tensors = tuple(_tensors(model))
@@ -84,7 +83,6 @@ def write_gguf_counterpart(path: Path, model: ModelSpec, seed: int, progress: Pr
 
 
 def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progress: Progress | None) -> None:
-    """Append all tensors, aligned. A thread computes the next piece while one is written."""
     pieces = [
         (tensor, (seed, number, start), min(_piece_bytes(tensor), tensor.size_bytes - start))
         for number, tensor in enumerate(tensors)
@@ -133,7 +131,7 @@ def _require(path: Path, model: ModelSpec) -> None:
 
 
 def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
-    """Return the layers that llama.cpp computes for a smallthinker with windows, or None for other architectures."""
+    """Return the layers that llama.cpp computes for a smallthinker with windows; None for other architectures."""
     if architecture(model) != "smallthinker":
         return None
     full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
@@ -143,7 +141,6 @@ def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
 
 
 def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
-    """Yield all tensors of the architecture, in the order in which a step reads them."""
     width, key_width = model.width, model.key_heads * model.head_width
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
     yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
@@ -168,9 +165,10 @@ def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
 
 
 def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
-    """Return the lengths of a router's rows that make it choose each expert as often as the package's router does.
+    """Return lengths of a router's rows with which it chooses each expert as often as the package's router does; empty
+    if all experts are equally likely. Each layer has other hot experts.
 
-    Normal values with these deviations exceed a common value that often. Each layer has other hot experts.
+    Normal values with these deviations exceed a common value with the requested frequencies.
     """
     routing = routing_of(model)
     if not routing.hot.share:
@@ -180,19 +178,17 @@ def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
 
 
 def _block(encoding: str) -> tuple[int, int]:
-    """Return the weights and bytes of a block of an encoding."""
     return (1, PLAIN_BYTES[encoding]) if encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[encoding]
 
 
 def _piece_bytes(tensor: _Tensor) -> int:
-    """Return PIECE_BYTES rounded down to whole blocks."""
     return PIECE_BYTES // (block_bytes := _block(tensor.encoding)[1]) * block_bytes
 
 
 def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Return a piece of a tensor that starts at the byte that is the last number of `place`.
+    """Return a piece of a tensor. Norms are 1, rows have lengths near 1, so that activations stay finite.
 
-    Norms are one. Random weights have a size that gives rows a length near one, so that activations stay finite.
+    place: seed, number of the tensor, first byte within the tensor
     """
     generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
@@ -207,9 +203,9 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
     blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
     blocks = blocks.reshape(-1, block_bytes)
-    # A random nibble less 8 has a spread of 4.6. A Q6_K weight is a signed byte times six bits less 32: 74 times 18.5.
+    # Deviations: 4.6 of a random nibble - 8; in Q6_K 74 of a signed byte, 18.5 of its factor, six random bits - 32.
     spread, scale = (4.6, slice(0, 2)) if tensor.encoding == "Q4_0" else (74 * 18.5, slice(208, 210))
-    # Quants average just below zero; scales of both signs keep rows from leaning to one side.
+    # The mean of quants is below 0, so scales have both signs.
     sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
     np.negative(sizes, where=generator.integers(0, 2, len(blocks), dtype=np.bool_), out=sizes)
     sizes /= np.float32(spread * length)
@@ -218,7 +214,6 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
 
 
 def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
-    """Add the metadata that llama.cpp's converter writes, and a sentencepiece vocabulary whose words are numbers."""
     writer.add_name(NAME)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
     writer.add_vocab_size(model.vocabulary)
@@ -236,12 +231,12 @@ def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
     if model.experts > 1:
         writer.add_expert_count(model.experts)
         writer.add_expert_used_count(model.experts_per_token)
-        if architecture(model) != "llama":  # which knows no other width than the feed-forward's, and softmax alone
+        if architecture(model) != "llama":  # llama has neither of these keys
             writer.add_expert_feed_forward_length(model.neurons)
             writer.add_expert_gating_func(GATING[model.router])
     if any(model.windows_tokens):
         writer.add_sliding_window(SMALLTHINKER_WINDOW_TOKENS)
-    # Every number is a shorter number and a digit, so sentencepiece's merges reach all of them.
+    # Every number is a shorter number and a digit, so that merges produce all of them.
     words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
     pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * len(BYTE_PIECES), *[NORMAL] * (len(LETTERS) + len(words))]

@@ -1,1 +1,1 @@
-"""Model descriptions as data: one `ModelSpec` for every architecture, and one file for each family."""
+"""Model descriptions as data: the class `ModelSpec`, and a file for each family that reads its configurations."""

@@ -1,4 +1,7 @@
-"""Keys of config.json that many classes of transformers share: sizes, attention windows, the context."""
+"""Keys of config.json that many classes of transformers share: sizes, attention windows, activation, context length.
+
+The functions raise UserError for values that are not supported.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,7 @@ GATED_DEFAULTS = {
 
 
 def context_tokens(config: Record, requested_tokens: int | None) -> int:
-    """Return the maximal number of positions of a sequence: the requested one, if the model has as many, else all it
-    has."""
+    """Return the maximal number of positions of a sequence: the requested number, or the model's if it is None."""
     max_tokens = config.integer("max_position_embeddings", 1, MAX.context_tokens)
     if requested_tokens is not None and not 1 <= requested_tokens <= max_tokens:
         config.fail(
@@ -70,8 +72,11 @@ def context_tokens(config: Record, requested_tokens: int | None) -> int:
 
 
 def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
-    """Return each layer's attention window. `sliding_window` applies from `first_layer` on, unless `layer_types` lists
-    the layers, in classes that read it."""
+    """Return each layer's attention window in tokens; 0: none. `sliding_window` applies from `first_layer` on, unless
+    `layer_types` says otherwise.
+
+    reads_layer_types: the class obeys `layer_types`; otherwise it must not contradict `first_layer`
+    """
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has("sliding_window"):
         return [0] * layers
@@ -88,8 +93,8 @@ def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: 
 
 
 def windows_of_qwen(config: Record) -> list[int]:
-    """Return attention windows that apply only if `use_sliding_window` is set, and only from layer `max_window_layers`
-    on."""
+    """Return each layer's attention window in tokens; 0: none. `sliding_window` applies only if `use_sliding_window` is
+    true, and then to layers from `max_window_layers` on or those in `layer_types`."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not (config.has("use_sliding_window") and config.boolean("use_sliding_window")):
         return [0] * layers
@@ -100,7 +105,8 @@ def windows_of_qwen(config: Record) -> list[int]:
 def gated_activation(
     config: Record, has: Callable[[str], bool], requested: Activation | None, *, relu_may_mean_drelu: bool = False
 ) -> Activation:
-    """Return the requested activation, else the one that `hidden_act` names, unless the tensors contradict it."""
+    """Return the requested activation, or the one that `hidden_act` names. Raises UserError if that is unknown or
+    ambiguous, or contradicts the tensors."""
     if requested is not None:
         return requested
     if is_fatrelu(config):
@@ -115,19 +121,18 @@ def gated_activation(
 
 
 def is_fatrelu(config: Record) -> bool:
-    """Return True if `hidden_act` is ReLU with a threshold, which `hidden_act_param` gives."""
+    """Return True if `hidden_act` is ReLU with a threshold; `hidden_act_param` is the threshold."""
     return config.text("hidden_act") == "fatrelu"
 
 
 def threshold(config: Record, choices: Choices) -> float:
-    """Return the value that a gate must exceed. An activation that the user names instead of the file's has no
-    threshold."""
+    """Return `activation_threshold`. An activation that the user chooses has threshold 0."""
     fat = choices.activation is None and is_fatrelu(config)
     return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
 
 def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
-    """Refuse biases of attention's output and of a gated feed-forward."""
+    """Raise UserError if attention's output projection or the gated feed-forward has a bias."""
     for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
         if has(f"model.layers.0.{name}.bias"):
             config.fail(field, f"a bias of {name} is not supported")
@@ -136,7 +141,7 @@ def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
 
 
 class Mixture(NamedTuple):
-    """The fields of a ModelSpec about experts, by the same names."""
+    """The fields of a ModelSpec that describe a mixture; names as there."""
 
     experts: int
     experts_per_token: int
@@ -157,10 +162,11 @@ def gated_model(
     mixture: Mixture | None = None,
     rotary: list[bool] | None = None,
 ) -> ModelSpec:
-    """Return a model with RMS norms, rotary positions and a gated feed-forward, from the keys that such classes share.
+    """Return a model with RMS norms, rotary positions and a gated feed-forward. Sizes come from `config`.
 
+    windows, rotary: as in `runs_of`
     neurons: the key of the number of neurons
-    rotary: whether each layer is rotary (None: all are)
+    mixture: None for a dense model
     """
     return build_spec(
         config,
@@ -177,7 +183,7 @@ def gated_model(
 
 
 def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:
-    """Return the fields of ModelSpec whose keys have the same names in Llama and most later classes.
+    """Return the fields of ModelSpec that Llama and most later classes read from the same keys.
 
     neurons: the key of the number of neurons
     """
@@ -199,7 +205,7 @@ def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") 
 
 
 def build_spec(config: Record, **fields: Any) -> ModelSpec:
-    """Return a ModelSpec with these fields. Raises UserError if they contradict each other."""
+    """Return a ModelSpec with `fields`. Raises UserError if they contradict each other."""
     try:
         return ModelSpec(**fields)
     except SpecError as error:

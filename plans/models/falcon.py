@@ -39,7 +39,7 @@ DEFAULTS = {
     "eos_token_id": 11,
 }
 
-# A package stores the one norm twice: 65 KB a layer at most, instead of a third kind of layer.
+# With one norm, a package stores it twice: at most 65 KB a layer, which is simpler than a further kind of layer.
 ONE_NORM = TensorNames(
     embedding="transformer.word_embeddings",
     output="lm_head",
@@ -68,7 +68,7 @@ def _key_heads(config: Record, query_heads: int) -> int:
 
 
 def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
-    """Return the rows of queries, keys and values in the joined tensor. Each key head's group lies together: its
+    """Return the rows of queries, keys and values in the joined tensor. That stores each key head's group together: its
     queries, its key, its value. With multi_query there is one group; without it each head is a group."""
     group = model.query_heads // model.key_heads
     group_rows = (group + 2) * model.head_width  # of one key head
@@ -127,7 +127,7 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
     )
 
 
-# llama.cpp's graph and converter: one norm is attn_norm; of two, attention's is attn_norm_2.
+# In files of llama.cpp a single norm is named attn_norm; of two norms, attention's is attn_norm_2.
 GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel=True, activation=None)
 
 FAMILY = Family(

@@ -1,5 +1,7 @@
-"""The contents of a family file: how configurations and tensor names of its checkpoints become one description. Also
-which activation a source means, since ReLU models are often read wrongly without an error."""
+"""The classes that a family file fills in: how the configurations and tensor names of its sources become a ModelSpec.
+
+Also the rules for which activation a source means, since many files of ReLU models name a wrong one.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,15 @@ class Choices(NamedTuple):
 
 @frozen(kw_only=True)
 class TensorNames:
-    """The names of a model's tensors in a source, without `.weight` and `.bias`; None: its models have no such tensor.
+    """The names of a model's tensors in a source, without `.weight` and `.bias`. None: the model has no such tensor.
 
-    Names of a layer follow `layer`, in which {} is the layer's number. In a mixture gate, up and down also follow
-    `expert`, in which {} is the expert's number.
+    The prefix `layer` precedes a layer's names; its {} is the number of the layer. In a mixture, `expert` with the
+    number of the expert precedes gate, up and down too.
 
-    stacked: all experts of a layer lie in one tensor, one after the other
-    query_key_value: the three in one tensor, instead of one each
-    first_position: rows of `positions` before the row of position 0
-    predictor: fc1 and fc2, {} is 1 or 2; they follow `layer`, or in a mixture `expert`
+    stacked: one tensor has the matrices of all experts of a layer, one after the other
+    query_key_value: the tensor of queries, keys and values, if they have none each
+    first_position: number of rows of `positions` before the row of position 0
+    predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
     """
 
     embedding: str
@@ -60,17 +62,18 @@ class TensorNames:
 
 @frozen(kw_only=True)
 class Architecture:
-    """One class of transformers, as config.json names it under `architectures`.
+    """A class of transformers, as config.json names it under `architectures`.
 
-    config_class: the class whose defaults apply to missing keys
-    defaults: its defaults, for every key that is read; `null` in a file is not missing
-    read: (configuration, function that tells whether a tensor exists, choices) -> the model; raises UserError naming
-        the field
-    names: names of its tensors, or a function if they depend on the configuration
-    joined_rows: the rows of queries, keys and values in a tensor that holds all three, if there is one
+    config_class: name of the configuration class that `defaults` are from
+    defaults: values of missing keys, for every key that is read; a key that is `null` is not missing
+    read: (configuration, function that returns True if a tensor exists, choices) -> the model. Raises UserError, which
+        names the field.
+    names: names of the tensors, or a function of the configuration that returns them
+    joined_rows: (configuration, model) -> the rows of the tensor `query_key_value` in the order in which packages
+        store them: queries, keys, values
     harmless: a regular expression of tensors that change nothing and may be present
     norm_offset: added to the stored weight of every norm
-    partial_rotary: `partial_rotary_factor` applies: that share of a head, from its first element on, is rotated
+    partial_rotary: only a part of each head is rotated, from the first element on: `partial_rotary_factor`
     """
 
     config_class: str
@@ -83,22 +86,22 @@ class Architecture:
     partial_rotary: bool = False
 
     def tensor_names(self, config: Record) -> TensorNames:
-        """Return the names of the tensors of a checkpoint with this configuration."""
         return self.names(config) if callable(self.names) else self.names
 
 
 @frozen(kw_only=True)
 class GgufArchitecture:
-    """One `general.architecture` of GGUF files, whose keys and tensor names follow one scheme.
+    """A value of `general.architecture` in GGUF files. All share one scheme of keys and tensor names.
 
-    interleaved: rows of queries and keys pair neighbouring elements for rotary positions
+    interleaved: rotary positions rotate neighbouring elements as a pair, not element i with i + head_width / 2
     qkv_bias: queries, keys and values always have biases; otherwise only if the tensors exist
     head_norm: queries and keys are normed, each head by itself
-    relu_may_mean_drelu: the user has to confirm `relu`, since known models say it and mean drelu
+    relu_may_mean_drelu: the user has to confirm `relu`, since files of known dReLU models say it
     activation: used if a file names none; None: GELU, which is not supported
-    router, router_reads: properties of its mixtures; `router` applies if a file names none
+    router: used for mixtures if a file names none
+    router_reads: the field of ModelSpec
     harmless: a regular expression of tensors that change nothing and may be present
-    norm: norm of its layers; the weights of LayerNorm are stored whole
+    norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     gated: the feed-forward has Gate beside Up and Down
     parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
         keys and values lie in one tensor, in that order
@@ -143,15 +146,15 @@ _RELU_MODELS = re.compile(r"relu|sparse|bamboo|powerinfer|minicpm-s", re.IGNOREC
 
 
 def sounds_like_relu(*names: str) -> str | None:
-    """Return the first of the names that a ReLU model might have; None if there is none."""
+    """Return the first of `names` that looks like the name of a ReLU model, None if none does."""
     return next((name for name in names if _RELU_MODELS.search(name)), None)
 
 
 def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
-    """Return the activation that a field names.
+    """Return the activation that a field names. Raises UserError if the name is unknown or ambiguous.
 
-    relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its files differ in nothing else from those of a
-        model that means relu
+    relu_may_mean_drelu: refuse relu, since SparseQwen2's files say relu, mean drelu and differ in nothing else from
+        files of a Qwen2 with relu
     """
     if (name := record.text(field)) not in ACTIVATION_NAMES:
         record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")

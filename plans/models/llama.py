@@ -1,8 +1,8 @@
 """Llama and models built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
 
-transformers writes every key that it knows into config.json, but files made by hand or by other programs lack some, and
-missing keys decide results: a Mistral without `sliding_window` has an attention window of 4096. The defaults below are
-compared with those of transformers (tests/conformance/golden).
+transformers writes every key that it knows into config.json. Files by hand or from other programs lack some, and the
+defaults of missing keys change results: a Mistral without `sliding_window` has an attention window of 4096. Tests
+compare the defaults below with those of transformers (tests/conformance/golden).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def _mistral(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _qwen2(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Read a Qwen2. modeling_qwen2.py always gives biases to queries, keys and values."""
     refuse_biases(config, has)
     activation = gated_activation(config, has, choices.activation, relu_may_mean_drelu=True)
     windows = windows_of_qwen(config)
+    # modeling_qwen2.py always gives biases to queries, keys and values.
     return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=True)
 
 
 def _bamboo(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Read a Bamboo, whose class applies the configured activation to gate and to up. TurboSparse-Mistral has the same
-    class and strings, and predictors among its tensors. Both are dReLU."""
+    """Return the description of a Bamboo or TurboSparse-Mistral, which share this class; only TurboSparse has
+    predictors. Both compute dReLU: the class applies relu, the configured activation, to gate and to up."""
     refuse_biases(config, has)
     activation: Activation = "drelu"
     if choices.activation is not None:

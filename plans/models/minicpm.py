@@ -1,6 +1,6 @@
 """MiniCPM and MiniCPM-S: like Llama, with three scales that keep activations similar at any width and depth (muP).
 
-The embedding is multiplied by `scale_emb`, what attention and feed-forward add by `scale_depth` / sqrt(layers), and
+The embedding is multiplied by `scale_emb`, the outputs of attention and feed-forward by `scale_depth` / sqrt(layers);
 logits are divided by `hidden_size` / `dim_model_base`. MiniCPM-S has ReLU with a threshold.
 """
 

@@ -1,8 +1,8 @@
 """Mixtral and TurboSparse-Mixtral: Llama with experts, of which a router chooses some for each token and layer.
 
-The router's values for all experts pass a softmax, and those of the chosen experts are divided by their sum, which
-equals the softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo
-does; each of its experts has a predictor in the checkpoint.
+Mixtral takes a softmax over all experts and divides the chosen experts' values by their sum, which equals a softmax
+over the chosen experts. The files of TurboSparse-Mixtral say relu, as Bamboo's do, but its class applies relu to gate
+and to up (dReLU). Each of its experts has a predictor in the checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def _mixtral(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _turbosparse(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Read a TurboSparse-Mixtral, whose class applies the configured activation to gate and to up."""
     if choices.activation is not None:
         return _model(config, choices, choices.activation)
     if (stated := config.text("hidden_act")) not in ("relu", "drelu"):

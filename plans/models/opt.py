@@ -92,7 +92,7 @@ def opt_spec(
     context_tokens: int,
     tied_embeddings: bool,
 ) -> ModelSpec:
-    """Return the description of an OPT of these sizes, whichever file states them. Raises SpecError."""
+    """Return the description of an OPT of these sizes. Raises SpecError if a size is out of range."""
     return ModelSpec(
         family=NAME,
         width=width,

@@ -1,4 +1,4 @@
-"""The registry of families. A new family is a file in this folder and a line here."""
+"""The registry of families. A new family needs a file in this folder and a line in `FAMILIES`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SmallThinker: experts with ReLU gates, chosen by a router that reads the layer's input before it is normed, so that
-    they are known before attention. Some layers have neither rotary positions nor a window.
+"""SmallThinker: experts with ReLU gates. The router reads the layer's input before it is normed, so the chosen experts
+are known before attention. Some layers have neither rotary positions nor a window.
 
 Keys and defaults: configuration_smallthinker.py in the models' own repositories (PowerInfer/SmallThinker-4BA0.6B,
 -21BA3B). Its class has no other activation than relu(gate) * up.
@@ -79,7 +79,7 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
 
 
 def _layout(config: Record, field: str, default: int) -> list[int]:
-    """Return a 0 or 1 for each layer."""
+    """Return the 0 or 1 of each layer; `default` without the field."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has(field):
         return [default] * layers
@@ -89,8 +89,8 @@ def _layout(config: Record, field: str, default: int) -> list[int]:
     return flags
 
 
-# The converter of SmallThinker's own engine names the router only if it is softmax, and may add a predictor of the rows
-# of the output matrix. llama.cpp's names either router.
+# GGUF files of SmallThinker's own engine name the router only if it is softmax, and may have a predictor for the output
+# matrix. Files of llama.cpp name either router.
 GGUF = GgufArchitecture(
     interleaved=False,
     activation="relu",

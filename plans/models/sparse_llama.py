@@ -25,7 +25,7 @@ from neuronpipe.protocol.errors import quoted
 NAME = "sparse_llama"
 PROSPARSE, SPARSE_LM = "sparsellama", "llama_sparse_relu"
 
-# Both classes come with their models' repositories and derive from LlamaConfig; the rest is SparseLM's.
+# The configuration classes come with the models' repositories and derive from LlamaConfig; SparseLM's adds two keys.
 DEFAULTS = {**LLAMA_DEFAULTS, "sparsity_gated_mlp": True, "sparsity_new_intermediate_size": None}
 
 

@@ -32,9 +32,9 @@ ROUTER_INPUTS: tuple[RouterInput, ...] = ("feed_forward", "layer")
 
 
 class Limits(NamedTuple):
-    """The largest values of a ModelSpec's fields, for every reader of models.
+    """The largest values of ModelSpec's fields. Every reader of models applies them.
 
-    layers: the sum of all kinds
+    layers: maximal number of layers of all kinds together
     """
 
     width: int = 1 << 20
@@ -67,7 +67,7 @@ class LayerKind:
     """A run of consecutive layers of the same kind.
 
     layers: number of layers
-    window_tokens: the attention window: how many tokens a token attends to, itself included; 0: to all before it
+    window_tokens: the attention window: how many tokens a token attends to, itself included; 0: all up to itself
     rotary: True if heads are rotated, in a model with rotary positions
     """
 
@@ -78,37 +78,38 @@ class LayerKind:
 
 @frozen(kw_only=True)
 class ModelSpec:
-    """An architecture with its sizes. Raises SpecError if fields contradict each other.
+    """An architecture with its sizes. Raises SpecError if fields contradict each other or are out of range.
 
-    family: name of the family in plans/models/, for people; no computation depends on it
-    width: width of the residual stream
+    family: name of the family in plans/models/, only for messages and tables
     neurons: neurons of one expert's feed-forward
     experts: experts of each layer; a dense model has one
     experts_per_token: how many experts compute a token
-    router: how the chosen experts' router values become shares that sum to 1: softmax, or sigmoids divided by their sum
+    router: how the router values of the chosen experts become factors that sum to 1: softmax, or sigmoids divided by
+        their sum
     router_reads: input of the router: the normed input of the feed-forward, or the layer's input unchanged
     layer_kinds: the layers from the first to the last, in runs of the same kind
     query_heads: heads of attention
-    key_heads: heads of keys and values; query_heads is a multiple
+    key_heads: heads of keys and values; divides query_heads
     head_width: width of a query, key or value of one head
     vocabulary: rows of the embedding
     context_tokens: maximal number of positions of a sequence
     norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
     norm_epsilon: added to the mean square, or to the variance
-    positions: rotary: heads are rotated by tables of the package; learned: each position has a row that is added at the
-        start
+    positions: rotary: heads are rotated by tables of the package; learned: each position has a vector that is added to
+        the embedding
     head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
     activation: activation of the feed-forward
     gated: the feed-forward has Gate beside Up and Down
-    qkv_bias, output_bias: attention's projections have biases
+    qkv_bias: the projections of queries, keys and values have biases
+    output_bias: the output projection of attention has a bias
     ffn_bias: Up and Down have biases, in a feed-forward without Gate
     tied_embeddings: the embedding is the output matrix too
-    parallel: the feed-forward of a layer reads the input of its attention, not the sum with attention's output
-    activation_threshold: value that a neuron's trigger must exceed for the neuron to fire; not 0 only with relu
+    parallel: the feed-forward of a layer reads the layer's input, not its sum with attention's output
+    activation_threshold: value that a neuron's trigger must exceed for the neuron to fire; 0 unless activation is relu
     embedding_scale: factor of a token's embedding
     logit_scale: factor of every logit
     residual_scale: factor of what attention and feed-forward add to the residual stream
-    attention_scale: factor of scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
+    attention_scale: factor of attention scores besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     """
 
     family: str
@@ -175,12 +176,11 @@ class ModelSpec:
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers of all kinds."""
         return sum(kind.layers for kind in self.layer_kinds)
 
     @property
     def windows_tokens(self) -> tuple[int, ...]:
-        """Attention window of each layer; 0: none."""
+        """Attention window of each layer in tokens; 0: none."""
         return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
 
     @property
@@ -192,13 +192,13 @@ class ModelSpec:
 
     @property
     def ffns(self) -> int:
-        """Number of feed-forwards in all layers: one for each expert."""
+        """Number of feed-forwards in all layers, of which each expert is one."""
         return self.layers * self.experts
 
     @property
     def read_whole(self) -> bool:
-        """True if a token needs nearly all of a feed-forward that computes it. With SiLU every neuron fires; with ReLU
-        in small experts about 40 % do (SmallThinker), so that hardly a page is unused."""
+        """True if a token needs nearly all pages of an expert that computes it. With SiLU every neuron fires; with ReLU
+        in the small experts of SmallThinker about 40 % do, which touches almost every page."""
         return self.activation == "silu" or (self.activation == "relu" and self.experts > 1)
 
     @property
@@ -208,12 +208,12 @@ class ModelSpec:
 
     @property
     def key_width(self) -> int:
-        """Number of rows of the key matrix, and of the value matrix."""
+        """Number of rows of the key matrix; the value matrix has as many."""
         return self.key_heads * self.head_width
 
     @property
     def qkv_rows(self) -> int:
-        """Number of rows of the joined query, key and value matrix."""
+        """Number of rows of the query, key and value matrices together."""
         return self.query_width + 2 * self.key_width
 
     @property
@@ -227,14 +227,17 @@ class ModelSpec:
         return "gate" if self.gated else "up"
 
 
-# A manifest has these only if they differ from ModelSpec's defaults, so that packages without them keep their ids.
+# Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
 _LATER = ("experts_per_token", "router", "router_reads", "parallel", "activation_threshold", *SCALES)
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
 def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:
-    """Return the layer kinds of a model whose layers have these attention windows, from the first to the last, and are
-    rotary or not (None: all are)."""
+    """Return the runs of layers that are alike.
+
+    windows_tokens: attention window of each layer, from the first to the last; 0: none
+    rotary: for each layer, True if its heads are rotated; None: all are
+    """
     kinds: list[LayerKind] = []
     for window, rotates in zip(windows_tokens, rotary or [True] * len(windows_tokens), strict=True):
         if kinds and (kinds[-1].window_tokens, kinds[-1].rotary) == (window, rotates):

@@ -1,1 +1,1 @@
-"""The package: a converted model as a directory that services read straight from flash."""
+"""The package: a directory with a converted model, which services read directly from flash."""

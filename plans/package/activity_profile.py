@@ -1,8 +1,7 @@
-"""The activity profiles of a package: what was measured of its neurons on a text, in the manifest's `profiles` and in
-activity.bin. FORMAT.md specifies both.
+"""The activity profiles of a package: which neurons are needed how often, measured on a text.
 
-The manifest has one number per layer or per curve; activity.bin has the figures of each neuron. Nothing here imports
-numpy, because a planner reads it in the parent of a run's processes.
+The manifest's `profiles` has curves and figures of layers; activity.bin has the figures of each neuron. FORMAT.md
+specifies both. This module does not import numpy, because a planner reads profiles in the parent of a run's processes.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
 
 BATCHES = (1, 2, 3, 4)
-"""Numbers of tokens computed together. A batch needs a neuron if one of its tokens does."""
+"""The measured batch sizes in tokens. A batch needs a neuron if one of its tokens does."""
 
 EDGES = (0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
-"""Ends of the bins of a feed-forward's neurons, hottest first, as shares of all."""
+"""Bounds of the bins of a feed-forward's neurons by descending frequency, as shares of the neurons."""
 BINS = len(EDGES) - 1
 
 ALWAYS = 65535  # the frequency 1 in activity.bin
@@ -37,16 +36,16 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 Points = tuple[tuple[float, float], ...]
-"""A curve, by ascending x."""
+"""The points (x, y) of a curve, by ascending x."""
 
 
 def neuron_bin_ends(neurons: int) -> tuple[int, ...]:
-    """Return the ends of the bins of this number of neurons, in neurons; the first number is 0."""
+    """Return EDGES as numbers of neurons, of a feed-forward with `neurons`."""
     return tuple(round(edge * neurons) for edge in EDGES)
 
 
 def interpolated(points: Points, x: float) -> float:
-    """Return the curve at x; outside its range it is constant."""
+    """Return y of the curve at x; outside its range the curve is constant."""
     x = min(max(x, points[0][0]), points[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
@@ -59,19 +58,21 @@ def interpolated(points: Points, x: float) -> float:
 class ActivityProfile:
     """Measurements in one mode.
 
-    mode: defines when a token needs a neuron. exact: when it fires, so that its value part is read; predicted: when it
-        is predicted, and then all of it is read; thresholded: when it is not silent
-    source: measured by us, or the counts of another program
+    mode: defines when a token needs a neuron. exact: when the neuron fires, so that its value part is read; predicted:
+        when it is predicted, so that both parts are read; thresholded: when it is not below the threshold
+    source: measured by `profile`, or powerinfer: imported counts
     text: name of the text
-    curve: share of the neurons -> their share of what is needed, in the package's order if that is by frequency, else
-        in the measured order; mean over feed-forwards
-    wanted_by_layer: share of the chosen experts' neurons that a token needs
-    reuse_by_layer: share of what a token needs that the token before needed too; empty in an imported profile, as is
-        misses
-    experts_by_frequency, experts_by_layer_before: in a mixture, the share of a token's experts that as many guesses
-        find: the most frequent ones, and those that most often follow the experts of the layer before. Measured on the
-        last quarter of the text, with counts of the rest; empty if not measured
-    misses: unit of residency -> policy -> (resident share of all units, share of needed units that are absent)
+    tokens: number of tokens of the text
+    curve: share of the neurons -> their share of the needed neurons; mean over feed-forwards. Neurons are in the
+        package's order if that is by frequency, else most frequent first
+    wanted_by_layer: share of the neurons of a token's experts that the token needs
+    reuse_by_layer: share of a token's needed neurons that the token before needed too; empty in an imported profile
+    misses: unit of residency -> policy -> (resident share of all units, share of the needed units that are absent);
+        None in an imported profile
+    experts_by_frequency: in a mixture, the share of a token's experts that are among the most frequent experts, of
+        which as many are guessed as a token has. Measured on the last quarter of the text, with counts of the rest;
+        empty if it was not measured
+    experts_by_layer_before: the same for the experts that most often follow the token's experts of the layer before
     """
 
     mode: ProfileMode
@@ -86,14 +87,14 @@ class ActivityProfile:
     experts_by_layer_before: tuple[float, ...] = ()
 
     def miss_rate(self, unit: Unit, resident_share: float, policy: Policy = "clock") -> float | None:
-        """Return the share of needed units that are absent if this share of all is resident; None if it was not
-        measured."""
+        """Return the share of needed units that are absent if `resident_share` of all units is resident; None if it was
+        not measured."""
         points = (self.misses or {}).get(unit, {}).get(policy)
         return None if points is None else interpolated(points, resident_share)
 
     @property
     def reuse(self) -> float | None:
-        """Mean of reuse_by_layer, weighted by what each layer needs; None if it was not measured."""
+        """Mean of reuse_by_layer, weighted by wanted_by_layer; None if it was not measured or all weights are 0."""
         total = sum(self.wanted_by_layer)
         if not self.reuse_by_layer or not total:
             return None
@@ -102,21 +103,20 @@ class ActivityProfile:
 
 # ---- activity.bin ------------------------------------------------------------------------------------------------
 def _head_values(model: ModelSpec) -> int:
-    """Return how many numbers of one profile come before those of its neurons: numbers of experts, then of bins."""
+    """Return how many numbers a profile has for experts and bins; activity.bin stores them before those of neurons."""
     return len(BATCHES) * model.ffns * (1 + BINS)
 
 
 def activity_bytes(model: ModelSpec, profiles: int) -> int:
-    """Return the size of activity.bin."""
+    """Return the size of activity.bin. profiles: number of profiles."""
     return 2 * profiles * (_head_values(model) + len(BATCHES) * model.ffns * model.neurons)
 
 
 class Activity:
-    """The content of a package's activity.bin: how often neurons and experts are needed, for each profile of its
-    manifest.
+    """The content of activity.bin: how often neurons and experts are needed, for each profile of the manifest.
 
-    Frequencies are shares of all batches of a text, 0..1; in a mixture they include how often the expert is chosen.
-    Raises ValueError if the data do not have the length that the model needs.
+    Frequencies are shares of all batches of a text, 0..1; in a mixture, batches that do not choose the expert count
+    too. Raises ValueError if `data` has not the length that model and profiles need.
     """
 
     def __init__(self, model: ModelSpec, profiles: Sequence[ActivityProfile], data: bytes) -> None:
@@ -126,24 +126,24 @@ class Activity:
         self._data = memoryview(data).cast("H")
 
     def expert(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> float:
-        """Return how often an expert computes a batch; 1 in a dense model."""
+        """Return the share of batches of size `batch` that the expert computes; 1 in a dense model."""
         return self._data[self._head(mode) + self._place(batch, layer, expert)] / ALWAYS
 
     def bins(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> tuple[float, ...]:
-        """Return mean frequencies of the neurons between EDGES. The order of neurons is the same for every batch: the
-        package's if that is by frequency, else the measured one, hottest first for a single token."""
+        """Return the mean frequency of the neurons in each bin. Neurons have the same order for every batch size: the
+        package's if that is by frequency, else by descending frequency for single tokens."""
         start = self._head(mode) + len(BATCHES) * self._model.ffns + self._place(batch, layer, expert) * BINS
         return tuple(value / ALWAYS for value in self._data[start : start + BINS])
 
     def neurons(self, mode: ProfileMode, batch: int, layer: int, expert: int) -> memoryview:
-        """Return the stored frequency of each neuron, uint16: ALWAYS is 1."""
+        """Return the frequency of each neuron as uint16, in units of 1 / ALWAYS."""
         start = len(self._modes) * _head_values(self._model)
         start += self._modes.index(mode) * len(BATCHES) * self._model.ffns * self._model.neurons
         start += self._place(batch, layer, expert) * self._model.neurons
         return self._data[start : start + self._model.neurons]
 
     def stored(self, mode: ProfileMode) -> tuple[bytes, bytes]:
-        """Return one profile's bytes: those before the neurons of all profiles, and those of its neurons."""
+        """Return the bytes of a profile: those of experts and bins, and those of neurons."""
         head, each = self._head(mode), len(BATCHES) * self._model.ffns * self._model.neurons
         neurons = len(self._modes) * _head_values(self._model) + self._modes.index(mode) * each
         heads = self._data[head : head + _head_values(self._model)]
@@ -158,7 +158,6 @@ class Activity:
 
 # ---- the manifest's section ----------------------------------------------------------------------------------------
 def profiles_as_json(profiles: Sequence[ActivityProfile]) -> list[dict[str, Any]]:
-    """Return the manifest's section for these profiles."""
     return [
         {name: getattr(profile, name) for name in ActivityProfile.__slots__ if getattr(profile, name) not in (None, ())}
         for profile in profiles
@@ -166,7 +165,7 @@ def profiles_as_json(profiles: Sequence[ActivityProfile]) -> list[dict[str, Any]
 
 
 def parse_profiles(records: Sequence[Record], model: ModelSpec) -> tuple[ActivityProfile, ...]:
-    """Parse the profiles and check them against the model. Raises UserError naming the file and the field."""
+    """Return the parsed profiles. Raises UserError if they do not fit the model."""
     profiles: list[ActivityProfile] = []
     for record in records:
         profile = _parse_profile(record, model)

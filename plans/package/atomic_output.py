@@ -1,8 +1,8 @@
-"""Output that appears at once and complete, or not at all: a package directory, or a file that a command writes.
+"""Output that appears complete or not at all: a package directory, or a file that a command writes.
 
-A directory is written into `.NAME.partial-PID` beside the target and renamed at the end. The next process continues
-what a killed process left there if it does the same work, and otherwise removes it. A package that is being replaced
-waits as `.NAME.old-PID`, and is restored if nothing replaced it.
+A directory is written as `.NAME.partial-PID` beside the target and renamed at the end. If a process was killed, the
+next process for this target continues the directory if it does the same work, and otherwise removes it. A package that
+is being replaced is renamed to `.NAME.old-PID` meanwhile, and restored if the replacement failed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from neuronpipe.protocol.errors import UserError
 
 
 class PartialDirectory:
-    """A context manager with a new directory, which `publish` turns into the target and which is removed otherwise.
+    """A context manager of a new directory, `path`. `publish` renames it to `target`; otherwise it is removed at exit.
 
-    can_resume: returns True if the work in a directory that a killed process left can be continued; then this directory
-        has that work.
+    overwrite: an existing package at `target` may be replaced
+    can_resume: returns True if the directory of a killed process can be used instead of an empty one
+
+    Raises UserError if the target may not be replaced, or the directory cannot be made.
     """
 
     def __init__(
@@ -39,12 +41,12 @@ class PartialDirectory:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}")
 
     def __enter__(self) -> PartialDirectory:
-        taken_over = self._take_over()
+        is_resumed = self._take_over()
         _clear_leftovers(self.target)
         self._refuse_target()
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            if not taken_over:
+            if not is_resumed:
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir()
         except OSError as error:
@@ -57,7 +59,7 @@ class PartialDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _take_over(self) -> bool:
-        """Take over the directory of a killed process whose work can be continued. Return True on success."""
+        """Rename a killed process's directory whose work can be continued to `path`. Return False if there is none."""
         partial_folders = [path for path, kind in _leftovers(self.target) if kind == "partial"]
         for path in filter(self._can_resume, (self.path, *partial_folders)):
             with contextlib.suppress(OSError):  # another process may have taken it over
@@ -76,7 +78,7 @@ class PartialDirectory:
             raise UserError(f"{self.target}: is no package, so it is not overwritten; choose another name")
 
     def publish(self) -> None:
-        """Rename the directory to the target, after its content is on disk."""
+        """Rename the directory to the target, after its content is on disk. Raises UserError or OSError."""
         for file in self.path.iterdir():
             _sync(file)
         _sync(self.path)
@@ -94,7 +96,7 @@ class PartialDirectory:
 
 
 class ResumableDirectory(PartialDirectory):
-    """A partial directory at a given place on the same disk. It survives an interruption, and the next process
+    """A partial directory at the path `place`, on the disk of the target. It is never removed, so that the next process
     continues with its content."""
 
     def __init__(self, target: Path, place: Path, *, overwrite: bool) -> None:
@@ -111,11 +113,11 @@ class ResumableDirectory(PartialDirectory):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the directory in place; a published one was renamed."""
+        """Keep the directory, unlike the base class."""
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless they exist. Raises UserError."""
+    """Make a folder and its parents, unless they exist. Raises UserError if the file system refuses."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +133,7 @@ def _sync(path: Path) -> None:
 
 
 def _leftovers(target: Path) -> list[tuple[Path, str]]:
-    """Return directories that dead processes left beside the target, with their kind: partial or old."""
+    """Return (path, kind) of the directories that dead processes left beside the target. kind: "partial" or "old"."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
     names = os.listdir(target.parent) if target.parent.is_dir() else []
     matches = filter(None, map(pattern.fullmatch, sorted(names)))
@@ -139,8 +141,7 @@ def _leftovers(target: Path) -> list[tuple[Path, str]]:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Undo unfinished work of dead processes: restore a package whose replacement was not published, remove everything
-    else."""
+    """Restore a package that a dead process was replacing, and remove all other directories of dead processes."""
     for path, kind in _leftovers(target):
         if kind == "old" and not os.path.lexists(target):
             with contextlib.suppress(OSError):
@@ -160,8 +161,8 @@ def _alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write what becomes `path` at the end: beside it, so that the old file stays until the new one
-    is complete. A device or a pipe is written directly. Raises UserError for errors of the file system."""
+    """Yield a path beside `path` to write to, and rename it to `path` at the end, so that an old file stays until the
+    new one is complete. For a device or a pipe, yield `path`. Raises UserError for errors of the file system."""
     try:
         is_replaced = path.is_file() or not path.exists()
         target = path.resolve()  # a link stays a link

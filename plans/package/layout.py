@@ -1,8 +1,8 @@
-"""Positions of each neuron's bytes in bundles.bin: pure arithmetic, shared by the writer, the planner and the services.
+"""Positions of each neuron's bytes in bundles.bin and in memory slots, for the writer, the planner and the services.
 
 A cluster is `cluster_neurons` consecutive neurons of one (layer, expert). It has two parts, each padded to whole pages
-so that either is one aligned read: the trigger part (the rows that decide whether a neuron fires: Gate, or Up in a
-feed-forward without Gate) and the value part (the other rows).
+so that it can be read with one aligned read: the trigger part (the rows that decide whether a neuron fires: Gate, or Up
+in a feed-forward without Gate) and the value part (the other rows).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from neuronpipe.protocol.frozen import frozen
 PAGE_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
-BLOCK_WEIGHTS, BLOCK_SCALE_BYTES, BLOCK_HALVES_BYTES = 256, 16, 32  # with a minimum: a block's scales and minima
+BLOCK_WEIGHTS = 256  # a row's scales and minima are stored by blocks of this many weights
+BLOCK_SCALE_BYTES, BLOCK_HALVES_BYTES = 16, 32  # of a block, if they have six bits, and if they are fp16
 MAX_CLUSTER_NEURONS = 64
 MAX_WASTE = 0.25
-MAX_WHOLE_WASTE = 0.03  # for clusters that are nearly always needed, with all their neighbours
+MAX_WHOLE_WASTE = 0.03  # if nearly all clusters of an expert are needed together, padding is read too
 MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
@@ -53,7 +54,7 @@ _SAME_INPUTS: tuple[frozenset[Quantization], ...] = (
 
 
 def quant_bytes(quantization: Quantization, weights: int) -> int:
-    """Return the bytes of one row's quants (of its values, for f16)."""
+    """Return the bytes of one row's quants; for f16, of its values."""
     return weights // 8 * BITS[quantization] if quantization != "f16" else 2 * weights
 
 
@@ -68,32 +69,32 @@ def scale_bytes(quantization: Quantization, weights: int) -> int:
 
 
 def row_bytes(quantization: Quantization, weights: int) -> int:
-    """Return the bytes of one row: its quants and its scales."""
     return quant_bytes(quantization, weights) + scale_bytes(quantization, weights)
 
 
 def reads_inputs_of(quantization: Quantization, other: Quantization) -> bool:
-    """Return True if rows of one quantization read vectors that are prepared for the other, so that they may stand
-    beside each other in a layer: np_reads_inputs_of of the native library."""
+    """Return True if rows of one quantization can be multiplied with vectors that were prepared for the other, so that
+    a layer may have both. As np_reads_inputs_of of the native library."""
     return quantization == other or any({quantization, other} <= same for same in _SAME_INPUTS)
 
 
 def is_quantized_with(quantization: Quantization, other: Quantization) -> bool:
-    """Return True if both are quantized with full rows of their own inputs, or both are f16: embedding, output and down
-    may then differ from the package's quantization."""
+    """Return True if the embedding, output or down matrix may have `quantization` in a package of `other`. Their input
+    vectors are prepared separately, so only f16 and others cannot be mixed; q3 is for gates only."""
     return (quantization == "f16") == (other == "f16") and quantization != "q3"
 
 
 def pages(size_bytes: int) -> int:
-    """Return the number of pages that `size_bytes` need."""
     return -(-size_bytes // PAGE_BYTES)
 
 
 @frozen(slots=True)
 class MatrixPlace:
-    """Positions of a matrix's rows in a cluster: the part of its quants and of its scales, and the offsets within them.
+    """Position of a matrix's rows in a cluster.
 
-    quantization: encoding of its rows, if it is not the package's
+    quants: offset of the quants within `part`, in bytes
+    scales: offset of the scales within `scales_part`, in bytes
+    quantization: encoding of the rows; None: the package's
     """
 
     name: str
@@ -106,11 +107,13 @@ class MatrixPlace:
 
 @frozen(slots=True)
 class SlotPlaces:
-    """Positions of a cluster's bytes in its two memory slots: offsets of `matrices` are within a slot.
+    """Positions of a cluster's bytes in its two memory slots.
 
-    moved_from, moved_bytes: the range of the trigger part in bundles.bin that lies at the end of the value slot: the
-        co-located scales of the value part's matrices. With 0 bytes each slot has the first bytes of its part, and
-        nothing else.
+    trigger_bytes, value_bytes: sizes of the slots
+    matrices: offsets are within a slot
+    moved_from, moved_bytes: start and size of the range of the trigger part in bundles.bin that is copied to the end of
+        the value slot: the co-located scales of the value part's matrices. 0 bytes: each slot has only the first bytes
+        of its own part.
     """
 
     trigger_bytes: int
@@ -121,15 +124,16 @@ class SlotPlaces:
 
     @property
     def both_bytes(self) -> int:
-        """Memory of a resident cluster, in both slots."""
+        """Memory of a cluster of which both parts are resident."""
         return self.trigger_bytes + self.value_bytes
 
 
 @frozen(slots=True)
 class Layout:
-    """The layout of every cluster. `clusters` and `blocks` count per (layer, expert), offsets are within a part.
+    """The layout of clusters, the same for all of a package.
 
-    matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down.
+    clusters, blocks: numbers per (layer, expert)
+    matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down; offsets are within a part
     """
 
     cluster_neurons: int
@@ -148,7 +152,7 @@ class Layout:
 
     @property
     def block_clusters(self) -> int:
-        """Clusters of one block; the last block of a layer may have fewer."""
+        """Number of clusters of a block; the last block of an expert may have fewer."""
         return self.block_neurons // self.cluster_neurons
 
     def cluster_index(self, layer: int, expert: int, experts: int, neuron: int) -> int:
@@ -156,22 +160,21 @@ class Layout:
         return (layer * experts + expert) * self.clusters + neuron // self.cluster_neurons
 
     def offset_bytes(self, cluster: int, part: Part = "trigger") -> int:
-        """Return the position of a cluster's part in bundles.bin."""
         return cluster * self.cluster_stride_bytes + self.part_offset(part)
 
     def part_offset(self, part: Part) -> int:
-        """Return the position of a part within its cluster."""
         return self.trigger_part_bytes if part == "value" else 0
 
     def value_read_bytes(self, *, moved: bool) -> int:
-        """Return the bytes of a read of a value part.
+        """Return the bytes to read from bundles.bin for a value slot.
 
-        moved: with the trigger part, which has the co-located scales
+        moved: scales are co-located; the read includes the trigger part, which has them
         """
         return self.cluster_stride_bytes if moved else self.value_part_bytes
 
     def pieces(self, quantization: Quantization, width: int) -> Iterator[tuple[Part, str, int, int]]:
-        """Yield (part, name, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes.
+        """Yield (part, name, offset, bytes) of the pieces of a cluster: each matrix's quants and scales. Scales of f16
+        have 0 bytes.
 
         quantization: the package's
         """
@@ -182,15 +185,15 @@ class Layout:
             yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, count * scale_bytes(of_matrix, width)
 
     def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
-        """Return the size of a memory slot for this part: up to the end of its last piece, in whole cache lines.
-        Offsets within a slot are those within the part; the part's padding is not in memory."""
+        """Return the bytes of a memory slot for a part: up to the end of its last piece, in whole cache lines. Offsets
+        within the slot equal those within the part."""
         return _in_lines(max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part))
 
     def slots(self, quantization: Quantization, width: int, *, moved: bool = False) -> SlotPlaces:
-        """Return the slots of this layout.
+        """Return the memory slots of a cluster.
 
         moved: put the scales of the value rows into the value slot (co-located scales), although bundles.bin has them
-            in the trigger part; a resident trigger then takes only its own rows. Ignored if that saves nothing
+            in the trigger part; the trigger slot then has only the trigger rows. Ignored if that saves no memory.
         """
         trigger, value = self.slot_bytes("trigger", quantization, width), self.slot_bytes("value", quantization, width)
         trigger_end, start, end = self._trigger_part(quantization, width)
@@ -207,8 +210,8 @@ class Layout:
         return SlotPlaces(_in_lines(trigger_end), value + size, matrices, start, size)
 
     def _trigger_part(self, quantization: Quantization, width: int) -> tuple[int, int, int]:
-        """Return three positions in the trigger part: the end of the trigger's rows, and the begin and end of other
-        matrices' scales."""
+        """Return three offsets in the trigger part: the end of the trigger's rows, and start and end of the scales of
+        other matrices (0, 0 if there are none)."""
         trigger_end, scales = 0, []
         for part, what, offset, size in self.pieces(quantization, width):
             if part == "trigger" and what.startswith(f"{self.matrices[0].name}."):
@@ -219,13 +222,12 @@ class Layout:
 
 
 def _in_lines(size_bytes: int) -> int:
-    """Round a size up to whole cache lines, in bytes."""
     return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 @frozen(slots=True)
 class _RowBytes:
-    """Bytes of a neuron's rows: quants and scales of its trigger, and of each of its other rows."""
+    """Bytes of a neuron's rows, quants and scales separately; values: one number for each row of the value part."""
 
     trigger: int
     trigger_scales: int
@@ -238,7 +240,8 @@ class _RowBytes:
 
 
 def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
-    """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons."""
+    """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons, with fewest
+    pages in all."""
     trigger, values, scales = row.trigger + row.trigger_scales, sum(row.values), sum(row.value_scales)
     with_triggers = pages(count * (trigger + scales)), pages(count * values)
     with_values = pages(count * trigger), pages(count * (values + scales))
@@ -248,10 +251,11 @@ def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
 
 
 def _choose_cluster_neurons(row: _RowBytes, max_waste: float) -> int:
-    """Return the smallest cluster that wastes little, filled up with the neurons that still fit its pages.
+    """Return the number of neurons of a cluster.
 
-    Small clusters serve sparsity, whole pages serve flash. The first count up to MAX_CLUSTER_NEURONS whose padding is
-    at most max_waste is chosen (or the one with the least padding); then as many neurons as need no further page.
+    Small clusters make use of sparsity, but padding wastes reads. Chosen is the smallest number up to
+    MAX_CLUSTER_NEURONS whose padding is at most the share `max_waste` of its pages, or else the number with the least
+    padding; then it is raised while no further page is needed.
     """
     page_counts = {n: sum(_pages(row, n)[:2]) for n in range(1, MAX_CLUSTER_NEURONS + 1)}
     waste = {n: 1 - n * row.all / (count * PAGE_BYTES) for n, count in page_counts.items()}
@@ -271,11 +275,11 @@ def compute_layout(
 ) -> Layout:
     """Return the layout of a new package.
 
-    neurons: of one (layer, expert)
-    matrices: of the feed-forward, the trigger first; `width` suits the quantization. own: quantizations of matrices
-        that differ from the package's, by name.
-    read_whole: a token needs nearly all clusters of a feed-forward, so that small clusters save nothing and padding is
-        read with them
+    width: weights of a row; a multiple of 32 unless the quantization is f16
+    neurons: number of neurons of one (layer, expert)
+    matrices: names of the feed-forward's matrices, the trigger first
+    differing: quantizations by matrix, where they differ from `quantization`
+    read_whole: a token needs nearly all clusters of an expert, so that small clusters save nothing
     """
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
     differing = {name: other for name, other in (differing or {}).items() if other != quantization}

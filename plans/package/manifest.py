@@ -1,7 +1,7 @@
-"""The manifest, manifest.json: the content of a package. FORMAT.md specifies every field.
+"""The manifest, manifest.json, which describes a package. FORMAT.md specifies every field.
 
-The manifest names every other file with its size and hash, and has the hash of itself as `id`. A plan is made for one
-id.
+The manifest names every other file with its size and hash. Its `id` is the hash of its own content. A plan is valid for
+one id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_SILENT_SHARE = 0.95
 MAX_PERPLEXITY = 1e300
 MAX_TEXT_TOKENS = 1 << 50
-DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
+DEFAULT_RECALL = 0.98  # share of the active neurons that `profile` aims to predict
 EMBEDDINGS = ("embedding", "output")
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predictor")
 
@@ -52,9 +52,10 @@ GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # for gates only, in pac
 
 @frozen(slots=True)
 class Source:
-    """The source of a package.
+    """The source of a package, for people.
 
-    weights: number of weights by encoding, the most frequent first; only of a quantized source
+    weights: number of weights by encoding, the most frequent first; empty unless the source is quantized
+    importance: the text or imatrix file by which encoding weighed errors; "" if it did not
     """
 
     kind: str
@@ -66,10 +67,11 @@ class Source:
 
 @frozen(slots=True)
 class PredictorQuality:
-    """Quality of the predictions of one layer's neurons on held-out text; each a share 0..1.
+    """Quality of the predictions of one layer's neurons on held-out text; shares 0..1.
 
-    recall: share of the active neurons that are predicted. precision: share of the predicted neurons that are active.
-        predicted: share of all neurons that are predicted. Predicted per active is recall / precision.
+    recall: share of the active neurons that are predicted
+    precision: share of the predicted neurons that are active
+    predicted: share of all neurons that are predicted
     """
 
     recall: float
@@ -81,15 +83,16 @@ class PredictorQuality:
 class Predictor:
     """The predictor whose tensors are in predictor.safetensors; FORMAT.md specifies its arithmetic.
 
-    rank: the largest rank
-    reads: input: the normed input of the layer's attention or of its feed-forward, or the input of the feed-forward's
-        norm
-    sides: matrices whose signs are predicted; both must be positive
-    hidden: activation of the rank vector
-    by_layer: empty if it was never measured
-    ranks: rank of each feed-forward, layer * experts + expert, if they differ
-    text, held_out_tokens, exact_perplexity, predicted_perplexity: all or none: the cost of mode predicted, measured on
-        held-out tokens of a text
+    rank: rank of the factors; the largest if ranks differ
+    reads: input vector: the normed input of the layer's attention or of its feed-forward, or (residual) the input of
+        the feed-forward's norm
+    sides: matrices whose signs are predicted; a neuron is predicted if the scores of all are positive
+    hidden: activation function between the two factors
+    calibration_tokens: tokens that factors or thresholds were fitted on; 0: the checkpoint's predictor, unchanged
+    by_layer: empty if it was not measured
+    ranks: rank of each feed-forward, by layer * experts + expert; None: all have `rank`
+    text, held_out_tokens, exact_perplexity, predicted_perplexity: cost of mode predicted, measured on held-out tokens
+        of the text with this name; all None if it was not measured
     """
 
     rank: int
@@ -107,13 +110,13 @@ class Predictor:
 
     @property
     def loss_share(self) -> float | None:
-        """Relative increase of perplexity in mode predicted; None if it was never measured."""
+        """Relative increase of perplexity in mode predicted; None if it was not measured."""
         if self.exact_perplexity is None or self.predicted_perplexity is None:
             return None
         return self.predicted_perplexity / self.exact_perplexity - 1
 
     def rank_of(self, ffn: int) -> int:
-        """Return the rank of one feed-forward's predictor."""
+        """Return the rank of a feed-forward's predictor. ffn: layer * experts + expert."""
         return self.rank if self.ranks is None else self.ranks[ffn]
 
 
@@ -121,7 +124,7 @@ MAX_RANK = 1 << 16
 
 
 def package_rank(rank: int) -> int:
-    """Return the rank that factors of this rank have in a package: whole groups, padded with zeros."""
+    """Return the rank of factors in a package: rounded up to whole groups, since zeros pad the factors."""
     return -(-rank // GROUP_WEIGHTS) * GROUP_WEIGHTS
 
 
@@ -129,8 +132,8 @@ def package_rank(rank: int) -> int:
 class SilentLayer:
     """The threshold of one layer.
 
-    threshold: a neuron is silent for a token if |silu(gate)| is less
-    share: how often neurons were silent, on held-out text in mode thresholded
+    threshold: a neuron is below it (silent) for a token if |silu(gate)| is less
+    share: share of silent neurons, on held-out text in mode thresholded
     """
 
     threshold: float
@@ -141,8 +144,10 @@ class SilentLayer:
 class Silent:
     """The thresholds of mode thresholded, below which neurons of a SiLU model are left out, and the measured loss.
 
-    share: target share of silent neurons. text: name of the text. calibration_tokens of it set the thresholds;
-        perplexities are of the other held_out_tokens.
+    share: target share of silent neurons
+    text: name of the text
+    calibration_tokens: tokens of the text that set the thresholds
+    held_out_tokens: other tokens of the text, on which perplexities were measured
     """
 
     share: float
@@ -159,7 +164,6 @@ class Silent:
         return self.thresholded_perplexity / self.exact_perplexity - 1
 
     def loss(self) -> str:
-        """Describe the loss for a person."""
         return (
             f"perplexity {self.thresholded_perplexity:.4g} instead of {self.exact_perplexity:.4g} exact "
             f"({self.loss_share:+.2%}), on {self.held_out_tokens:,} held-out tokens of {self.text}"
@@ -168,8 +172,11 @@ class Silent:
 
 @frozen(slots=True)
 class Workload:
-    """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token of
-    a preset continues through it, one id at a time."""
+    """The trajectories of a synthetic package.
+
+    presets: name -> (id of the first token, number of tokens). Greedy decoding from any token of a preset yields the
+        following ids of the preset in order.
+    """
 
     seed: int
     presets: Mapping[str, tuple[int, int]]
@@ -185,7 +192,7 @@ class Chat:
 
 @frozen(slots=True)
 class FileEntry:
-    """Size and hash of one file. bundles.bin has no hash; its clusters have checksums."""
+    """Size and hash of one file. sha256: None for bundles.bin, whose clusters have checksums."""
 
     bytes: int
     sha256: str | None
@@ -193,7 +200,7 @@ class FileEntry:
 
 @frozen
 class Manifest:
-    """The manifest of a package. `id` is empty until `sealed` has computed it."""
+    """The manifest of a package. `id` is "" unless `sealed` computed it or a file had it."""
 
     name: str
     source: Source
@@ -216,7 +223,6 @@ class Manifest:
 
     @cached_property
     def clusters(self) -> int:
-        """Clusters of the whole package: entries of checksums.bin, and residency entries of one part."""
         return self.model.layers * self.model.experts * self.layout.clusters
 
     @property
@@ -225,47 +231,41 @@ class Manifest:
         return self.layout.matrices[0].quantization or self.quantization
 
     def quantization_of(self, name: str) -> Quantization:
-        """Return the quantization of a fixed matrix, by its name."""
         return self.quantizations.get(name, self.quantization)
 
     @property
     def all_quantizations(self) -> dict[str, Quantization]:
-        """The quantizations that differ from the package's, by matrix: gate, up, down, and names of fixed matrices."""
+        """Quantizations that differ from the package's, by matrix: gate, up, down, and names of fixed matrices."""
         return {place.name: place.quantization for place in self.layout.matrices if place.quantization} | dict(
             self.quantizations
         )
 
     def row_quantization(self, matrix: str) -> Quantization:
-        """Return the quantization of a feed-forward's matrix: gate, up or down."""
         place = next(place for place in self.layout.matrices if place.name == matrix)
         return place.quantization or self.quantization
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files of the package."""
         return sum(entry.bytes for entry in self.files.values())
 
     @property
     def precision(self) -> str:
-        """The quantization for a person, with that of gates if it differs."""
+        """The quantization for people, with that of gates if it differs."""
         gates = self.trigger_quantization
         return self.quantization if gates == self.quantization else f"{self.quantization} ({gates} gates)"
 
     @cached_property
     def trigger_slot_bytes(self) -> int:
-        """Size of a memory slot for a trigger part: the used bytes, in whole cache lines."""
+        """Size of a memory slot for a trigger part without co-located scales."""
         return self.layout.slot_bytes("trigger", self.quantization, self.model.width)
 
     @cached_property
     def value_slot_bytes(self) -> int:
-        """Size of a memory slot for a value part."""
+        """Size of a memory slot for a value part without co-located scales."""
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
 
     def slots(self, *, moved: bool = False) -> SlotPlaces:
-        """Return the memory slots of a run.
-
-        moved: as in `Layout.slots`
-        """
+        """Return the memory slots of a cluster. moved: as in `Layout.slots`."""
         return self._moved_slots if moved else self._plain_slots
 
     @cached_property
@@ -281,22 +281,21 @@ class Manifest:
         return next((profile for profile in self.profiles if profile.mode == mode), None)
 
     def sealed(self) -> Manifest:
-        """Return the same manifest with its id."""
+        """Return a copy with the id of the content."""
         return replace(self, id=identity(_without_id(self)))
 
     def to_bytes(self) -> bytes:
-        """Return the content of manifest.json."""
         return json.dumps({**_without_id(self), "id": self.id}, indent=1, ensure_ascii=True).encode() + b"\n"
 
 
 def identity(values: Mapping[str, Any]) -> str:
-    """Return the id of a manifest: SHA-256 of its JSON without `id`, keys sorted, no spaces, ASCII."""
+    """Return the id of a manifest: SHA-256 of its JSON with keys sorted, no spaces, ASCII. values: all but `id`."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _layer_kind(kind: LayerKind) -> dict[str, Any]:
-    """Return a layer kind as JSON. `rotary` is left out if it is true, as in packages without this field."""
+    """Return a layer kind as JSON, without `rotary` if that is true, so that older packages keep their ids."""
     return {name: value for name, value in asdict(kind).items() if (name, value) != ("rotary", True)}
 
 
@@ -372,7 +371,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """Return the same value with tuples as lists, as JSON is read back."""
+    """Return a copy with lists instead of tuples, so that values equal those read from JSON."""
     if isinstance(value, dict):
         return {key: _as_json(inner) for key, inner in value.items()}
     return [_as_json(inner) for inner in value] if isinstance(value, list | tuple) else value

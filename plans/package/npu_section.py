@@ -1,7 +1,7 @@
 """The manifest's section `npu`: the measured loss of a neural processor's arithmetic, and the ranges of its integers.
 
-Two ways to turn activations into 16-bit integers were compared: each token with a scale of its own, within ranges that
-do not depend on text (`token`), or all tokens within ranges measured on a calibration text (`static`).
+It compares two ways to turn activations into 16-bit integers: each token's vector with its own scale, within ranges
+that follow from the shape (`token`), or all tokens within ranges measured on a calibration text (`static`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ AGAIN = "measure again: `neuronpipe profile PACKAGE --npu`"
 
 @frozen(slots=True)
 class MatrixRange:
-    """Ranges of an attention matrix of this size: the greatest magnitudes of its inputs, and of their products with its
-    rows as signed bytes."""
+    """Ranges of the attention matrices of one size.
+
+    inputs: greatest magnitude of input elements
+    products: greatest magnitude of products of inputs and rows, with rows as signed bytes
+    """
 
     rows: int
     columns: int
@@ -35,10 +38,12 @@ class MatrixRange:
 
 @frozen(slots=True)
 class NeuronRange:
-    """Ranges of a feed-forward's values.
+    """Greatest magnitudes of a feed-forward's values.
 
-    hidden: range of neurons' values before their factors
-    outputs: range of their sums over the neurons of one product
+    inputs: elements of the input
+    gate, up: products of the inputs and a neuron's rows
+    hidden: gate times up
+    outputs: sums over the neurons of one product
     """
 
     inputs: float
@@ -50,13 +55,12 @@ class NeuronRange:
 
 @frozen(slots=True)
 class Ranges:
-    """The greatest magnitudes on calibration text; the graphs add a margin."""
+    """The greatest magnitudes on calibration text. Graphs of the way `static` add a margin."""
 
     matrices: tuple[MatrixRange, ...]
     neurons: NeuronRange
 
     def of_matrix(self, rows: int, columns: int) -> MatrixRange:
-        """Return the ranges of a matrix size."""
         return next(matrix for matrix in self.matrices if (matrix.rows, matrix.columns) == (rows, columns))
 
 
@@ -64,9 +68,9 @@ class Ranges:
 class Loss:
     """The cost of one way on held-out text, with products by ONNX Runtime on the CPU.
 
-    agreement: share of positions whose likeliest token is the exact model's. recomputed_share: share of tokens'
-        products that the engine has to compute again. error_by_layer: |products - exact ones| / |exact ones|, for the
-        same inputs.
+    agreement: share of positions at which the likeliest token is that of the exact model
+    recomputed_share: share of tokens' products that had clamped values, so that the engine has to compute them again
+    error_by_layer: |products - exact products| / |exact products|, for the same inputs
     """
 
     scaling: Scaling
@@ -78,10 +82,12 @@ class Loss:
 
 @frozen(slots=True)
 class NpuProfile:
-    """The measured loss of both ways, and the chosen one.
+    """The measured loss of both ways.
 
-    scaling: the chosen way
-    text: name of the text
+    scaling: the way that backends use
+    calibration_tokens: tokens of the text that set the ranges
+    held_out_tokens: other tokens of the text, on which the loss was measured
+    losses: for `token` and `static`, in this order
     """
 
     scaling: Scaling
@@ -94,22 +100,22 @@ class NpuProfile:
 
     @property
     def chosen(self) -> Loss:
-        """The loss of the chosen way."""
+        """The loss of the way that backends use."""
         return next(loss for loss in self.losses if loss.scaling == self.scaling)
 
     @property
     def static_ranges(self) -> Ranges | None:
-        """The ranges within which prompts are computed; None: each token has a scale of its own."""
+        """The ranges within which prompts are computed; None if each token has its own scale."""
         return self.ranges if self.scaling == "static" else None
 
     @property
     def loss_share(self) -> float:
-        """Relative increase of perplexity with prompts on a neural processor; negative if it falls."""
+        """Relative increase of perplexity if a neural processor computes prompts; may be negative."""
         return self.chosen.perplexity / self.exact_perplexity - 1
 
 
 def matrix_sizes(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Return rows and columns of the attention matrices, each size once."""
+    """Return (rows, columns) of the attention matrices, each size once."""
     return tuple(dict.fromkeys(((model.qkv_rows, model.width), (model.width, model.query_width))))
 
 

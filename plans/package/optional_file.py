@@ -1,5 +1,5 @@
-"""Adds an optional file to a package: the file is written first, the manifest that names it last. Every state between
-is a valid package."""
+"""Adds an optional file to a package: the file first, then the manifest that names it. Every intermediate state is a
+valid package."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def give_file(
     with_it: Callable[[FileEntry], Manifest],
     without: Manifest | None,
 ) -> Package:
-    """Add a file to a package, and write the manifest that names it, replacing an older file of that name.
+    """Add a file to a package, or replace it, and write a manifest that names it. Return the package with its new id.
 
-    write: writes the file and syncs it. with_it: returns the manifest, given the file's entry. without: the manifest of
-        the package without the file; None if the package has no such file now.
+    write: writes the file to a path and syncs it
+    with_it: returns the new manifest, given the file's entry
+    without: the manifest of the package without the file; None if the package has no such file yet
 
-    The manifest's id changes. All files are complete before the first of them gets its name, so that a full disk leaves
-    the package unchanged. A process that is killed meanwhile leaves it unchanged, or without the file. Raises UserError
-    for errors of the file system.
+    All files are complete before the first is renamed, so a full disk leaves the package unchanged. A process that is
+    killed leaves the package unchanged or without the file. Raises UserError for errors of the file system.
     """
     path = package.path
     file, lacking, complete = (path / f".{base}.partial-{os.getpid()}" for base in (name, "lacking", MANIFEST))
@@ -50,7 +50,7 @@ def give_file(
 
 
 def require_writable(package: Package) -> None:
-    """Refuse a package that cannot be written, before hours of measuring instead of after them. Raises UserError."""
+    """Raise UserError if the package cannot be written. Callers check this before they measure for hours."""
     if not os.access(package.path, os.W_OK):
         raise UserError(f"{package.path}: cannot be written, and what is measured is kept there; copy it first")
 
@@ -63,7 +63,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _rename(path: Path, name: Path) -> None:
-    """Rename a file, and wait until that is on disk."""
+    """Rename a file, and wait until the rename is on disk."""
     path.rename(name)
     descriptor = os.open(name.parent, os.O_RDONLY)
     try:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 @frozen
 class SideFactor:
-    """Factor of one side: encoded rows [neurons, rank] and its bias float32 [neurons]."""
+    """The second factor of a predictor, for one side: encoded rows [neurons, rank] and bias [neurons]."""
 
     rows: Rows
     bias: NDArray[np.float32]
@@ -28,10 +28,10 @@ class SideFactor:
 
 @frozen
 class LayerFactors:
-    """The predictor of one feed-forward, which is that of a layer or of one expert.
+    """The predictor of one feed-forward (of a layer, or of an expert in a mixture).
 
-    input: encoded rows [rank, width]
-    sides: the factor of each predicted side
+    input: the first factor, encoded rows [rank, width]
+    sides: the second factor of each predicted side
     """
 
     input: Rows
@@ -40,7 +40,8 @@ class LayerFactors:
 
 @frozen
 class FiringShares:
-    """Mean shares of neurons that fire, and of those whose trigger fires, on the text of the predictor's evaluation."""
+    """Mean share of neurons that fire, and of neurons whose trigger fires, for each layer; on the text that evaluated
+    the predictor."""
 
     fired_by_layer: tuple[float, ...]
     trigger_fired_by_layer: tuple[float, ...]
@@ -49,7 +50,10 @@ class FiringShares:
 def write_predictor(
     package: Package, predictor: Predictor, layers: Sequence[LayerFactors], shares: FiringShares
 ) -> Package:
-    """Write predictor.safetensors and the manifest that names it, replacing an older predictor; see `give_file`."""
+    """Add a predictor to a package, or replace it, as `give_file`. Return the package with its new id.
+
+    layers: one predictor for each feed-forward, by layer, then expert
+    """
     manifest = package.manifest
     return give_file(
         package,

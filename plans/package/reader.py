@@ -1,4 +1,4 @@
-"""Opens packages: the manifest and every file size are checked at once, contents when they are needed."""
+"""Opens packages: the manifest and the sizes of files are checked at once, contents when they are read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from neuronpipe.protocol.frozen import frozen
 
 @frozen
 class Package:
-    """A package on disk. Large files are read only on demand."""
+    """A package on disk. All methods raise UserError for files that cannot be read or do not match the manifest."""
 
     path: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, path: Path) -> Package:
-        """Check the manifest and the files' sizes. Raises UserError naming the file and the field."""
+        """Return the package in a directory, after checking the manifest and the sizes of files. Raises UserError,
+        which names the file and the field."""
         require_package(path)
         manifest = read_manifest(path / MANIFEST)
         for name, entry in manifest.files.items():
@@ -53,50 +54,49 @@ class Package:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Path of tokenizer.json, the tokenizer."""
         return self.path / TOKENIZER
 
     @property
     def fixed_path(self) -> Path:
-        """Path of attention, norms, embeddings, output and the rope table."""
+        """Path of fixed.safetensors: attention, norms, embeddings, output and the rope table."""
         return self.path / FIXED
 
     @property
     def bundles_path(self) -> Path:
-        """Path of bundles.bin, the neurons."""
         return self.path / BUNDLES
 
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
-        """Position of each fixed tensor in its file; exactly the tensors that the manifest's shape requires."""
+        """Positions of the fixed tensors in their file: exactly those that the manifest requires."""
         return _checked_tensors(self.fixed_path, fixed_tensors(self.manifest))
 
     @property
     def predictor_path(self) -> Path:
-        """Path of the predictor's factors; the file does not exist if the manifest has no predictor."""
+        """Path of predictor.safetensors, which does not exist if the manifest has no predictor."""
         return self.path / PREDICTOR
 
     @cached_property
     def predictor(self) -> dict[str, TensorEntry] | None:
-        """Position of each tensor of the predictor in its file; None if the package has no predictor."""
+        """Positions of the predictor's tensors in their file; None if the package has no predictor."""
         if self.manifest.predictor is None:
             return None
         return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.model, self.manifest.predictor))
 
     def verify_fixed(self, *, loaded: Collection[str] = ()) -> None:
-        """Compare tokenizer, fixed tensors, table of checksums and predictor with the manifest's hashes, except the
-        `loaded` files, which `load` has compared."""
+        """Raise UserError if a file other than bundles.bin differs from its hash in the manifest.
+
+        loaded: names of files to skip, because `load` compared them
+        """
         for name, entry in self.manifest.files.items():
             if entry.sha256 is not None and name not in loaded and sha256_of(self.path / name) != entry.sha256:
                 raise self._damaged(name)
 
     def load(self, name: str, into: memoryview) -> None:
-        """Read a whole file into memory of its size, and compare it with the manifest's hash. Raises UserError.
-
-        A thread hashes one piece while the next is read: each takes about the same time.
-        """
+        """Read a whole file into memory of its size. Raises UserError if it cannot be read or differs from its hash in
+        the manifest."""
         file, digest, at = self.path / name, hashlib.sha256(), 0
         try:
+            # A thread hashes a piece while the next is read: both take about the same time.
             with ThreadPoolExecutor(1) as hashing:
                 for piece in passing(file, into):
                     hashing.submit(digest.update, into[at : at + len(piece)])
@@ -112,19 +112,18 @@ class Package:
         return UserError(f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again")
 
     def checksums(self) -> bytes:
-        """Return checksums.bin: little-endian uint32 [clusters, 2], crc32c of each cluster's trigger part and value
-        part."""
+        """Return checksums.bin: little-endian uint32 [clusters, 2], the CRC-32C of each cluster's trigger part and
+        value part."""
         return self._verified(CHECKSUMS)
 
     def tokenizer(self) -> str:
-        """Return the text of tokenizer.json."""
         try:
             return self._verified(TOKENIZER).decode()
         except UnicodeDecodeError:
             raise UserError(f"{self.tokenizer_path}: not UTF-8 text; convert the model again") from None
 
     def chat_template(self) -> str:
-        """Return the text of chat_template.jinja, in a package whose manifest has `chat`."""
+        """Return the text of chat_template.jinja. Requires that the manifest has `chat`."""
         try:
             return self._verified(CHAT_TEMPLATE).decode()
         except UnicodeDecodeError:
@@ -132,16 +131,16 @@ class Package:
 
     @cached_property
     def activity(self) -> Activity:
-        """Frequencies with which neurons are needed, in a package whose manifest has `profiles`."""
+        """The content of activity.bin. Requires that the manifest has `profiles`."""
         return self.read_activity()
 
     def read_activity(self) -> Activity:
-        """Return the same without keeping it in memory with the package."""
+        """Return the content of activity.bin, which the package does not keep in memory then, unlike `activity`."""
         return Activity(self.manifest.model, self.manifest.profiles, self._verified(ACTIVITY))
 
     def _verified(self, name: str) -> bytes:
-        """Return a whole file after comparing it with the manifest, each time: a restarted process reads it long after
-        the package was opened. Raises UserError."""
+        """Return a whole file after comparing size and hash with the manifest. Every read compares, since a restarted
+        process reads long after the package was opened."""
         file, entry = self.path / name, self.manifest.files[name]
         try:
             with file.open("rb") as opened:
@@ -157,8 +156,8 @@ class Package:
 
 
 def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
-    """Return the positions of the tensors of a safetensors file: exactly the expected ones, each aligned to its
-    elements."""
+    """Return the positions of the tensors of a safetensors file. Raises UserError if they are not the expected tensors
+    (name -> dtype, shape) or not aligned."""
     entries = read_header(path)
     for name in sorted(expected.keys() | entries.keys()):
         actual = (entries[name].dtype, entries[name].shape) if name in entries else None
@@ -172,7 +171,7 @@ def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]
 
 
 def _require_alignment(path: Path, entries: dict[str, TensorEntry]) -> None:
-    """Refuse tensors that are not aligned: the engine reads them in place, as arrays of their element type."""
+    """Raise UserError for tensors that are not aligned to their elements: the engine maps them as arrays."""
     data_start = min(entry.start for entry in entries.values())
     if data_start % DATA_ALIGNMENT_BYTES:
         raise UserError(
@@ -191,7 +190,7 @@ def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits. Raises UserError if the file cannot be read."""
     digest = hashlib.sha256()
     try:
         for piece in passing(path):

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which may be damaged or hostile: positions of its tensors, checked before use.
+"""The header of a safetensors file: reading, with checks against damaged and hostile files, and building.
 
 A safetensors file is 8 bytes of little-endian header length, a JSON header, and the tensors' bytes without gaps.
 """
@@ -32,7 +32,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 @frozen(slots=True)
 class TensorEntry:
-    """One tensor: element type, shape, and its bytes [start, stop) counted from the start of the file."""
+    """A tensor of a file: element type, shape, and the range [start, stop) of its bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a file by name. Raises UserError if the header contradicts itself or the file's size."""
+    """Return the tensors of a file by name. Raises UserError as `parse_header`, or if the file cannot be opened."""
     with open_file(path) as file:
         entries = parse_header(file, path)
         forget(file.fileno())
@@ -49,7 +49,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of an open file by name. `path` is its name in errors."""
+    """Return the tensors of an open file by name. Raises UserError, naming `path`, if the header contradicts itself or
+    the file's size."""
     try:
         size_bytes = file.seek(0, 2)
         file.seek(0)
@@ -72,7 +73,8 @@ def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
 
 
 def _plain_entry(values: object, data_start: int) -> TensorEntry | None:
-    """Return the same entry as `_entry` in a fifth of the time; None if anything about it may be wrong."""
+    """Return the entry of a tensor as `_entry` in a fifth of the time; None if it may be wrong, so that `_entry` has to
+    raise the error."""
     if not (isinstance(values, dict) and values.keys() == _FIELDS):
         return None
     dtype, shape, offsets = values["dtype"], values["shape"], values["data_offsets"]
@@ -106,7 +108,7 @@ def _entry(record: Record, data_start: int) -> TensorEntry:
 
 
 def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_bytes: int, path: Path) -> None:
-    """Refuse tensors that do not lie back to back or do not end with the file."""
+    """Raise UserError if tensors overlap, leave gaps, or do not end with the file."""
     end = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
@@ -119,8 +121,10 @@ def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_by
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return header and entries of a file of `tensors` (name -> dtype, shape) in that order, data aligned to 64
-    bytes."""
+    """Return header and entries of a file with the given tensors in that order. The first is aligned to 64 bytes.
+
+    tensors: name -> (safetensors dtype, shape)
+    """
     described, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         stop = offset + math.prod(shape) * DTYPE_BYTES[dtype]
@@ -138,6 +142,5 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
 
 
 def file_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
-    """Return the length of a file of these tensors."""
     _, entries = build_header(tensors)
     return max(entry.stop for entry in entries.values())

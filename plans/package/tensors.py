@@ -1,4 +1,4 @@
-"""The tensors of a package's safetensors files, by name: everything but the neurons, and the predictor."""
+"""Names, types and shapes of the tensors of a package's safetensors files: the fixed tensors and the predictor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANT_DTYPES = {"q8": "I8", "f16": "F16"}  # U8 for all others
 
 
 def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, rows, columns) of every quantized matrix, in the order of the file."""
+    """Yield (name, rows, columns) of every matrix of fixed.safetensors, in the order of the file."""
     yield "embedding", model.vocabulary, model.width
     if not model.tied_embeddings:
         yield "output", model.vocabulary, model.width
@@ -22,8 +22,8 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
 
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Yield (name, length) of every float32 vector, in the order of the file. `position_embedding` is a table with one
-    row of `width` per position, and a layer's `router` one with a row per expert."""
+    """Yield (name, length) of every float32 vector of fixed.safetensors, in the order of the file. Also two tables with
+    rows of `width`: `position_embedding` with a row per position, a layer's `router` with a row per expert."""
     if model.positions == "rotary":
         yield "rope.inverse_frequency", model.head_width // 2
     else:
@@ -53,8 +53,8 @@ def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def fixed_tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is
-    aligned."""
+    """Return the tensors of fixed.safetensors, name -> (safetensors dtype, shape), in the order of the file. float32
+    vectors come first, so that every tensor is aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(manifest.model))
     for name, rows, columns in fixed_matrices(manifest.model):
@@ -63,7 +63,6 @@ def fixed_tensors(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _encoded(name: str, rows: int, columns: int, quantization: Quantization) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the tensors of one matrix: its quants, and its scales if it has any."""
     if quantization == "f16":
         return {f"{name}.quants": ("F16", (rows, columns))}
     dtype = QUANT_DTYPES.get(quantization, "U8")
@@ -74,17 +73,16 @@ def _encoded(name: str, rows: int, columns: int, quantization: Quantization) -> 
 
 
 def predictor_name(model: ModelSpec, layer: int, expert: int) -> str:
-    """Return the prefix of the names of one predictor's tensors; each expert has its own predictor."""
+    """Return the prefix of the tensor names of one feed-forward's predictor."""
     return f"layers.{layer}.predictor" if model.experts == 1 else f"layers.{layer}.experts.{expert}.predictor"
 
 
 def predictor_names(model: ModelSpec) -> Iterator[str]:
-    """Yield the prefixes of all predictors, in the order of their feed-forwards."""
+    """Yield the prefixes of all predictors, by layer, then expert."""
     return (predictor_name(model, layer, expert) for layer in range(model.layers) for expert in range(model.experts))
 
 
 def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, rows, columns) of the quantized matrices of all predictors, in the order of the file."""
     for ffn, name in enumerate(predictor_names(model)):
         yield f"{name}.input", predictor.rank_of(ffn), model.width
         for side in predictor.sides:
@@ -92,12 +90,12 @@ def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple
 
 
 def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is
-    aligned."""
+    """Return the tensors of predictor.safetensors, name -> (safetensors dtype, shape), in the order of the file: wider
+    elements first, so that every tensor is aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         f"{name}.{side}.bias": ("F32", (model.neurons,)) for name in predictor_names(model) for side in predictor.sides
     }
-    # Elements of two bytes come before elements of one byte, so that odd sizes do not misalign scales.
+    # Odd sizes of one-byte elements would misalign the two-byte scales behind them.
     narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, rows, columns in predictor_matrices(model, predictor):
         for tensor, described in _encoded(name, rows, columns, predictor.quantization).items():

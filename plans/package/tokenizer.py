@@ -1,8 +1,4 @@
-"""Loads a tokenizer.json with the `tokenizers` library, which is imported only when needed, because it is large.
-
-A file may contain settings to truncate and pad texts, from training. They are turned off: a truncated prompt would be
-another prompt, and padding could add any number of tokens.
-"""
+"""Loads a tokenizer.json with the `tokenizers` library, which is imported only when needed, because it is large."""
 
 from __future__ import annotations
 
@@ -14,12 +10,12 @@ from neuronpipe.protocol.errors import UserError, safe_name
 
 
 class Panic(Exception):
-    """A panic of the library: it met a state that it considers impossible."""
+    """A panic of the library's Rust code, which the library raises as a BaseException."""
 
 
 @contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """Turn the library's panics into Panic. They are no `Exception`, so `except Exception` would miss them."""
+    """Turn the library's panics into Panic, an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -29,7 +25,8 @@ def panics_are_errors() -> Iterator[None]:
 
 
 def open_tokenizer(text: str, where: str) -> Any:
-    """Return the library's tokenizer of a tokenizer.json. Raises UserError that starts with `where`."""
+    """Return the library's tokenizer for the content of a tokenizer.json. Raises UserError, which starts with `where`,
+    if the library refuses it."""
     from tokenizers import Tokenizer
 
     try:
@@ -37,6 +34,7 @@ def open_tokenizer(text: str, where: str) -> Any:
             tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{where}: not a tokenizer.json: {safe_name(' '.join(str(error).split()))}") from None
+    # Files may have settings from training, with which prompts would be cut or padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,4 +1,4 @@
-"""Bytes that computing reads from a package's tensors: per step, per neuron, per position."""
+"""Bytes that a step reads from memory: of the fixed tensors, per neuron, and per position of the KV cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from neuronpipe.plans.package.reader import Package
 
 
 def neuron_row_bytes(manifest: Manifest) -> int:
-    """Return the bytes of a neuron's rows in the value part, quants and scales, divided by their number."""
+    """Return the mean bytes of a row of the value part, quants and scales."""
     values = manifest.layout.matrices[1:]
     return sum(row_bytes(place.quantization or manifest.quantization, manifest.model.width) for place in values) // len(
         values
@@ -17,16 +17,18 @@ def neuron_row_bytes(manifest: Manifest) -> int:
 
 
 def trigger_row_bytes(manifest: Manifest) -> int:
-    """Return the bytes of the row that decides whether a neuron fires: its gate, or its up without a gate."""
+    """Return the bytes of a row of the trigger part, quants and scales."""
     return row_bytes(manifest.trigger_quantization, manifest.model.width)
 
 
 def step_bytes(package: Package, *, predicts: bool) -> int:
-    """Return the bytes of the fixed tensors that a step reads entirely, however many tokens it has; in a mixture with
-    the predictors of the experts that one token chooses."""
+    """Return the bytes of the fixed tensors that a step reads entirely, however many tokens it has.
+
+    predicts: add the predictor; in a mixture the predictors of the experts of one token
+    """
     sizes = {name: entry.stop - entry.start for name, entry in package.fixed.items()}
     total = sum(sizes.values())
-    looked_up = ["position_embedding"]  # a step reads one row for each token
+    looked_up = ["position_embedding"]
     if not package.manifest.model.tied_embeddings:
         looked_up += ["embedding.quants", "embedding.scales"]
     total -= sum(sizes.get(name, 0) for name in looked_up)
@@ -37,5 +39,5 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
 
 
 def position_bytes(model: ModelSpec) -> int:
-    """Return the bytes of keys and values of one position, in all layers and heads, as fp16."""
+    """Return the bytes of the fp16 keys and values of one position, in all layers and heads."""
     return model.layers * model.key_heads * 2 * model.head_width * 2

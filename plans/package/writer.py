@@ -1,4 +1,4 @@
-"""Writes a package in pieces of any size: fixed tensors row by row, neurons cluster by cluster, the manifest last."""
+"""Writes a package in pieces of any size: tensors by rows, neurons by clusters, the manifest last."""
 
 from __future__ import annotations
 
@@ -36,15 +36,17 @@ CHECKSUM_BYTES = 8  # per cluster: one sum for the trigger part, one for the val
 
 
 class Rows(NamedTuple):
-    """Encoded rows of a matrix: quants uint8 [rows, quant bytes], scales uint8 [rows, scale bytes] (0 wide for f16)."""
+    """Encoded rows of a matrix: quants [rows, quant bytes], scales [rows, scale bytes]; f16 has 0 scale bytes."""
 
     quants: NDArray[np.uint8]
     scales: NDArray[np.uint8]
 
 
 def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]:
-    """Return clusters in the form of bundles.bin, uint8 [clusters, stride], from the rows of each of the layout's
-    matrices. The last cluster is padded with zero neurons."""
+    """Return clusters in the form of bundles.bin, uint8 [clusters, stride]. Zeros pad the last cluster.
+
+    matrices: the rows of as many neurons for each of the layout's matrices
+    """
     count = layout.cluster_neurons
     clusters = -(-len(matrices[0].quants) // count)
     packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
@@ -60,8 +62,10 @@ def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]
 
 
 def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint32]:
-    """Return crc32c of trigger part and value part, uint32 [clusters, 2], of contiguous bytes uint8 [clusters,
-    stride]."""
+    """Return the CRC-32C of each cluster's trigger part and value part, [clusters, 2].
+
+    clusters: contiguous [clusters, stride]
+    """
     start = ffi.from_buffer("uint8_t[]", clusters)
     checksums = np.empty((len(clusters), 2), dtype="<u4")
     for cluster in range(len(clusters)):
@@ -72,14 +76,13 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
 
 
 def package_bytes(manifest: Manifest) -> int:
-    """Return the size of a package on disk, without its tokenizer and its manifest."""
+    """Return the size of a package's tensors, neurons and checksums on disk."""
     return sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
         manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
     )
 
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Return the tensors of each of the package's safetensors files."""
     files = {FIXED: fixed_tensors(manifest)}
     if manifest.predictor is not None:
         files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
@@ -87,7 +90,7 @@ def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[in
 
 
 def disk_usage_bytes(folder: Path) -> int:
-    """Return the present disk usage of the files in a folder; files with holes take less than their length."""
+    """Return the allocated bytes of all files below a folder; files with holes take less than their length."""
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
@@ -100,19 +103,19 @@ class _TensorFile:
         self.bytes = max(entry.stop for entry in self._entries.values())
 
     def begin(self, file: BinaryIO) -> None:
-        """Write to this file, which may be an older one of the same tensors."""
+        """Write the header. file: new, or an interrupted one."""
         self._file = file
         file.write(self._header)
 
     def resume_after(self, names: Collection[str]) -> None:
-        """Continue after these matrices and vectors, which are written completely; treat all others as not written."""
+        """Continue an interrupted file. names: matrices and vectors that are complete; others are written again."""
         for name, entry in self._entries.items():
             written = name.removesuffix(".quants").removesuffix(".scales") in names
             self._position[name] = entry.stop if written else entry.start
         self._file.truncate(self.bytes)
 
     def append(self, name: str, data: NDArray[np.generic]) -> None:
-        """Write the next bytes of a tensor."""
+        """Write the next bytes of a tensor. Raises ValueError if they exceed its shape."""
         start = self._position[name]
         self._position[name] = start + data.nbytes
         if self._position[name] > self._entries[name].stop:
@@ -121,27 +124,28 @@ class _TensorFile:
         self._file.write(np.ascontiguousarray(data).data)
 
     def matrix(self, name: str, rows: Rows) -> None:
-        """Write the next rows of a matrix."""
         self.append(f"{name}.quants", rows.quants)
         if rows.scales.size:
             self.append(f"{name}.scales", rows.scales)
 
     def missing(self) -> list[str]:
-        """Return the tensors that are not complete."""
+        """Return the names of tensors that are not complete."""
         return [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
 
 
 class PackageWriter:
-    """A context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
+    """A context manager that writes one package.
 
-    Write every fixed tensor and, if the manifest has a predictor, its tensors, rows in order; and every cluster, in
-    order; then call `complete` and `publish`. Errors of the file system become UserErrors. Nothing is left unless
-    `publish` returned or the process was killed.
+    Write the rows of every fixed tensor and of the predictor, if the manifest has one, in order, and all clusters in
+    order; then call `complete` and `publish`. Raises UserError for errors of the file system, including too little
+    space. Without `publish`, the files are removed at exit, unless there is a `place`.
 
-    With a `place`, what is written stays there until it is published. Call `sync` for what the next writer relies on
-    after a kill, and tell that writer with `resume_after` how far this was.
+    To continue after a kill: call `sync` and record how much is written. Pass this to `resume_after` of the next
+    writer.
 
-    can_resume: returns True if the work in a folder can be continued
+    manifest: without files, errors and id, which `complete` adds
+    place: the folder to write in, which stays until it is published; None: a new one beside `target`
+    overwrite, can_resume: as in `PartialDirectory`; a `place` ignores can_resume
     """
 
     def __init__(
@@ -183,7 +187,6 @@ class PackageWriter:
 
     @property
     def path(self) -> Path:
-        """The folder that is being written."""
         return self._directory.path
 
     def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -200,8 +203,11 @@ class PackageWriter:
             )
 
     def resume_after(self, names: Collection[str], clusters: int) -> None:
-        """Continue after these matrices and vectors and this number of clusters, which are written; discard everything
-        else."""
+        """Continue an interrupted package. Raises UserError if the files are shorter than they were.
+
+        names: matrices and vectors that are complete; others are written again
+        clusters: number of clusters that are complete; later ones are discarded
+        """
         for tensors in self._tensors.values():
             tensors.resume_after(names)
         self._clusters = clusters
@@ -229,16 +235,14 @@ class PackageWriter:
         self._tensors[FIXED].append(name, values.astype("<f4", copy=False))
 
     def predictor_matrix(self, name: str, rows: Rows) -> None:
-        """Write the next rows of a matrix of predictor.safetensors."""
         self._tensors[PREDICTOR].matrix(name, rows)
 
     def predictor_vector(self, name: str, values: NDArray[np.float32]) -> None:
-        """Write a whole float32 vector of predictor.safetensors."""
         self._tensors[PREDICTOR].append(name, values.astype("<f4", copy=False))
 
     def neurons(self, *matrices: Rows) -> None:
-        """Write the next neurons of a layer: whole clusters, or the layer's last ones. matrices: in the layout's
-        order."""
+        """Write the next neurons of an expert: whole clusters, or the last neurons of the expert. matrices: their rows,
+        in the layout's order of matrices."""
         packed = pack_clusters(self._manifest.layout, matrices)
         self._files[BUNDLES].write(packed.data)
         self._files[CHECKSUMS].write(cluster_checksums(packed, self._manifest.layout).data)
@@ -251,8 +255,13 @@ class PackageWriter:
         chat_template: str | None = None,
         **measured: tuple[float, ...],
     ) -> Package:
-        """Write the remaining files, the manifest last. The package has no name yet: a predictor may still be added.
-        measured: firing shares that are known only now, by the manifest's names."""
+        """Write the remaining files, the manifest last, and return the package, which is not published yet.
+
+        quantization_error: the field of Manifest
+        measured: firing shares by layer, by the names of Manifest's fields
+
+        Raises ValueError if tensors or clusters are missing.
+        """
         missing = [name for tensors in self._tensors.values() for name in tensors.missing()]
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
@@ -272,6 +281,6 @@ class PackageWriter:
         return Package.open(path)
 
     def publish(self) -> Package:
-        """Publish the package under its name."""
+        """Rename the package to its target and return it."""
         self._directory.publish()
         return Package.open(self._target)

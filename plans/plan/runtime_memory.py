@@ -27,7 +27,7 @@ FLOAT_BYTES = 4
 
 @frozen(kw_only=True)
 class RuntimeCost:
-    """Memory of one runtime."""
+    """The memory that one runtime takes."""
 
     base_bytes: int  # libraries, including numpy
     keeps: bool  # each graph has memory for its weights; False: it is freed after a product, so only the largest counts

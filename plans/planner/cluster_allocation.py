@@ -114,7 +114,7 @@ def allocate_pins(
     misses (TABLE_GAIN); otherwise that for fewer sequences applies.
 
     whole: both parts of a neuron are always used together
-    slots: of triggers, and of values
+    slots: the slots of triggers, and those of values
     """
     return _PinAllocator(manifest, rates, mode, whole, slots).allocate(max_batch)
 

@@ -160,10 +160,8 @@ class Search:
         return self._with_fast_prompts(self.best(limit_bytes), result.target)
 
     def with_more_workers(self, result: SearchResult) -> Candidate | None:
-        """Return the best choice with the chosen options and one more decode worker.
-
-        Cores that the user excluded may be used. None if there is no core or no memory for the worker.
-        """
+        """Return the best choice with the chosen options and one more decode worker. Cores that the user excluded may
+        be used. None if there is no core or no memory for the worker."""
         chosen = result.chosen
         device = self.space.more(chosen.workers + 1)
         if device is None:
@@ -193,13 +191,10 @@ class Search:
 
     # ---- smaller limits --------------------------------------------------------------------------------------
     def _faster_with_less(self, limit_bytes: int, chosen: Candidate) -> Candidate | None:
-        """Return the fastest choice within a smaller limit if it is faster than `chosen`, else None.
-
-        Compared are the limits of `limits_bytes` with which the options of `chosen` are faster, and all limits that
-        this search has chosen for before. If the rules' variant fits this limit, limits that it does not fit are left
-        out. With --ffn-resident the result is None: the residency is given, and a smaller limit would only shrink
-        staging.
-        """
+        """Return the fastest choice within a smaller limit if it is faster than `chosen`, else None. Compared are the
+        limits of `limits_bytes` with which the options of `chosen` are faster, and all limits that this search has
+        chosen for before. If the rules' variant fits this limit, limits that it does not fit are left out. With
+        --ffn-resident the result is None: the residency is given, and a smaller limit would only shrink staging."""
         if chosen.tokens_per_s is None or self.options.ffn_resident_share is not None:
             return None
         min_rules_bytes = self._unlimited[0].plan.memory.least_bytes
@@ -228,10 +223,8 @@ class Search:
         return self._starts(UNLIMITED_BYTES)
 
     def _with_limit(self, candidate: Candidate, limit_bytes: int) -> Candidate:
-        """Return the candidate with a larger limit than the one that it was made for.
-
-        Its plan still fits, since `trusted_bytes` never shrinks while the limit grows.
-        """
+        """Return the candidate with a larger limit than the one that it was made for. Its plan still fits, since
+        `trusted_bytes` never shrinks while the limit grows."""
         plan = candidate.plan
         untrusted = untrusted_bytes(self.manifest, RunShape.of(plan.compute), limit_bytes)
         memory = dataclasses.replace(plan.memory, limit_bytes=limit_bytes, **untrusted)
@@ -242,10 +235,8 @@ class Search:
         )
 
     def _keeping(self, smaller: Candidate, limit_bytes: int, result: SearchResult) -> SearchResult:
-        """Return this result with the choice of a smaller limit as the chosen one.
-
-        It replaces the candidate of the same variant.
-        """
+        """Return this result with the choice of a smaller limit as the chosen one. It replaces the candidate of the
+        same variant."""
         chosen = self._with_limit(smaller, limit_bytes)
         other_candidates = (candidate for candidate in result.candidates if candidate.variant != chosen.variant)
         rules = result.rules
@@ -323,10 +314,8 @@ class Search:
         )
 
     def _previous_variant(self, step: int) -> Variant | None:
-        """Return the variant chosen at the next smaller limit.
-
-        None if the rules' variant did not fit there, since the two were then not compared.
-        """
+        """Return the variant chosen at the next smaller limit. None if the rules' variant did not fit there, since the
+        two were then not compared."""
         if step == 0 or self._try(self.limits_bytes()[step - 1]).rules is None:
             return None
         return self._variant_at(step - 1)
@@ -383,10 +372,8 @@ class Search:
         return candidates
 
     def refinements(self, start: Candidate) -> list[Candidate]:
-        """Return `start` and the candidates of the same variant with other chunks and depths.
-
-        Only `start` if options disable techniques, or a speed is not known.
-        """
+        """Return `start` and the candidates of the same variant with other chunks and depths. Only `start` if options
+        disable techniques, or a speed is not known."""
         expected = start.plan.expected
         is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
         if not is_known or self.options.baseline is not None or self.options.without:

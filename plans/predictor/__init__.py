@@ -1,1 +1,1 @@
-"""Training-free predictors: fitted from a calibration text, judged on another, written into the package."""
+"""Predictors without training: fitted on a calibration text, evaluated on held-out text, written into the package."""

@@ -1,4 +1,4 @@
-"""Texts that a predictor or thresholds are fitted and evaluated on: context windows of token ids, some held out."""
+"""Texts for fitting and evaluating predictors and thresholds: context windows of token ids, some held out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 MAX_WINDOW_TOKENS = 512
-HELD_OUT_PART = 4  # one held-out context window per this many for calibration
+HELD_OUT_PART = 4  # calibration windows for each held-out window
 MIN_TOKENS = 512
 
 ContextWindow = Sequence[int]
@@ -21,19 +21,18 @@ ContextWindow = Sequence[int]
 
 @frozen
 class Texts:
-    """Context windows of token ids, each computed from its own start."""
+    """Context windows of token ids. The first token of each has position 0."""
 
     calibration: Sequence[ContextWindow]
     held_out: Sequence[ContextWindow]
 
     @property
     def calibration_tokens(self) -> int:
-        """Return the number of tokens of all context windows for calibration."""
         return sum(map(len, self.calibration))
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file. Raises UserError."""
+    """Return the content of a UTF-8 file. Raises UserError if it cannot be read or decoded."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -45,7 +44,8 @@ def read_text(path: Path) -> str:
 
 
 def from_file(package: Package, path: Path, tokens: int) -> Texts:
-    """Return the first tokens of a UTF-8 text, at least MIN_TOKENS; its last context windows are held out."""
+    """Return context windows from the start of a UTF-8 file, `tokens` for calibration, and a held-out part after them.
+    Raises UserError if the file has fewer than MIN_TOKENS or is no text."""
     text = read_text(path)
     if "\0" in text:
         raise UserError(f"{path}: has zero bytes, so it is not a text")
@@ -56,7 +56,7 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
     )
     if len(ids) < MIN_TOKENS:
         raise UserError(f"{path}: {len(ids)} tokens; profiling needs {MIN_TOKENS} or more")
-    # Windows of nearly the same length, so that a short text's held-out part is not just its last few tokens.
+    # Windows have nearly the same length, so that the held-out part of a short text is not only a few tokens.
     count = max(HELD_OUT_PART + 1, -(-len(ids) // _window_tokens(package.manifest)))
     starts = [number * len(ids) // count for number in range(count + 1)]
     windows = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
@@ -65,8 +65,8 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
 
 
 def from_demo(package: Package, tokens: int) -> Texts:
-    """Return windows of the demo model's corpus, training and held-out side, one from each of evenly spaced
-    documents."""
+    """Return context windows of the demo model's corpus, each from the middle of another document. Those for
+    calibration, about `tokens`, are from the training set."""
     from neuronpipe.plans.demo.corpus import documents
 
     tokenizer = open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
@@ -83,7 +83,8 @@ def from_demo(package: Package, tokens: int) -> Texts:
 
 
 def from_workload(manifest: Manifest, tokens: int) -> Texts:
-    """Return a synthetic package's own trajectories: the first part of each preset, and another part held out."""
+    """Return context windows of a synthetic package's presets: the first part of each, at most `tokens` in all, and the
+    next part, held out. Raises UserError if there is no workload."""
     if manifest.workload is None:
         raise UserError("this package has no workload; name a calibration text with --text FILE")
     calibration, held_out = [], []
@@ -95,9 +96,10 @@ def from_workload(manifest: Manifest, tokens: int) -> Texts:
 
 
 def activity_windows(package: Package, texts: Texts | None, tokens: int) -> list[ContextWindow]:
-    """Return context windows for an activity profile, at most `tokens` tokens; none need to be held out.
+    """Return context windows for an activity profile, of at most `tokens` tokens. Raises UserError if there are neither
+    texts nor a workload.
 
-    texts: None for a synthetic package's own workload, the end of its default preset, because benchmarks use the start.
+    texts: None: a synthetic package's default preset, from its end, because benchmarks use its start
     """
     if texts is not None:
         windows = [*texts.calibration, *texts.held_out]

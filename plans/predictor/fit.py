@@ -1,11 +1,12 @@
 """A predictor without training: low-rank factors of Gate (and Up) weighted by a calibration text, and thresholds.
 
-Values of a side [tokens, neurons] are centred and divided by their deviation (D). Their leading directions over
-neurons, V [neurons, rank], give the truncated singular value decomposition of the rows whitened by the inputs (SVDP)
-without forming a covariance: score = V · (V^T D G) · x. If the predictor reads another vector than the feed-forward's,
-V^T D G is transferred to it by regression. Thresholds are fitted last, on the scores of the quantized factors: a neuron
-is predicted if it is active with a probability above c, and c is chosen for the requested recall over all neurons of
-the layer. A rare neuron therefore needs no sample of its own firing: its deviation is known from every token.
+A side is Gate or Up, its values are the products of its rows G [neurons, width] with the inputs. The values [tokens,
+neurons] are centred and divided by their deviation (1 / D). Their leading directions over neurons, V [neurons, rank],
+give the truncated singular value decomposition of the rows whitened by the inputs, without forming a covariance: score
+= V · (V^T D G) · x. If the predictor reads another vector than the feed-forward does, V^T D G is transferred to that
+vector by regression. Thresholds are fitted last, on the scores of the quantized factors: a neuron is predicted if it is
+active with a probability above c, which is chosen for the requested recall over all neurons of the layer. Neurons need
+no samples of firing, since all tokens determine the deviation of their values.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ PRIOR_FIRINGS = 2.0
 MIN_CHANCE, MAX_CHANCE = 1e-4, 0.9999
 MIN_DEVIATION = 1e-6
 MIN_ACTIVITY = 0.003
-NEVER = np.float32(-1e30)  # a bias that no score reaches
+NEVER = np.float32(-1e30)  # a bias with which no score is positive
 
 
 @frozen
 class Calibration:
-    """One layer on the calibration text.
+    """One feed-forward on the calibration text.
 
-    reads: the predictor's input [tokens, width]; feed_forward: the feed-forward's input; weights: per predicted side
-    [neurons, width]; values: per side [tokens, neurons]; active: bool [tokens, neurons].
+    reads: the predictor's inputs [tokens, width]
+    feed_forward: the feed-forward's inputs [tokens, width]; the same array as `reads` if the predictor reads them
+    weights: rows of each predicted side [neurons, width]
+    values: products of these with the feed-forward's inputs, minus the model's threshold [tokens, neurons]
+    active: the neurons that fire [tokens, neurons]
     """
 
     reads: Array
@@ -56,10 +60,10 @@ def fit_layer(
     recall: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> LayerFactors:
-    """Fit the factors of one layer, encoded, with thresholds that reach `recall` on the calibration text.
+    """Return encoded factors of a feed-forward, with thresholds that reach `recall` on the calibration text. Raises
+    UserError if the factors are not finite.
 
-    progress: receives the share of the time that is over, approximately. Raises UserError if the factors are not
-    finite.
+    progress: receives the approximate share of the time that is over
     """
     weight = np.sqrt(layer.active.mean(axis=0) + MIN_ACTIVITY)  # missing a neuron that fires often costs more
     deviation = {side: np.maximum(values.std(axis=0), MIN_DEVIATION) / weight for side, values in layer.values.items()}
@@ -92,8 +96,8 @@ def fit_layer(
 
 
 def leading_directions(values: Array, rank: int) -> Array:
-    """Return the first `rank` right singular vectors of values [tokens, neurons] as [neurons, rank], by a randomized
-    method."""
+    """Return the first `rank` right singular vectors of `values` [tokens, neurons] as [neurons, rank]. The method is
+    randomized, with a fixed seed; missing vectors are 0."""
     count = min(rank + SPARE_DIRECTIONS, *values.shape)
     random = np.random.default_rng(0)
     basis = values.T @ random.standard_normal((len(values), count), dtype=np.float32)
@@ -109,21 +113,18 @@ def leading_directions(values: Array, rank: int) -> Array:
 
 
 def _orthonormal(basis: Array) -> Array:
-    """Return orthonormal columns of the same span, by matrix products alone, ten times as fast as Householder for tall
-    matrices.
-
-    Directions below the precision of their inner products become zero.
-    """
+    """Return orthonormal columns with the span of `basis`; directions below the precision of inner products become 0.
+    For tall matrices this is ten times as fast as Householder's method."""
     size, rotation = np.linalg.eigh((basis.T @ basis).astype(np.float64))
     inverse = np.where(size > MIN_DEVIATION * size[-1], 1 / np.sqrt(np.maximum(size, 1e-300)), 0)
     return np.asarray(basis @ (rotation * inverse).astype(np.float32))
 
 
 def transfer_rows(rows: Array, reads: Array, target: Array) -> Array:
-    """Return rows that approximate on `reads` what `rows` give on `target`.
+    """Return rows whose products with `reads` approximate the products of `rows` with `target`.
 
-    Each coordinate is fitted by its own slope, the residual by ridge regression, so that a short text does not produce
-    spurious relations.
+    Each coordinate of `target` is fitted by the same coordinate of `reads`, the residual by ridge regression, so that a
+    short text does not cause spurious relations.
     """
     source, centred_target = reads - reads.mean(axis=0), target - target.mean(axis=0)
     power = np.square(source).sum(axis=0)
@@ -139,7 +140,7 @@ def transfer_rows(rows: Array, reads: Array, target: Array) -> Array:
 
 
 def scores(quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: Array) -> dict[Side, Array]:
-    """Return each side's scores [tokens, neurons] with its bias, as the engines compute them."""
+    """Return each side's scores [tokens, neurons], bias included, bit for bit as the engines compute them."""
     inner = product(quantization, factors.input, reads)
     if hidden == "relu":
         inner = np.maximum(inner, 0)
@@ -154,10 +155,9 @@ def thresholds(
     recall: float,
     hidden: Hidden = "none",
 ) -> LayerFactors:
-    """Return the factors with biases.
+    """Return factors with biases that reach `recall` on the calibration text. Probabilities are those of ScoreModel.
 
-    Per neuron value ≈ slope · score + offset with a normal error, so that P(value > 0 | score) is known. With only one
-    side of two, this is multiplied by the frequency of the other side's firing.
+    rows, sides: encoded first factor, and second factor of each side
     """
     plain = LayerFactors(rows, {side: SideFactor(part, np.zeros(1, np.float32)) for side, part in sides.items()})
     raw = scores(quantization, plain, hidden, layer.reads)
@@ -170,10 +170,11 @@ def thresholds(
 
 @frozen
 class ScoreModel:
-    """Linear model per neuron: value ≈ slope · score + offset, with a normal error; all arrays [neurons].
+    """A linear model of each neuron: value ≈ slope · score + offset with a normal error. All arrays are [neurons].
 
-    active_if_positive: probability that a neuron is active if its value is above zero. constant: 1 for a constant value
-    above zero, -1 for another constant value, 0 otherwise.
+    error: standard deviation of the error
+    active_if_positive: probability that a neuron is active if its value is above 0
+    constant: 1 if the value is constant and above 0, -1 if it is constant and not above 0, otherwise 0
     """
 
     slope: NDArray[np.float64]
@@ -184,9 +185,9 @@ class ScoreModel:
 
     @classmethod
     def fitted(cls, score: Array, value: Array, active: NDArray[np.bool_] | None) -> ScoreModel:
-        """Fit the model to scores and values [tokens, neurons].
+        """Return the model of scores and values [tokens, neurons].
 
-        active: the active neurons, if another side decides too
+        active: the neurons that fire [tokens, neurons]; None: a neuron fires if its value is above 0
         """
         tokens = len(value)
         score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
@@ -203,15 +204,16 @@ class ScoreModel:
         return cls(slope, value_mean - slope * score_mean, error, active_if_positive, constant)
 
     def probabilities(self, score: Array, where: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return the probability that a neuron is active given its score, for the pairs of token and neuron in
-        `where`."""
+        """Return the probabilities that neurons are active, given their scores [tokens, neurons]. In one dimension, for
+        the pairs of token and neuron that are true in `where`."""
         tokens, neurons = np.nonzero(where)
         points = (self.slope[neurons] * score[tokens, neurons] + self.offset[neurons]) / self.error[neurons]
         probabilities = share_below(points) * self.active_if_positive[neurons]
         return np.where(self.constant[neurons] != 0, self.constant[neurons] > 0, probabilities)
 
     def bias(self, min_probability: float) -> Array:
-        """Return biases that make scores positive if the neuron is active with a probability above min_probability."""
+        """Return biases with which a score is positive if the neuron is active with a probability above
+        `min_probability`."""
         with np.errstate(invalid="ignore"):
             point = quantile(np.minimum(min_probability / self.active_if_positive, 1.0))
             threshold = (self.error * point - self.offset) / self.slope
@@ -220,7 +222,10 @@ class ScoreModel:
 
 
 def min_probability(probabilities: NDArray[np.float64], recall: float) -> float:
-    """Return the probability that this share of the active neurons reaches."""
+    """Return the probability that the share `recall` of the active neurons exceeds, within MIN_CHANCE..MAX_CHANCE.
+
+    probabilities: predicted probabilities of the active neurons
+    """
     if not len(probabilities):
         return MIN_CHANCE
     missed = int((1 - recall) * len(probabilities))
@@ -228,20 +233,19 @@ def min_probability(probabilities: NDArray[np.float64], recall: float) -> float:
 
 
 def _products(a: Array, b: Array) -> NDArray[np.float64]:
-    """Return sums over tokens of a · b, [neurons]."""
     return np.asarray(np.einsum("tn,tn->n", a, b), dtype=np.float64)
 
 
-# The normal distribution on arrays, without a dependency on scipy.
+# The standard normal distribution for arrays, without a dependency on scipy.
 _POINTS = np.linspace(-6.0, 6.0, 4801)
 _SHARES = np.array([NormalDist().cdf(point) for point in _POINTS])
 
 
 def quantile(shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the point below which the share lies; minus or plus infinity at 0 and 1."""
+    """Return the quantiles of the standard normal distribution; minus or plus infinity beyond six deviations."""
     return np.asarray(np.interp(shares, _SHARES, _POINTS, left=-np.inf, right=np.inf))
 
 
 def share_below(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return P(z < point) of the normal distribution; 0 or 1 beyond six deviations."""
+    """Return P(z < point) of the standard normal distribution; 0 or 1 beyond six deviations."""
     return np.asarray(np.interp(points, _POINTS, _SHARES, left=0.0, right=1.0))

@@ -1,8 +1,7 @@
-"""Import of predictors trained elsewhere, from safetensors or PowerInfer's own GGUF.
+"""Import of predictors trained elsewhere, from safetensors or PowerInfer's variant of GGUF.
 
-PowerInfer has two matrices per feed-forward (per expert of a mixture): score = fc2 · relu(fc1 · x). It applies them to
-the residual stream before the norm, and so do the engines here (`reads` is `residual`). Thresholds are not imported:
-they are calibrated on the quantized factors.
+PowerInfer has two matrices per feed-forward (per expert of a mixture): score = fc2 · relu(fc1 · x), with x the residual
+stream before the norm. Thresholds are not imported, but calibrated on the quantized factors.
 """
 
 from __future__ import annotations
@@ -27,16 +26,19 @@ OF_LAYER = re.compile(r"(?:.*\.)?(\d+)(\.)(?:mlp\.)?(?:predictor\.)?fc([12])\.we
 
 @frozen
 class ImportedPredictor:
-    """Both matrices of every feed-forward in one file, by number: layer * experts + expert. Opened by
-    `open_imported`."""
+    """The predictors in a file, from `open_imported`. Feed-forwards are numbered layer * experts + expert.
+
+    entries: (feed-forward, 1 or 2) -> its matrix fc1 or fc2
+    ranks: rank of each feed-forward in a package: rounded up to whole groups
+    """
 
     path: Path
     entries: dict[tuple[int, int], TensorEntry]
-    ranks: tuple[int, ...]  # of each feed-forward, rounded up as in a package
+    ranks: tuple[int, ...]
 
     def of_ffn(self, number: int) -> tuple[Array, Array]:
-        """Return fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, padded with zeros to its rank in the
-        package."""
+        """Return fc1 [rank, width] and fc2 [neurons, rank] of a feed-forward, padded with zeros to its rank. Raises
+        UserError if values are not finite."""
         first, second = self._read(number, 1), self._read(number, 2)
         missing = self.ranks[number] - len(first)
         return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
@@ -55,7 +57,7 @@ class ImportedPredictor:
 
 
 def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
-    """Open the predictor in a file and check its shapes against the package. Raises UserError."""
+    """Return the predictors in a file. Raises UserError if they do not fit the package or the order of its neurons."""
     if path.is_dir() or path.suffix in (".pt", ".pth", ".bin"):
         raise UserError(
             f"{path}: predictors are read from one safetensors file or from PowerInfer's GGUF; pickled ones can run "
@@ -93,7 +95,6 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
 
 
 def _header(path: Path) -> dict[str, TensorEntry]:
-    """Return the file's tensors, of a GGUF if it has PowerInfer's magic, else of safetensors."""
     with open_file(path) as file:
         if file.read(len(POWERINFER_MAGIC)) != POWERINFER_MAGIC:
             return read_header(path)

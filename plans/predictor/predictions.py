@@ -1,4 +1,4 @@
-"""Predictions and their quality, and access to a package's own predictor, one layer at a time."""
+"""Predicted neurons, the quality of predictions, and a reader of a package's predictor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 def predicted_neurons(
     quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: NDArray[np.float32]
 ) -> NDArray[np.bool_]:
-    """Return the neurons that are predicted to be active, bool [tokens, neurons]."""
+    """Return a mask [tokens, neurons] of the neurons that are predicted to be active."""
     positive = [score > 0 for score in scores(quantization, factors, hidden, reads).values()]
     return np.asarray(np.logical_and.reduce(positive))
 
 
 def judge(predicted: NDArray[np.bool_], active: NDArray[np.bool_]) -> PredictorQuality:
-    """Return recall, precision and predicted share over tokens and neurons. A layer where nothing fires has recall
-    1."""
+    """Return the quality of predictions, both masks [tokens, neurons]. Recall is 1 if no neuron is active, precision 0
+    if none is predicted."""
     hits = int((predicted & active).sum())
     return PredictorQuality(
         recall=round(hits / max(1, int(active.sum())), 6) if active.any() else 1.0,
@@ -34,7 +34,7 @@ def judge(predicted: NDArray[np.bool_], active: NDArray[np.bool_]) -> PredictorQ
 
 
 class StoredPredictor:
-    """Reader of predictor.safetensors of a package. It caches nothing."""
+    """Reader of a package's predictor.safetensors, without a cache. Raises ValueError if there is none."""
 
     def __init__(self, package: Package) -> None:
         if package.predictor is None or package.manifest.predictor is None:
@@ -44,7 +44,7 @@ class StoredPredictor:
         self._file: NDArray[np.uint8] = np.memmap(package.predictor_path, mode="r", dtype=np.uint8)
 
     def of_ffn(self, number: int) -> LayerFactors:
-        """Return the factors of one feed-forward, layer * experts + expert."""
+        """Return the factors of feed-forward `number`, layer * experts + expert."""
         name = predictor_name(self._model, *divmod(number, self._model.experts))
         return LayerFactors(
             self._rows(f"{name}.input"),
@@ -57,7 +57,7 @@ class StoredPredictor:
         )
 
     def mask(self, run: LayerRun) -> NDArray[np.bool_]:
-        """Return the predicted neurons of a layer for the reference engine: bool [tokens, neurons]."""
+        """Return a mask [tokens, neurons] of a feed-forward's predicted neurons, for the reference engine."""
         predictor = self._predictor
         factors = self.of_ffn(run.ffn)
         return predicted_neurons(predictor.quantization, factors, predictor.hidden, run.read_by(predictor.reads))

@@ -1,7 +1,5 @@
-"""Profiling of a package: one pass of the reference engine over calibration and held-out text, a layer at a time.
-
-Every layer's predictor is fitted on the calibration text and evaluated on the held-out text.
-"""
+"""Profiling of a package: fits the predictors on calibration text, and evaluates them on held-out text, a layer at a
+time in one pass of the reference engine. A second pass with predictions measures the perplexity."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-MIN_CALIBRATION_TOKENS = 16  # per expert; with fewer, all of its neurons are predicted
+MIN_CALIBRATION_TOKENS = 16  # of an expert; with fewer, nothing is fitted
 ATTENTION_SHARE = 0.25  # of a layer's time with fitting; both shares were measured with the demo
 COMPUTED_SHARE = 0.3  # of an expert's time, before its predictor is fitted
 BOTH_SIDES: tuple[Side, ...] = ("gate", "up")
@@ -49,23 +47,28 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Candidate:
-    """One choice of sides with its rank, and its factors and quality layer by layer."""
+    """A choice of sides and rank, with the resulting factors and their quality.
+
+    ranks: rank of each feed-forward; None: all have `rank`
+    factors: the factors of each feed-forward, by its number
+    judged: layer -> (number of held-out tokens, quality) of each expert
+    """
 
     sides: tuple[Side, ...]
     rank: int
     hidden: Hidden = "none"
-    ranks: tuple[int, ...] | None = None  # of each feed-forward, where they differ
-    factors: dict[int, LayerFactors] = field(default_factory=dict)  # by feed-forward
-    judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)  # by layer: (tokens, quality)
+    ranks: tuple[int, ...] | None = None
+    factors: dict[int, LayerFactors] = field(default_factory=dict)
+    judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)
 
     @property
     def quality(self) -> list[PredictorQuality]:
-        """Return the quality of each layer, the mean over its experts weighted by their tokens."""
+        """The quality of each layer: the mean over its experts, weighted by their tokens."""
         return [_mean_quality(self.judged[layer]) for layer in sorted(self.judged)]
 
     @property
     def predicted(self) -> float:
-        """Return the predicted share of neurons, mean over layers."""
+        """The predicted share of neurons, mean over layers."""
         return float(np.mean([layer.predicted for layer in self.quality]))
 
 
@@ -73,7 +76,7 @@ class Candidate:
 class TrainedPredictor:
     """Factors that were trained before, for which only thresholds are fitted.
 
-    of_ffn: the factors of a feed-forward
+    of_ffn: returns the factors of a feed-forward
     """
 
     sides: tuple[Side, ...]
@@ -85,7 +88,7 @@ class TrainedPredictor:
 
     @classmethod
     def of_package(cls, package: Package) -> TrainedPredictor:
-        """Return the package's own predictor. Raises UserError if it has none."""
+        """Return the package's predictor. Raises UserError if it has none."""
         if (predictor := package.manifest.predictor) is None:
             raise UserError(f"{package.path}: has no predictor that could be calibrated; fit one, without --calibrate")
         ranks = tuple(predictor.rank_of(ffn) for ffn in range(package.manifest.model.ffns))
@@ -116,16 +119,15 @@ class TrainedPredictor:
         return cls((model.trigger,), imported.ranks, quantization, reads, "relu", of_ffn)
 
     def candidate(self) -> Candidate:
-        """Return the only candidate: these factors."""
         return Candidate(self.sides, max(self.ranks), self.hidden, self.ranks if len(set(self.ranks)) > 1 else None)
 
 
 @frozen
 class ProfilingResult:
-    """A package with its predictor.
+    """A package with its new predictor.
 
-    candidates: all that were tried, the chosen one first; the perplexities are of held-out text by the reference
-    engine.
+    candidates: all that were tried; the first is in the package
+    exact_perplexity, predicted_perplexity: perplexities of held-out text, by the reference engine
     """
 
     package: Package
@@ -149,12 +151,17 @@ def profile(
     text: str = "a text without a name",
     progress: Progress | None = None,
 ) -> ProfilingResult:
-    """Fit, evaluate and write a predictor.
+    """Fit, evaluate and write a predictor. The activity profile of predicted mode is removed.
 
-    sides: `trigger`, `both` or `auto`; with drelu, `auto` tries both sides and the trigger alone with the same number
-    of bytes, and uses the one that predicts fewer neurons at this recall. imported, calibrate: fit only the thresholds
-    of an imported predictor or of the package's own. imported_reads_normed: the imported one was trained on normed
-    vectors, not on the residual stream. text: name of the texts. Raises UserError.
+    rank, quantization, recall, reads: properties of a fitted predictor; imported and calibrated predictors have
+        their own rank and input
+    sides: `trigger`, `both` or `auto`; with drelu, `auto` tries both sides, and the trigger alone with as many bytes,
+        and uses the candidate that predicts fewer neurons
+    imported, calibrate: fit only the thresholds of an imported predictor, or of the package's
+    imported_reads_normed: `imported` was trained on normed vectors, not on the residual stream
+    text: name of the texts
+
+    Raises UserError if the package is damaged or has SiLU, or if options do not fit it.
     """
     model = package.manifest.model
     if model.activation == "silu":
@@ -184,7 +191,7 @@ def profile(
     fired, trigger_fired = _FiringByLayer(model.layers), _FiringByLayer(model.layers)
 
     def fallback_factors(candidate: Candidate, ffn: int) -> LayerFactors:
-        """Return factors for an expert with too few tokens: as trained, or factors that predict everything."""
+        """Return the factors of an expert with too few tokens: as trained, or factors that predict every neuron."""
         return _predict_everything(candidate, model, quantization) if trained is None else trained.of_ffn(ffn)
 
     def observe(run: LayerRun) -> None:
@@ -245,7 +252,7 @@ def profile(
                 [chosen.factors[ffn] for ffn in range(model.ffns)],
                 FiringShares(fired.shares(), trigger_fired.shares()),
             ),
-            "predicted",  # it was measured with another predictor
+            "predicted",  # this profile was measured with another predictor
         ),
         candidates,
         exact_perplexity,
@@ -254,7 +261,7 @@ def profile(
 
 
 def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: float, predicted: float) -> Predictor:
-    """Return the predictor with its perplexities; unchanged if an untrained model makes them meaningless."""
+    """Return the predictor with its perplexities; without them if they are too large, as in untrained models."""
     if not (exact <= MAX_PERPLEXITY and predicted <= MAX_PERPLEXITY):
         return predictor
     return replace(
@@ -269,8 +276,8 @@ def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: flo
 class _Progress:
     """Progress in tokens times layers.
 
-    Both texts go through all layers for fitting and evaluation; the held-out text goes through once more, and its
-    logits are computed twice.
+    Both texts pass all layers for fitting and evaluation. The held-out text passes them once more, and its logits are
+    computed twice.
     """
 
     def __init__(self, progress: Progress | None, model: ModelSpec, total_tokens: int, held_out: int) -> None:
@@ -278,25 +285,21 @@ class _Progress:
         self._rated = 0
 
     def layer(self, layer: int, share: float) -> None:
-        """Report that this share of a layer is done."""
         self._report(int((layer + share) * self._total_tokens))
 
     def attended(self, layer: int, tokens: int) -> None:
-        """Report that this many tokens of both texts have passed a layer's attention."""
         self.layer(layer, ATTENTION_SHARE * tokens / self._total_tokens)
 
     def fit(self, ffn: int, candidate: int, candidates: int, share: float) -> None:
-        """Report that this share of fitting one of a feed-forward's candidates is done."""
         layer, expert = divmod(ffn, self._model.experts)
         fitted = COMPUTED_SHARE + (1 - COMPUTED_SHARE) * (candidate + share) / candidates
         self.layer(layer, ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + fitted) / self._model.experts)
 
     def held_out_pass(self, tokens: int) -> None:
-        """Report that this many tokens times layers of the second pass over the held-out text are done."""
+        """Report the tokens times layers that are done in the second pass over the held-out text."""
         self._report(self._model.layers * self._total_tokens + tokens)
 
     def logits_computed(self, tokens: int) -> None:
-        """Report that this many more tokens have logits."""
         self._rated += tokens
         self.held_out_pass(self._model.layers * self._held_out + self._rated)
 
@@ -306,17 +309,14 @@ class _Progress:
 
 
 class _FiringByLayer:
-    """Shares of computed neurons that fired, by layer."""
-
     def __init__(self, layers: int) -> None:
         self._counts = np.zeros((layers, 2))
 
     def add(self, layer: int, fired: NDArray[np.bool_]) -> None:
-        """Add one expert's neurons for the tokens that chose it."""
+        """Add a mask [tokens, neurons] of an expert, for the tokens that chose it."""
         self._counts[layer] += (fired.sum(), fired.size)
 
     def shares(self) -> tuple[float, ...]:
-        """Return for each layer the share of neurons that fired, to six decimals."""
         return tuple(round(float(fired / size), 6) for fired, size in self._counts)
 
 
@@ -329,7 +329,6 @@ def _mean_quality(judged: list[tuple[int, PredictorQuality]]) -> PredictorQualit
 
 
 def _predict_everything(candidate: Candidate, model: ModelSpec, quantization: Quantization) -> LayerFactors:
-    """Return factors that predict every neuron."""
     nothing = encode(quantization, np.zeros((model.neurons, candidate.rank), np.float32))
     always = np.full(model.neurons, -NEVER, np.float32)
     return LayerFactors(
@@ -358,10 +357,8 @@ def _calibration(
     sides: tuple[Side, ...],
     threshold: float,
 ) -> Calibration:
-    """Return the calibration data of the expert's first `cut` tokens.
-
-    Values are relative to the threshold: a neuron fires if its value is above zero.
-    """
+    """Return the calibration data of a feed-forward's first `cut` tokens. `threshold` is subtracted from values, so
+    that a neuron fires if its value is above 0."""
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
@@ -378,9 +375,10 @@ def perplexity(
     texts: Sequence[ContextWindow],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Return the perplexity of every token but the first of each context window.
+    """Return the perplexity of all tokens but the first of each context window.
 
-    progress: receives new tokens
+    hidden: residual stream after the last layer, of all windows
+    progress: receives the number of tokens of each window
     """
     total, logits_computed, start = 0.0, 0, 0
     for window in texts:

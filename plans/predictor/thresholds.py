@@ -1,8 +1,8 @@
 """Thresholds of a SiLU model (CATS, arXiv 2404.08763).
 
-A neuron is below the threshold for a token if |silu(gate)| is less than a threshold of its layer, which is a quantile
-of these values on calibration text. The exact model sets the thresholds. The share of neurons below the threshold and
-the perplexity are of the thresholded model on held-out text.
+A neuron is below the threshold for a token if |silu(gate)| is less than the threshold of its layer, a quantile of these
+values in the exact model on calibration text. The share of neurons below the threshold and the perplexity are measured
+with the thresholded model on held-out text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def set_thresholds(
     package: Package, texts: Texts, *, share: float, text: str, progress: Progress | None = None
 ) -> Package:
     """Choose thresholds that `share` of the neurons lie below, measure the loss, and write both into the manifest.
+    Return the package with its new id.
 
-    Older thresholds are replaced. Raises UserError.
-
-    text: name of the texts
+    Older thresholds are replaced, and the activity profile of thresholded mode is removed. Raises UserError if the
+    package is damaged or has no SiLU, or if a perplexity is not finite.
     """
     require_silu(package)
     package.verify_fixed()
@@ -43,8 +43,8 @@ def set_thresholds(
     total_tokens = calibration_tokens + held_out_tokens
 
     def report(tokens: int) -> None:
-        """Report progress in tokens times layers: both texts by the exact model, then the held-out one, then its logits
-        twice."""
+        """Report progress in tokens times layers: both texts in the exact model, the held-out text in the thresholded
+        model, then the logits of both."""
         if progress is not None:
             progress(tokens, layers * (total_tokens + held_out_tokens) + 2 * held_out_tokens)
 
@@ -103,13 +103,13 @@ def set_thresholds(
 
 
 def remove_thresholds(package: Package) -> Package:
-    """Return the package without thresholds. Raises UserError."""
+    """Remove the thresholds, and return the package. Raises UserError as `require_silu`."""
     require_silu(package)
     return package if package.manifest.silent is None else _write_thresholds(package, None)
 
 
 def require_silu(package: Package) -> None:
-    """Raise UserError if the activation function is not silu, so that neurons are zero without thresholds."""
+    """Raise UserError if the activation function is not silu, since other models need no thresholds."""
     activation = package.manifest.model.activation
     if activation != "silu":
         raise UserError(
@@ -119,7 +119,8 @@ def require_silu(package: Package) -> None:
 
 
 def threshold_mask(manifest: Manifest) -> Mask:
-    """Return the mask of neurons that take part in thresholded mode, for the reference engine."""
+    """Return the mask of the neurons that are not below the threshold, for the reference engine. Raises ValueError if
+    the package has no thresholds."""
     silent = manifest.silent
     if silent is None:
         raise ValueError("the package has no thresholds")
@@ -135,7 +136,7 @@ def _magnitude(run: LayerRun) -> Array:
 
 
 def _quantile(pieces: list[Array], share: float) -> float:
-    """Return the largest value that at most `share` of the values are less than."""
+    """Return the largest value such that at most `share` of all values are less."""
     values = np.concatenate(pieces)
     rank = min(len(values) - 1, int(share * len(values)))
     return float(np.partition(values, rank).item(rank))
@@ -148,7 +149,7 @@ def _finite(measured: float, text: str) -> float:
 
 
 def _write_thresholds(package: Package, silent: Silent | None) -> Package:
-    """Replace the manifest; its id changes."""
+    """Write a manifest with other thresholds, which changes its id. None: without thresholds."""
     with whole_file(package.path / MANIFEST) as place, place.open("wb") as file:
         file.write(replace(package.manifest, silent=silent).sealed().to_bytes())
         file.flush()

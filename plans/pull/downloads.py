@@ -1,5 +1,5 @@
-"""Downloads the files of a repository: each continues where it was interrupted, is checked against the hub's checksum,
-and is deleted when a conversion no longer needs it. While one file is converted, the next one is downloaded."""
+"""Downloads the files of a repository. A download continues where it was interrupted, and is compared with the hub's
+checksum. A file is deleted when the conversion no longer needs it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from neuronpipe.plans.pull.repository import RemoteFile, Snapshot
 from neuronpipe.protocol.errors import UserError, safe_name
 from numpy.typing import NDArray
 
-HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; each further request is twice as large, up to
-MAX_HEADER_BLOCK_BYTES = 16 << 20  # so that a mirror without ranges sends little more than twice what is read
-MAX_HEADER_BYTES = 128 << 20  # a header that claims to be larger is damaged or hostile
+HEADER_BLOCK_BYTES = 1 << 20  # of the first request for a header; later requests are twice as large, up to the maximum
+MAX_HEADER_BLOCK_BYTES = 16 << 20
+MAX_HEADER_BYTES = 128 << 20  # larger headers are damaged or hostile
 READ_BUFFER_BYTES = 64 << 10
 READ_BYTES = 4 << 20
-MAX_PATIENCE_S = 1.0  # for a download that is to stop and waits for the network
+MAX_PATIENCE_S = 1.0  # for a stopped download to end, which may wait for the network
 
 Count = Callable[[int], None]
-"""Called with the number of bytes received since the last call; negative if they have to be downloaded again."""
+"""Is called with the number of bytes received since the last call; negative if they have to be downloaded again."""
 
 
 class _Stopped(Exception):
-    """Raised in a download that is no longer needed."""
+    """Ends the thread of a download that is no longer needed."""
 
 
 class Downloads:
-    """The files of one snapshot that are downloaded to a folder. Context manager: stops downloads, and keeps what has
-    come."""
+    """The downloads of a snapshot's files. A context manager that stops downloads at exit; received bytes stay in the
+    folder. Methods raise UserError.
+
+    count: is called for received bytes, by any thread
+    """
 
     def __init__(self, hub: Hub, snapshot: Snapshot, folder: Path, count: Count = lambda more: None) -> None:
         self._hub, self._snapshot, self._folder, self._count = hub, snapshot, folder, count
@@ -58,16 +61,15 @@ class Downloads:
             fetch.thread.join(MAX_PATIENCE_S)
 
     def open_file(self, path: Path) -> DownloadedFile:
-        """Return a file of weights by its future path, for a conversion. Raises UserError if the repository does not
-        have it."""
+        """Return a file of weights for a conversion. path: where it will be after its download."""
         return DownloadedFile(path, self._snapshot.file(path.relative_to(self._folder).as_posix()), self)
 
     def expect(self, order: Sequence[DownloadedFile]) -> None:
-        """Set the order in which these files are needed: while one is converted, the next is downloaded."""
+        """Set the order in which files are needed, so that `need` can start the download of the next one."""
         self._order = list(order)
 
     def need(self, file: DownloadedFile) -> None:
-        """Return when a file is complete, and start to download the next one. Raises UserError."""
+        """Wait until a file is downloaded, then start to download the next one in a thread."""
         self._fetch(file).wait()
         if file in self._order:
             for following in self._order[self._order.index(file) + 1 :][:1]:
@@ -79,7 +81,7 @@ class Downloads:
         return self._fetches[file]
 
     def download_file(self, entry: RemoteFile) -> Path:
-        """Download one file completely and check it. Raises UserError."""
+        """Download a file, unless it is there, compare it with its checksum, and return its path."""
         self.require_checksum(entry)
         path = self.path(entry)
         if path.exists():
@@ -99,7 +101,7 @@ class Downloads:
         return path
 
     def _complete(self, entry: RemoteFile, part: Path) -> bool:
-        """Download the missing bytes of a file. Return True if its checksum is right; otherwise remove it."""
+        """Download the missing bytes of a file. If its checksum is wrong, remove it and return False."""
         with part.open("a+b") as file:
             if file.tell() > entry.bytes:
                 file.truncate(0)
@@ -114,7 +116,7 @@ class Downloads:
         return False
 
     def require_checksum(self, entry: RemoteFile) -> None:
-        """Refuse a file that could not be checked after its download."""
+        """Raise UserError if the hub states no checksum of a file."""
         if not (entry.sha256 or entry.blob):
             raise UserError(
                 f"{self._snapshot.repository}: {safe_name(entry.name)}: {self._hub.endpoint} gives no checksum of it, "
@@ -122,20 +124,18 @@ class Downloads:
             )
 
     def read(self, entry: RemoteFile, start: int, count: int) -> bytes:
-        """Return a few bytes of a file at the hub."""
+        """Read bytes of the file, as `Hub.read` does."""
         return self._hub.read(self._snapshot, entry, start, count)
 
     def path(self, entry: RemoteFile) -> Path:
-        """Return the path of a complete file."""
         return self._folder / entry.name
 
     def part(self, entry: RemoteFile) -> Path:
-        """Return the path of an incomplete file."""
+        """Return the path of a file while it is incomplete."""
         path = self.path(entry)
         return path.with_name(f"{path.name}.part")
 
     def local_bytes(self, entry: RemoteFile) -> int:
-        """Return how many bytes of a file are on this disk."""
         if self.path(entry).exists():
             return entry.bytes
         part = self.part(entry)
@@ -143,7 +143,7 @@ class Downloads:
 
 
 class DownloadedFile(SourceFile):
-    """A file of weights that is at the hub until it is fetched, and then on this disk until it is released."""
+    """A file of weights that is read from the hub until it is fetched, and then from this disk until it is released."""
 
     def __init__(self, path: Path, entry: RemoteFile, downloads: Downloads) -> None:
         super().__init__(path)
@@ -181,7 +181,8 @@ class DownloadedFile(SourceFile):
 
 
 class _RemoteHeader(io.RawIOBase):
-    """A file at the hub, for reading its header: blocks of growing size are read on demand."""
+    """A stream of a file at the hub, for reading its header. Growing requests limit the bytes of mirrors without
+    ranges, which send the file from its beginning each time."""
 
     def __init__(self, entry: RemoteFile, downloads: Downloads) -> None:
         self._entry, self._downloads, self._at = entry, downloads, 0
@@ -216,11 +217,11 @@ class _RemoteHeader(io.RawIOBase):
 
 
 class _DownloadTarget:
-    """The target of a download, with the methods that a download needs: bytes are counted and hashed as they come."""
+    """The target of `Hub.download`, which counts and hashes the bytes."""
 
     def __init__(self, file: BinaryIO, entry: RemoteFile, count: Count, stopped: threading.Event) -> None:
         self._file, self._entry, self._count, self._stopped = file, entry, count, stopped
-        # Git's own checksum covers a small header before the content.
+        # Git's checksum covers a small header before the content.
         blob = hashlib.sha1(b"blob %d\0" % entry.bytes, usedforsecurity=False)
         self._hash: Any = blob if entry.sha256 is None else hashlib.sha256()
         file.seek(0)
@@ -228,7 +229,6 @@ class _DownloadTarget:
             self._hash.update(data)
 
     def is_right(self) -> bool:
-        """Return True if the content has the hub's checksum."""
         return bool(self._hash.hexdigest() == (self._entry.sha256 or self._entry.blob))
 
     def write(self, data: bytes) -> int:
@@ -243,8 +243,6 @@ class _DownloadTarget:
 
 
 class _Fetch:
-    """One download in a thread of its own, which blocks only callers that need it."""
-
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
         self._error: Exception | None = None
@@ -258,7 +256,7 @@ class _Fetch:
             self._error = error
 
     def wait(self) -> None:
-        """Wait until it is done, and raise what it raised."""
+        """Wait until the download is complete. Raises its error if it failed."""
         self.thread.join()
         if self._error is not None:
             raise self._error

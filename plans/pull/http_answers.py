@@ -1,7 +1,6 @@
 """Answers of a hub over HTTP, with limits on bytes, time, redirects, and the waiting that a hub may ask for.
 
-The session is huggingface_hub's, which handles proxies and certificates. Nothing here decompresses: an answer is used
-as it was sent, or refused.
+The session is huggingface_hub's, which handles proxies and certificates. Compressed answers are refused.
 """
 
 from __future__ import annotations
@@ -28,27 +27,28 @@ ENDPOINT = "https://huggingface.co"
 AGAIN = "the same command goes on from here"
 ANSWER_S = 30.0  # for a connection, and for the next bytes of an answer
 MAX_HEAD_S = 60.0  # for everything before the first byte of the content
-MIN_BYTES_PER_S = 1024  # over WINDOW_S of waiting; a slower connection counts as broken off
+MIN_BYTES_PER_S = 1024  # over WINDOW_S of waiting; a slower connection counts as broken
 WINDOW_S = 30.0
 MAX_REDIRECTS = 5
 MAX_WAIT_S = 120.0  # total waiting that a hub may ask for before a command gives up
-FIRST_WAIT_S = 1.0  # if a busy hub does not say how long to wait; doubled each time
+FIRST_WAIT_S = 1.0  # if a busy hub does not say how long to wait; doubled for each further answer
 REDIRECTS = (301, 302, 303, 307, 308)
 _RESET_S = re.compile(r"\bt=(\d{1,9})\b")  # in the RateLimit header: seconds until the limit is lifted
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(?:\d{1,18}|\*)", re.ASCII)
 
 Tell = Callable[[str], None]
-"""Called with a line for a person who waits."""
+"""Is called with a line for the user, who waits."""
 
 
 class ConnectionBroken(UserError):
-    """A connection that failed or is too slow. Another connection may work."""
+    """A connection that failed or is too slow. The request can be repeated."""
 
 
 class Refused(UserError):
     """An answer with an error status.
 
-    code: the hub's X-Error-Code
+    status: the HTTP status
+    code: the header X-Error-Code; "" if there is none
     """
 
     def __init__(self, message: str, status: int, code: str) -> None:
@@ -57,7 +57,7 @@ class Refused(UserError):
 
 
 class Answer:
-    """The content of one answer, from byte `start` of the file on."""
+    """The content of an answer, from byte `start` of the file on. Raises UserError if the range is not stated."""
 
     def __init__(self, answer: Any, what: str, endpoint: str, network: tuple[type[Exception], ...]) -> None:
         self._answer, self._what, self._endpoint, self._network = answer, what, endpoint, network
@@ -75,8 +75,8 @@ class Answer:
         return int(length) if re.fullmatch(r"[0-9]{1,18}", length) else None
 
     def pieces(self, max_bytes: int) -> Iterator[bytes]:
-        """Yield the content as it arrives. Raises UserError before a piece that exceeds `max_bytes`, and
-        ConnectionBroken if the connection ends early, stalls, or is slower than MIN_BYTES_PER_S."""
+        """Yield the content as it arrives. Raises UserError if it exceeds `max_bytes`, ConnectionBroken if the
+        connection fails or is slower than MIN_BYTES_PER_S."""
         waited_s, window_bytes, all_bytes = 0.0, 0, 0
         content = iter(self._answer.iter_raw())
         while True:
@@ -103,16 +103,15 @@ class Answer:
 
 
 def connection_broken(what: str, endpoint: str, error: Exception) -> ConnectionBroken:
-    """Return the error for a connection that failed."""
     reason = safe_name(str(error) or type(error).__name__)
     return ConnectionBroken(f"{what}: no connection to {endpoint}: {reason}; {AGAIN}")
 
 
 class Web:
-    """The connection to one hub. HF_TOKEN is sent to the hub itself, and not to hosts that it redirects to."""
+    """The connection to a hub. HF_TOKEN is sent to the hub, and not to hosts that it redirects to."""
 
     def __init__(self, endpoint: str, tell: Tell) -> None:
-        """Raises UserError where huggingface_hub is not installed, or the address or the token cannot be used."""
+        """Raises UserError if huggingface_hub is not installed, or address or token cannot be used."""
         self.endpoint, self._tell = endpoint, tell
         if not endpoint.startswith(("http://", "https://")) or _origin(endpoint) is None:
             raise UserError(f"HF_ENDPOINT: {quoted(endpoint)} is no address; expected one such as {ENDPOINT}")
@@ -127,7 +126,7 @@ class Web:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         self._utils: Any = utils
         self._offline: type[Exception] = errors.OfflineModeIsEnabled
-        # The library has changed its HTTP package before: use the package that its own errors come from.
+        # The HTTP package differs between versions of the library. Its errors derive from that package's.
         http_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
         package = importlib.import_module(http_error.__module__.partition(".")[0])
         self._network = (http_error, package.InvalidURL, package.StreamError)
@@ -140,11 +139,12 @@ class Web:
 
     @contextlib.contextmanager
     def answer(self, address: str, what: str, start: int | None = None, stop: int | None = None) -> Iterator[Answer]:
-        """Request an address and yield the answer. For a file: from byte `start` on, up to `stop` if that is given.
+        """Request an address and yield the answer. Raises Refused for an error status, ConnectionBroken for a
+        connection that fails, UserError for a violation of the protocol.
 
-        A hub may send the file from its beginning all the same: `Answer.start` tells. `what`: the beginning of errors.
-        Raises Refused for an error status, ConnectionBroken for a connection that fails, UserError for a violation of
-        the protocol.
+        what: the beginning of errors
+        start, stop: the requested range of bytes, excluding stop; None: from the beginning, to the end. A hub may
+            ignore the range and send the whole file; see `Answer.start`.
         """
         headers = dict(self._headers)
         if start is not None:
@@ -163,7 +163,8 @@ class Web:
                 answer.close()
 
     def _willing(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """Return the answer, after as much waiting as the hub asks for."""
+        """Return a successful answer, after as much waiting as the hub asks for. Raises Refused for other errors, or
+        after MAX_WAIT_S."""
         waited_s, next_wait_s = 0.0, FIRST_WAIT_S
         while True:
             answer = self._redirected(address, headers, what)
@@ -187,7 +188,7 @@ class Web:
             waited_s, next_wait_s = waited_s + wait_s, 2 * next_wait_s
 
     def _redirected(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """Return the first answer that is no redirect."""
+        """Follow redirects, and return the answer that is none. Raises UserError for forbidden or too many ones."""
         home = _origin(address)
         for _ in range(MAX_REDIRECTS + 1):
             answer = self._head(address, headers, what)
@@ -204,8 +205,9 @@ class Web:
         raise UserError(f"{what}: {self.endpoint} redirects more than {MAX_REDIRECTS} times")
 
     def _head(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """Return status and headers of an answer, whose content follows, within MAX_HEAD_S. The session's timeout
-        applies to single reads only, so a thread waits, which is abandoned when the time is over."""
+        """Return an answer whose content is not read yet. Raises ConnectionBroken if the connection fails or the
+        headers take more than MAX_HEAD_S, UserError in offline mode."""
+        # The session's timeout applies to single reads only, so a thread waits, which is abandoned if it is late.
         answers: list[Any] = []
         errors: list[Exception] = []
         late = threading.Event()
@@ -237,7 +239,6 @@ class Web:
 
 
 def _origin(address: str) -> tuple[str, str, int | None] | None:
-    """Return scheme, host and port of an address; None if it has no host or cannot be parsed."""
     try:
         parts = urlsplit(address)
         return (parts.scheme, parts.hostname, parts.port) if parts.hostname else None
@@ -246,8 +247,8 @@ def _origin(address: str) -> tuple[str, str, int | None] | None:
 
 
 def _redirect_target(address: str, location: str) -> str | None:
-    """Return the target of a redirect; None if it is not followed: an empty one, one to another scheme than HTTP, or
-    one from an encrypted connection to an unencrypted one."""
+    """Return the target of a redirect. None if it may not be followed: it is empty, has another scheme than HTTP, or
+    leads from an encrypted connection to an unencrypted one."""
     try:
         target = urljoin(address, location)
     except ValueError:
@@ -258,7 +259,6 @@ def _redirect_target(address: str, location: str) -> str | None:
 
 
 def _retry_after_s(headers: Any) -> float | None:
-    """Return how long the hub asks to wait, in seconds; None if it does not say."""
     text = headers.get("retry-after", "").strip()
     if re.fullmatch(r"[0-9]{1,12}", text):
         return float(text)

@@ -1,7 +1,7 @@
 """A hub of models: the contents of a repository, and the bytes of its files.
 
-Files are read over HTTP even if the hub offers xet: only then can an interrupted download continue, and only then does
-any mirror work. Lengths are checked here, contents in `downloads.py`.
+Files are read over HTTP even if the hub offers xet, so that interrupted downloads can continue and all mirrors work.
+This module checks lengths; downloads.py checks contents.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot, re
 from neuronpipe.plans.strict_json import parse_json
 from neuronpipe.protocol.errors import UserError, quoted, safe_name
 
-MAX_SNAPSHOT_BYTES = 8 << 20  # of a hub's description of a repository: 300 bytes a file
-MAX_TRIES = 6  # consecutive connections that break off before they brought PROGRESS_BYTES
+MAX_SNAPSHOT_BYTES = 8 << 20  # of a hub's description of a repository, which has about 300 bytes per file
+MAX_TRIES = 6  # consecutive connections that break off before PROGRESS_BYTES have arrived
 PROGRESS_BYTES = 1 << 20
 PAUSE_S = 1.0
 
 
 class Hub:
-    """The hub that HF_ENDPOINT names, huggingface.co otherwise. HF_TOKEN is sent to it if there is one."""
+    """The hub at HF_ENDPOINT, by default huggingface.co. HF_TOKEN is sent to it if it is set."""
 
     def __init__(self, tell: Tell = lambda line: None) -> None:
-        """Open a hub. Raises UserError if huggingface_hub is not installed.
+        """Raises UserError as `Web`.
 
-        tell: called with the reason when the hub makes a person wait
+        tell: is called with a line about the reason if the hub asks to wait
         """
         self.endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         self._web = Web(self.endpoint, tell)
 
     def snapshot(self, reference: Reference, commit: str | None = None) -> Snapshot:
-        """Return the contents of the repository, at its revision's present commit or at a given one. Raises
-        UserError."""
+        """Return the list of the repository's files at `commit`; None: at the current commit of the reference's
+        revision. Raises UserError if it cannot be read."""
         repository, revision = reference.repository, commit or reference.revision
         address = f"{self.endpoint}/api/models/{repository}"
         if revision is not None:
@@ -48,7 +48,8 @@ class Hub:
         return read_snapshot(repository, parse_json(data, f"{repository}: {self.endpoint} answered what no hub does"))
 
     def read(self, snapshot: Snapshot, file: RemoteFile, start: int, count: int) -> bytes:
-        """Return a few bytes of a file; fewer at its end. Raises UserError."""
+        """Return `count` bytes of a file from `start` on; fewer at its end. Raises UserError if they cannot be
+        read."""
         if (stop := min(start + count, file.bytes)) <= start:
             return b""
         what, data = self._what(snapshot, file), bytearray()
@@ -67,8 +68,9 @@ class Hub:
         return bytes(data[: stop - start])
 
     def download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO) -> None:
-        """Write the rest of a file to `target`, which is positioned after the bytes already received. Reconnects when
-        the connection breaks off, until several attempts bring nothing. Raises UserError, and errors of writing."""
+        """Write the rest of a file to `target`, which is positioned after the bytes already received. Reconnects if the
+        connection breaks off. Raises ConnectionBroken after MAX_TRIES connections without progress, UserError, and
+        errors of writing."""
         tries, counted_from = 0, target.tell()
         while (start := target.tell()) < file.bytes:
             try:
@@ -84,8 +86,8 @@ class Hub:
                 time.sleep(PAUSE_S)
 
     def _download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO, start: int) -> None:
-        """Write the content of one answer, up to the length that the hub stated. Raises ConnectionBroken if that is too
-        little."""
+        """Write the content of one answer. Raises ConnectionBroken if the file is not complete then, UserError if it is
+        too long."""
         what, address = self._what(snapshot, file), self._address(snapshot, file)
         with self._web.answer(address, what, start or None) as answer:
             skip = self._skipped(what, answer.start, start)
@@ -102,7 +104,8 @@ class Hub:
             raise ConnectionBroken(f"{what}: ended at byte {target.tell()} of {file.bytes}; {AGAIN}")
 
     def _skipped(self, what: str, first: int, required: int) -> int:
-        """Return how many bytes of an answer to skip: a mirror without ranges sends the file from its beginning."""
+        """Return the number of bytes to skip of an answer from byte `first` on, since mirrors without ranges send the
+        whole file. Raises UserError if `first` is neither 0 nor `required`."""
         if first not in (0, required):
             raise UserError(f"{what}: {self.endpoint} sends another part of it than was asked for; use another mirror")
         return required - first
@@ -110,7 +113,7 @@ class Hub:
     def _explained(
         self, refusal: Refused, repository: str, revision: str | None, file: RemoteFile | None = None
     ) -> UserError:
-        """Return the refusal in words that say what to do about it."""
+        """Return an error that says what to do about a refusal; the refusal itself if nothing is known."""
         what = repository if file is None else f"{repository}: {safe_name(file.name)}"
         if refusal.code == "GatedRepo":
             return UserError(f"{what}: asks you to accept its terms at {self.endpoint}/{repository}; then set HF_TOKEN")

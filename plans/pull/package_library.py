@@ -1,11 +1,10 @@
-"""The packages that are called by name: their place, their names, and the remains of interrupted pulls.
+"""The user's packages by name, and the working folders of pulls.
 
-    DATA/packages/NAME/  a package
-    DATA/pulls/NAME/     the working folder of a pull, or of a conversion (source_models.py); it stays after an
-                         interruption
+    DATA/packages/NAME/  a complete package
+    DATA/pulls/NAME/     the working folder of a pull, or of a conversion (source_models.py, which this module calls a
+                         pull, too); it stays if it was interrupted
 
-DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is
-complete.
+DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder.
 """
 
 from __future__ import annotations
@@ -36,19 +35,18 @@ FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
 _HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)
-LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter exists from its begin to its end
+LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; STATE exists from `begin` to the end of the pull
 
 
 class Busy(UserError):
-    """Another command works on the package of this name."""
+    """Another command works on the package."""
 
 
 def data_folder() -> Path:
-    """Return the folder DATA. A relative XDG_DATA_HOME is ignored, as its specification requires. Raises UserError if
-    this user has no home."""
+    """Return the folder DATA. Raises UserError if the user has no home and $NEURONPIPE_DATA is not set."""
     if folder := os.environ.get(VARIABLE):
         return Path(folder).absolute()
-    if os.path.isabs(base := os.environ.get("XDG_DATA_HOME", "")):
+    if os.path.isabs(base := os.environ.get("XDG_DATA_HOME", "")):  # its specification says to ignore relative paths
         return Path(base) / "neuronpipe"
     try:
         return Path.home() / ".local" / "share" / "neuronpipe"
@@ -57,22 +55,19 @@ def data_folder() -> Path:
 
 
 def packages_folder() -> Path:
-    """Return the folder of the packages that have a name."""
     return data_folder() / "packages"
 
 
 def pulls_folder() -> Path:
-    """Return the folder of the pulls that are under way or were interrupted."""
     return data_folder() / "pulls"
 
 
 def package_names() -> list[str]:
-    """Return the names of all packages."""
     return _names(packages_folder(), MANIFEST)
 
 
 def pull_names() -> list[str]:
-    """Return the names of all pulls that have begun and are not done."""
+    """Return the names of the pulls that have begun and are not complete."""
     return _names(pulls_folder(), STATE)
 
 
@@ -82,20 +77,20 @@ def _names(folder: Path, holds: str) -> list[str]:
 
 
 def checked_name(text: str) -> str:
-    """Return a name that is valid for a package: a file name that is the same on every system. Raises UserError."""
+    """Return `text`. Raises UserError if it is no valid name of a package."""
     if not NAME.fullmatch(text):
         raise UserError(f"{quoted(text)} is no name for a package: letters, digits, - _ and . only, 96 at most")
     return text
 
 
 def name_like(text: str) -> str:
-    """Return a valid package name similar to a text."""
+    """Return a valid name of a package that is similar to `text`."""
     return text if NAME.fullmatch(text) else re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:96].lstrip(".-") or "model"
 
 
 def package_path(text: str) -> Path:
-    """Return the package that a text denotes: an existing path, or else the package of that name. If there is neither,
-    return the text itself; see `refuse_unknown`."""
+    """Return `text` as a path if it exists, or the folder of the package of that name, in any case if only one matches.
+    If there is neither, return `text` as a path, which `refuse_unknown` refuses."""
     if os.path.exists(text) or not NAME.fullmatch(text):
         return Path(text)
     names = package_names()
@@ -104,7 +99,8 @@ def package_path(text: str) -> Path:
 
 
 def refuse_unknown(path: Path) -> None:
-    """Refuse a path that neither exists nor is the name of a package, and list the packages."""
+    """Raise UserError, which lists packages or names the next command, for a path that does not exist. Not for paths
+    that can be no name of a package, repository or GGUF file."""
     if os.path.exists(path):
         return
     text = str(path)
@@ -148,13 +144,12 @@ def _what_there_is(text: str) -> str:
 
 
 def _there_are(names: list[str]) -> str:
-    """Return `there are a, b and 3 more`."""
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(safe_name, names[:MAX_SHOWN]))}{more}"
 
 
 def refuse_used(name: str) -> None:
-    """Refuse to remove or replace the package that a live run uses."""
+    """Raise UserError if a live run uses the package of this name."""
     used = (packages_folder() / name).resolve()
     try:
         live = RunDirectory.live()
@@ -166,9 +161,10 @@ def refuse_used(name: str) -> None:
 
 
 def remove_package(name: str) -> None:
-    """Remove a package: first its name, then its bytes, so that no incomplete package is visible. Raises UserError."""
+    """Remove a package. Raises UserError for errors of the file system."""
     package = packages_folder() / name
-    leaving = package.with_name(f".{name}.partial-{os.getpid()}")  # after a kill the next pull removes it
+    # Renamed first, so that no incomplete package is visible. After a kill the next pull of that name removes the rest.
+    leaving = package.with_name(f".{name}.partial-{os.getpid()}")
     try:
         package.rename(leaving)
         shutil.rmtree(leaving)
@@ -177,7 +173,7 @@ def remove_package(name: str) -> None:
 
 
 def remove_pull(name: str) -> None:
-    """Remove what an interrupted pull left. Raises UserError if it is under way."""
+    """Remove the working folder of an interrupted pull. Raises Busy if the pull is under way, or UserError."""
     with working_folder(name) as folder:
         try:
             shutil.rmtree(folder)
@@ -187,7 +183,8 @@ def remove_pull(name: str) -> None:
 
 @contextlib.contextmanager
 def working_folder(name: str) -> Iterator[Path]:
-    """Yield the working folder of a package's pull, locked for this process. Raises UserError."""
+    """Yield the working folder of a pull, locked for this process. Raises Busy, or UserError if it cannot be
+    written."""
     folder = pulls_folder() / name
     try:
         make_folder(folder)
@@ -201,7 +198,7 @@ def working_folder(name: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_locked = os.path.samestat(os.fstat(lock), os.stat(folder / LOCK))
-        except (BlockingIOError, FileNotFoundError):  # the other process may just have ended and removed it
+        except (BlockingIOError, FileNotFoundError):  # the other process may just have removed the folder at its end
             is_locked = False
         if not is_locked:
             raise Busy(f"{name}: is being made by another command; wait for it, or end it")
@@ -212,7 +209,12 @@ def working_folder(name: str) -> Iterator[Path]:
 
 @frozen(slots=True)
 class Unfinished:
-    """A pull that has begun and is not done: its model, its commit, and the words of the command that continues it."""
+    """A pull that has begun and is not complete.
+
+    reference: the repository's reference, or the path of a model on this disk
+    commit: the repository's commit, or the fingerprint of the model's files
+    command: the words of the command that continues it
+    """
 
     reference: str
     commit: str
@@ -220,13 +222,13 @@ class Unfinished:
 
 
 def begin(folder: Path, pull: Unfinished) -> None:
-    """Record that a pull works in its folder. It is unfinished from now on, until the file is removed."""
+    """Write STATE to the folder of a pull, which counts as unfinished until the file is removed."""
     with whole_file(folder / STATE) as place:
         place.write_text(json.dumps(dataclasses.asdict(pull)))
 
 
 def unfinished_pull(name: str) -> Unfinished | None:
-    """Return the unfinished pull of this name; None if there is none or its file is damaged."""
+    """Return the unfinished pull of a package; None if there is none or its file is damaged."""
     try:
         state = read_json(pulls_folder() / name / STATE)
         command = tuple(str(word) for word in state.items("command"))
@@ -236,7 +238,7 @@ def unfinished_pull(name: str) -> Unfinished | None:
 
 
 def is_under_way(name: str) -> bool:
-    """Return True if a command works on this pull now."""
+    """Return True if a command works on the pull of this name now."""
     try:
         with (pulls_folder() / name / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,9 +1,8 @@
-"""A pull: first determines what it needs, from headers, before anything large is downloaded; then downloads and
-converts at the same time.
+"""A pull: first determines the requirements from small files and headers, then downloads and converts at the same time.
 
-A shard is converted while the next one is downloaded, and is deleted when nothing in it is needed any more. So the disk
-has the package and a few shards, never the package and the whole source; how many depends on which layers share a
-shard. The parts of a GGUF model are its shards. A GGUF file in one part is one shard: every layer needs it.
+A shard is one of the files with weights; the parts of a GGUF model are its shards. While a shard is converted, the next
+one is downloaded. A shard is deleted when no later layer needs it, so that the disk has the package and a few shards.
+A model with a single file is an exception: every layer needs it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,11 @@ SOURCE = "source"  # in the folder of a pull: the downloaded files
 class Need:
     """The requirements of a pull.
 
-    download_bytes: still to be downloaded, in this number of files
-    disk_bytes: maximal disk use at one moment, of which present_bytes are used already
-    free_bytes: free on that disk now
-    resumes: it continues an interrupted pull
+    files: number of files with weights that the conversion still needs
+    download_bytes: bytes of these that are not on this disk
+    disk_bytes: maximal disk usage during the pull, including present_bytes
+    present_bytes: disk usage of the working folder now
+    resumes: the pull continues an interrupted one
     """
 
     snapshot: Snapshot
@@ -67,7 +67,6 @@ class Need:
 
     @property
     def missing_bytes(self) -> int:
-        """Number of bytes that have to be freed first."""
         return max(self.disk_bytes - self.present_bytes - self.free_bytes, 0)
 
 
@@ -85,12 +84,16 @@ def pull(
     report: Report | None = None,
     tell: Tell = lambda line: None,
 ) -> tuple[Package, Need]:
-    """Make the package `name` of a repository's model. Return it, and what the pull needed.
+    """Download and convert a repository's model to the package `name`. Return the package and the requirements.
 
-    command: the words of the command that continues the pull. agree: called with the requirements before anything large
-        is downloaded; it raises UserError to refuse, and nothing is left then. Later, downloaded files stay when the
-        pull is interrupted or fails, and the next pull of the same model continues. tell: called with the reason when
-        the hub makes a person wait. Raises UserError for errors of model, hub, network or disk.
+    options, quantization, gates, overwrite: as in `convert`
+    command: the words of the command that continues the pull
+    agree: is called with the requirements before weights are downloaded; raises UserError to cancel the pull
+    tell: is called with a line about the reason if the hub asks to wait
+
+    Raises UserError for errors of model, hub, network or disk. Errors before `agree` has returned remove the working
+    folder, unless the pull continues an interrupted one. After later errors and interruptions the downloaded files
+    stay, and the next pull of the same reference continues.
     """
     target = packages_folder() / name
     if target.exists() and not overwrite:
@@ -117,13 +120,14 @@ def pull(
             message = str(error).replace(f"{folder / SOURCE}/", where).replace(f"{folder / SOURCE}: ", where)
             raise UserError(message) from None
         finally:
-            if not (folder / STATE).exists():  # it has not begun, or it is done
+            if not (folder / STATE).exists():  # the pull has not begun, or is complete
                 shutil.rmtree(folder, ignore_errors=True)
     return package, need
 
 
 def _snapshot(hub: Hub, reference: Reference, name: str) -> Snapshot:
-    """Return the repository at the commit of the interrupted pull, or at the present one."""
+    """Return the repository at the commit of the interrupted pull, or at the current one. Raises UserError if the
+    interrupted pull is of another model."""
     unfinished = unfinished_pull(name)
     if unfinished is not None and unfinished.reference != str(reference):
         raise UserError(
@@ -137,7 +141,6 @@ def _snapshot(hub: Hub, reference: Reference, name: str) -> Snapshot:
 def _opened(
     downloads: Downloads, snapshot: Snapshot, reference: Reference, source: Path, options: Options
 ) -> Iterator[Checkpoint]:
-    """Yield the checkpoint, from downloaded small files and from headers that are read at the hub."""
     if reference.file is not None:
         opened = open_gguf(downloads.path(snapshot.gguf(reference.file)), options, downloads.open_file)
     else:
@@ -150,8 +153,8 @@ def _opened(
 
 
 def _prepare(downloads: Downloads, snapshot: Snapshot, conversion: Conversion, folder: Path, tally: _Tally) -> Need:
-    """Return what the pull still needs, and plan to download a shard during the conversion of another if there is
-    room."""
+    """Return the requirements of the rest of the pull. If there is room, let each shard be downloaded during the
+    conversion of the one before."""
     left = conversion.pieces[conversion.pieces_done(folder) :]
     entries = [cast(DownloadedFile, file).entry for file in conversion.files_from(len(conversion.pieces) - len(left))]
     for entry in entries:
@@ -183,10 +186,10 @@ def _prepare(downloads: Downloads, snapshot: Snapshot, conversion: Conversion, f
 
 
 def peak_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
-    """Return the maximal size of files at one moment while these pieces are converted in order: each file from the
-    first piece that needs it to the last.
+    """Return the maximal size of the source files on the disk while `pieces` are converted in order. A file is there
+    from the first piece that needs it to the last.
 
-    ahead: with the next file too
+    ahead: the next file is also there
     """
     order = _in_order(pieces)
     max_bytes = 0
@@ -201,12 +204,11 @@ def peak_bytes(pieces: Sequence[Piece], *, ahead: bool) -> int:
 
 
 def _in_order(pieces: Sequence[Piece]) -> list[SourceFile]:
-    """Return the files of these pieces, in the order in which they are needed."""
     return list(dict.fromkeys(file for piece in pieces for file in piece.files))
 
 
 class _Tally:
-    """The progress of a pull: a byte counts half when it is downloaded, and half when it is converted."""
+    """The progress of a pull. A byte counts half when it is downloaded, and half when it is converted."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -214,17 +216,17 @@ class _Tally:
         self._local_bytes, self._total_bytes, self._converted = 0, 0, 0.0
 
     def begin(self, local_bytes: int, total_bytes: int) -> None:
-        """Set how many bytes of the weights are downloaded already, or converted."""
+        """Set the size of all shards, and the bytes of those that need no download, including converted shards."""
         self._local_bytes, self._total_bytes = local_bytes, total_bytes
 
     def arrived(self, more_bytes: int) -> None:
-        """Count downloaded bytes. Called from any thread."""
+        """Count downloaded bytes. Any thread may call this."""
         with self._lock:
             self._local_bytes += more_bytes
             self._tell()
 
     def converted(self, done: int, total: int) -> None:
-        """Count converted weights, of all weights."""
+        """Set the number of converted weights and of all weights."""
         with self._lock:
             self._converted = done / total
             self._tell()

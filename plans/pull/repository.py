@@ -1,5 +1,5 @@
-"""A repository at a hub: the reference that a person gives, its files at one commit, and those that a package needs.
-Only data is downloaded: configuration, tokenizer, chat template and weights, none of which is executed."""
+"""A repository at a hub: references to it, its files at one commit, and which of them a package needs. Only data is
+downloaded, which is never executed: configuration, tokenizer, chat template and weights."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
 
 @frozen(slots=True)
 class Reference:
-    """A reference `ORG/NAME[:FILE.gguf][@REVISION]`, as a person gives it. revision None: the repository's main
-    branch."""
+    """A reference `ORG/NAME[:FILE.gguf][@REVISION]` of the user.
+
+    file: a GGUF file, or the first part of a GGUF model; None: safetensors
+    revision: None: the repository's main branch
+    """
 
     repository: str
     file: str | None = None
@@ -44,7 +47,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Parse a reference. Raises UserError saying what is expected."""
+        """Return the parsed reference. A URL of the repository is accepted, too. Raises UserError for other texts."""
         match = _REFERENCE.fullmatch(text)
         if match is None and text.endswith(".gguf") and ":" not in text:
             raise UserError(
@@ -60,7 +63,7 @@ class Reference:
                 f"`neuronpipe pull {match['repository']}` says which there are, if there are several"
             )
         if file is not None and (part := part_of(file)) is not None:
-            file = part.names[0]  # any part may be given for the model
+            file = part.names[0]  # the user may name any part
         return cls(match["repository"], file, match["revision"])
 
     def __str__(self) -> str:
@@ -69,7 +72,7 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """Default name of the package: the repository's name, or the GGUF file's."""
+        """Default name of the package: similar to the name of the repository or of the GGUF file."""
         stem = self.repository.partition("/")[2] if self.file is None else model_stem(self.file)
         return name_like(stem)
 
@@ -78,8 +81,9 @@ class Reference:
 class RemoteFile:
     """A file of a repository.
 
-    sha256: checksum of its content, if the hub stores it outside git
-    blob: git's checksum, if it is stored in git
+    name: its path within the repository
+    sha256: checksum of the content, if the hub stores the file outside git
+    blob: git's checksum
     """
 
     name: str
@@ -90,7 +94,7 @@ class RemoteFile:
 
 @frozen
 class Snapshot:
-    """A repository at one commit. Later requests use the same commit, whatever is pushed meanwhile."""
+    """A repository at one commit, which later requests use, too, so that new commits have no effect on a pull."""
 
     repository: str
     commit: str
@@ -100,16 +104,16 @@ class Snapshot:
         return f"{self.repository}@{self.commit[:12]}"
 
     def file(self, name: str) -> RemoteFile:
-        """Return a file. Raises UserError if the repository does not have it."""
+        """Return a file by its path. Raises UserError if the repository does not have it."""
         if name not in self.files:
             raise UserError(f"{self.repository}: {safe_name(name)}: the repository has no such file")
         return self.files[name]
 
     def small_files(self, *, tokenizer: bool) -> list[RemoteFile]:
         """Return the files that a package needs besides weights. Raises UserError if there are no safetensors weights,
-        or if a file is missing or too large.
+        or if a required file is missing or too large.
 
-        tokenizer: its tokenizer too
+        tokenizer: include the tokenizer
         """
         if WEIGHTS not in self.files and INDEX not in self.files:
             self._refuse_without_weights()
@@ -130,8 +134,11 @@ class Snapshot:
         return files
 
     def gguf(self, name: str) -> RemoteFile:
-        """Return the GGUF file of this name, or the first part of a model, given by one of its parts or by their common
-        name without numbers. Raises UserError that lists the GGUF files."""
+        """Return the first or only file of a GGUF model. Raises UserError, which lists the GGUF files, if there is no
+        such model.
+
+        name: a file, any part of a model, or the common name of its parts without numbers
+        """
         part = part_of(name) or gguf_models(self.files).get(name)
         first = name if part is None or (part_of(name) is None and name in self.files) else part.names[0]
         if first not in self.files:
@@ -160,15 +167,13 @@ class Snapshot:
 
 
 def is_file_of_repository(name: str) -> bool:
-    """Return True if a name is a relative path inside a repository and printable."""
+    """Return True if a name is a printable relative path without `.` and `..`."""
     return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
 def read_snapshot(repository: str, info: Record) -> Snapshot:
-    """Return the snapshot that a hub's answer describes. Raises UserError naming the wrong field.
-
-    Files whose names are no valid paths are left out: no file that a package needs has such a name.
-    """
+    """Return the snapshot that a hub's answer describes, without files whose names are no valid paths. Raises
+    UserError, which names the field, if the answer is wrong."""
     commit = _matching(info, "sha", _COMMIT)
     siblings = info.records("siblings")
     if len(siblings) > MAX_FILES:

@@ -1,12 +1,13 @@
-"""Packages of model files on this disk, called by name: each model is converted once, and its package is found again
-while its files do not change.
+"""Packages of models whose files are on this disk. Each model is converted once; while its files do not change, later
+commands use the package.
 
     DATA/packages/NAME/source.json  the origin of the package: the path of the model, a fingerprint of its files, and
                                     the command if `convert` made it
-    DATA/pulls/NAME/                the working folder of a conversion; a kill leaves it, and the next one continues
+    DATA/pulls/NAME/                the working folder of a conversion; it stays after a kill, and the next conversion
+                                    continues
 
-The fingerprint covers names, sizes and modification times, so that looking up a model reads none of its weights. The
-path is part of the origin, because models of one family have the same sizes, and archives give all files the same time.
+The fingerprint covers names, sizes and modification times, so that no weights are read to look up a model. The path is
+part of the origin, because models of one family have the same sizes, and archives give all files the same time.
 """
 
 from __future__ import annotations
@@ -59,16 +60,19 @@ WAIT_S = 0.2
 
 @frozen(slots=True)
 class Origin:
-    """A model on this disk in its present state: its path, absolute and without links, and the fingerprint of its
-    files."""
+    """A model on this disk in its current state.
+
+    path: absolute and without links
+    fingerprint: a hash of names, sizes and modification times of its files
+    """
 
     path: str
     fingerprint: str
 
     @classmethod
     def of(cls, source: Path) -> Origin:
-        """Return the origin for a path. Any part of a GGUF model in parts denotes the model. Raises UserError for a
-        path that cannot be read."""
+        """Return the origin of the model at a path, which may be any part of a GGUF model. Raises UserError if a file
+        cannot be read."""
         try:
             first = gguf_file(source)
             files = gguf_files(first)
@@ -90,10 +94,11 @@ class Origin:
 
 @frozen(kw_only=True)
 class PackageRequest:
-    """A package to make, as the user specified it.
+    """The user's wishes for a package.
 
-    name: None, the default name
-    command: the words of the command that makes the same from any folder; empty if the package is as `make` makes it
+    name: None: the default name
+    quantization, gates, frequencies, importance, overwrite: as in `convert`
+    command: the words of the `convert` command that makes the package again, with absolute paths; empty for `make`
     """
 
     name: str | None = None
@@ -108,10 +113,10 @@ class PackageRequest:
 
 @frozen(kw_only=True)
 class Work:
-    """The requirements of making a package.
+    """The requirements of a conversion.
 
-    disk_bytes: still to be written
-    replaces: there is a package of an earlier state of the files
+    disk_bytes: bytes to write, without those of interrupted work that is continued
+    replaces: True if a package of that name exists, which will be replaced
     """
 
     name: str
@@ -123,23 +128,22 @@ class Work:
 
     @property
     def missing_bytes(self) -> int:
-        """Number of bytes that have to be freed first."""
         return max(self.disk_bytes - self.free_bytes, 0)
 
 
 def is_source(path: Path) -> bool:
-    """Return True if a path is a model that can be converted, or could be mistaken for one: any file, and a folder with
-    a model's configuration or weights that is no package."""
+    """Return True if a path is a file, or a folder that has a model's configuration or weights and is no package, not
+    even an incomplete one."""
     if not path.is_dir():
         return path.is_file()
-    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):  # also an incomplete package
+    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):
         return False
     with os.scandir(path) as entries:
         return any(e.name == "config.json" or e.name.endswith((".safetensors", ".gguf")) for e in entries)
 
 
 def origin_of(package: Path) -> Origin | None:
-    """Return the origin of a package; None if it was not made from a model on this disk."""
+    """Return the origin of the package in a folder; None if it is not of a model on this disk."""
     try:
         record = read_json(package / RECORD)
         return Origin(record.text("path"), record.text("fingerprint"))
@@ -148,7 +152,8 @@ def origin_of(package: Path) -> Origin | None:
 
 
 def existing_package(source: Path) -> Path | None:
-    """Return the package that was made from a model, if there is one and the model has not changed since."""
+    """Return the folder of the package of a model in its current state; None if there is none. Raises UserError as
+    `Origin.of`."""
     origin, unfinished = Origin.of(source), pull_names()
     packages = [packages_folder() / name for name in package_names() if name not in unfinished]
     return next((package for package in packages if origin_of(package) == origin), None)
@@ -163,14 +168,15 @@ def make(
     progress: Progress,
     report: Report,
 ) -> Package:
-    """Make the package of a model on this disk, named like its file or folder, and open it. If another command makes it
-    meanwhile, wait and open that one.
+    """Return the package of a model on this disk. Convert the model first if there is no package of its current state.
 
-    Raises UserError for errors of model or disk. Then, and after Ctrl-C or SIGTERM, the working folder is removed;
-    after a kill it stays, and the next command continues in it.
+    The package is named like the model's file or folder. While another command works on that name, wait, then use its
+    package or convert. Raises UserError for errors of model or disk, or if `convert` made the package of an earlier
+    state. The working folder is removed after every exception, including Ctrl-C. After a kill it stays, and the next
+    command continues.
 
-    agree: called once before anything large is written, with what it takes; raises UserError to refuse
-    waiting: called with the package's name every WAIT_S seconds while another command makes it
+    agree: is called with the requirements before a conversion writes anything; raises UserError to cancel it
+    waiting: is called with the package's name every WAIT_S seconds while another command works on it
     """
     while True:
         if (existing := existing_package(source)) is not None:
@@ -179,7 +185,8 @@ def make(
         _refuse_requested(source, name)
         try:
             with working_folder(name) as folder, _emptied(folder):
-                if name == _name_for(source) and existing_package(source) is None:  # else another command was faster
+                # Another command may have made the package before this one got the lock.
+                if name == _name_for(source) and existing_package(source) is None:
                     return _make(source, name, folder, PackageRequest(options=options), agree, progress, report)
         except Busy:
             waiting(name)
@@ -195,14 +202,15 @@ def make_as_requested(
     progress: Progress,
     report: Report,
 ) -> Package:
-    """Make a package like `make`, but as requested. Raises UserError if there is a package of that name, unless it is
-    to be replaced."""
+    """Convert a model on this disk as requested, and return the package. Parameters and exceptions are those of `make`.
+    Also raises UserError if the name is in use."""
     while True:
         name = request.name or _name_for(source)
-        _refuse_taken(source, name, overwrite=request.overwrite)
+        _refuse_name_in_use(source, name, overwrite=request.overwrite)
         try:
             with working_folder(name) as folder:
-                _refuse_taken(source, name, overwrite=request.overwrite)  # another command may have been faster
+                # Another command may have made a package before this one got the lock.
+                _refuse_name_in_use(source, name, overwrite=request.overwrite)
                 with _emptied(folder):
                     return _make(source, name, folder, request, agree, progress, report)
         except Busy:
@@ -212,15 +220,14 @@ def make_as_requested(
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """Remove a working folder at the end, whatever happens."""
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
-    """Refuse a name that a package has, or is about to have. Raises UserError."""
+def _refuse_name_in_use(source: Path, name: str, *, overwrite: bool) -> None:
+    """Raise UserError if a package has the name, unless `overwrite`, or an interrupted command for another model."""
     unfinished = unfinished_pull(name)
     if unfinished is not None and unfinished.reference != one_line(Origin.of(source).path):
         raise UserError(
@@ -232,7 +239,8 @@ def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
 
 
 def _refuse_requested(source: Path, name: str) -> None:
-    """Refuse to replace silently a package that the user requested, after its model has changed. Raises UserError."""
+    """Raise UserError if `convert` made the package of this name. `make` would replace it without the user's
+    options."""
     try:
         command = [str(word) for word in read_json(packages_folder() / name / RECORD).items("command")]
     except UserError:
@@ -242,7 +250,7 @@ def _refuse_requested(source: Path, name: str) -> None:
 
 
 def _name_for(source: Path) -> str:
-    """Return the name of the package that was, or is being, made from the same path; or else the first free name."""
+    """Return the name of the finished or unfinished package of the same path, or else the first free name."""
     path, used = Origin.of(source).path, {*package_names(), *pull_names()}
     for name in sorted(used):
         if _source_path_of(name) == one_line(path):
@@ -259,7 +267,7 @@ def _name_for(source: Path) -> str:
 
 
 def _source_path_of(name: str) -> str | None:
-    """Return the path from which the package of this name was, or is being, made, as one line."""
+    """Return the path of a package's model as one line; None if it is not on this disk."""
     if (unfinished := unfinished_pull(name)) is not None:
         return unfinished.reference
     origin = origin_of(packages_folder() / name)
@@ -275,7 +283,7 @@ def _make(
     progress: Progress,
     report: Report | None,
 ) -> Package:
-    """Make a package while the lock of its name is held."""
+    """Convert a model, while the caller holds the lock of the name. Parameters as in `make_as_requested`."""
     from neuronpipe.plans.convert.checkpoint import Options  # imports numpy, which other functions do not need
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
     from neuronpipe.plans.package.writer import disk_usage_bytes

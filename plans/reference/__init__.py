@@ -1,1 +1,1 @@
-"""The reference engine: numpy, slow, simple enough to be checked by reading; every other engine is compared with it."""
+"""The reference engine, with which all others are compared: in numpy, simple enough to check by reading, but slow."""

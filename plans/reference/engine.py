@@ -1,4 +1,4 @@
-"""Logits of a token list, directly from the definition: dense, float32, one layer after the other."""
+"""Computes a model as its description defines it: dense, in float32, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from neuronpipe.protocol.frozen import frozen
 
 
 class Result(NamedTuple):
-    """Logits float32 [tokens, vocabulary], and fired int64 [layers * experts, neurons]: number of tokens for which each
-    fired.
+    """The result of a run.
 
-    Neurons are numbered in the package's order; only a package in the source's order gives frequencies for `convert`.
+    logits: [tokens, vocabulary]
+    fired: number of tokens for which each neuron fired [layers * experts, neurons], in the order of the weights
     """
 
     logits: Array
@@ -30,8 +30,7 @@ def _relu(x: Array) -> Array:
     return np.maximum(x, np.float32(0))
 
 
-# The inner activations of a neuron from its gate and up values, or from its up value alone. A neuron fires when the
-# result is not zero.
+# The value of a neuron from its gate and up products, or from its up product. The neuron fires if it is not 0.
 GATED: dict[Activation, Callable[[Array, Array], Array]] = {
     "relu": lambda gate, up: _relu(gate) * up,
     "drelu": lambda gate, up: _relu(gate) * _relu(up),
@@ -57,15 +56,19 @@ def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
 
 
 def rotate(heads: Array, angles: Array) -> Array:
-    """Rotate [tokens, heads, head_width] by [tokens, head_width/2]: element j turns with element j + head_width/2."""
+    """Return heads [tokens, heads, head_width] rotated by angles [tokens, head_width / 2]. Elements j and j +
+    head_width / 2 are a pair."""
     cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
     low, high = np.split(heads, 2, axis=-1)
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
 
 
 def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Array:
-    """Compute causal attention [tokens, query_heads, head_width]; a key head serves query_heads/key_heads heads in a
-    row."""
+    """Return causal attention, [tokens, query_heads, head_width].
+
+    keys, values: [tokens, key_heads, head_width]; each serves query_heads / key_heads consecutive query heads
+    window_tokens: field of LayerKind
+    """
     tokens, query_heads, head_width = queries.shape
     group = query_heads // keys.shape[1]
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
@@ -80,7 +83,8 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
 
 
 def expert_shares(model: ModelSpec, values: Array) -> Array:
-    """Return each expert's share of each token [tokens, experts], 0 if it is not chosen, from a router's values."""
+    """Return each expert's share of each token, [tokens, experts]; 0 if it is not chosen. values: the router's,
+    [tokens, experts]."""
     chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
     best = np.take_along_axis(values, chosen, axis=1)
     raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
@@ -91,12 +95,16 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
 
 @frozen
 class LayerRun:
-    """One feed-forward during computation, which is that of a layer or of one expert.
+    """The computation of a feed-forward, of a layer or of an expert.
 
-    ffn: layer * experts + expert; tokens: indices of the tokens (of a mixture, those that chose the expert);
-    attention_input, feed_forward_input: normed inputs [tokens, width]; residual: the latter before its norm; weights:
-    the matrices before Down, `gate` (if any) and `up`, [neurons, width]; values: their values [tokens, neurons]; inner:
-    activations, zero if the neuron did not fire.
+    ffn: layer * experts + expert
+    tokens: indices of its tokens; in a mixture of those that chose the expert
+    attention_input: normed input of the layer's attention [tokens, width]
+    residual: input of the feed-forward's norm [tokens, width]
+    feed_forward_input: output of that norm [tokens, width]
+    weights: the matrices `gate` (if any) and `up`, [neurons, width]
+    values: their products with feed_forward_input, bias included [tokens, neurons]
+    inner: values of the neurons [tokens, neurons]; 0 if a neuron did not fire
     """
 
     ffn: int
@@ -110,7 +118,7 @@ class LayerRun:
     inner: Array
 
     def read_by(self, reads: PredictorInput) -> Array:
-        """Return the input [tokens, width] that a predictor reads."""
+        """Return the vectors [tokens, width] that a predictor reads."""
         inputs = {"attention": self.attention_input, "residual": self.residual}
         return inputs.get(reads, self.feed_forward_input)
 
@@ -119,13 +127,13 @@ Mask = Callable[[LayerRun], np.ndarray]
 
 
 class ReferenceEngine:
-    """Computes with decoded weights, a layer at a time.
+    """Computes sequences with decoded weights, a layer at a time.
 
     observe: receives every feed-forward
-    observe_inputs: receives the name of a matrix, as in a Checkpoint, and the vectors [tokens, columns] that it is
-        multiplied with; of all matrices of the layers but Down
-    mask: returns bool [tokens, neurons], the neurons of a feed-forward that take part in predicted mode
-    attended: receives a layer and the number of tokens that have passed its attention, text by text
+    observe_inputs: receives the name of a matrix, as in a Checkpoint, and its input vectors [tokens, columns]; for all
+        matrices of layers except Down
+    mask: returns a mask [tokens, neurons] of the neurons of a feed-forward that are computed
+    attended: receives a layer and the number of tokens that have passed its attention
     """
 
     def __init__(
@@ -142,14 +150,15 @@ class ReferenceEngine:
         self._observe, self._observe_inputs, self._mask, self._attended = observe, observe_inputs, mask, attended
 
     def run(self, tokens: Sequence[int]) -> Result:
-        """Return the logits after each token of one text, from its start, and the firing counts."""
+        """Return the logits after each token of a sequence, and the firing counts. Raises UserError as `hidden`."""
         hidden, fired = self.hidden([tokens])
         return Result(self.logits(hidden), fired)
 
     def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
-        """Return the residual stream after the last layer [tokens of all texts, width], and the firing counts.
+        """Return the residual stream after the last layer [tokens of all sequences, width], and the firing counts of
+        Result. Raises UserError for token ids that the model lacks, and for empty or too long sequences.
 
-        Every text starts at position 0. The counts are int64 [layers * experts, neurons].
+        texts: sequences, each from position 0
         """
         model = self._model
         for tokens in texts:
@@ -179,12 +188,12 @@ class ReferenceEngine:
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
-        """Return logits [tokens, vocabulary] of the residual stream after the last layer."""
+        """Return logits [tokens, vocabulary]. hidden: residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._model.tied_embeddings else "output")
         return self.output_inputs(hidden) @ output.T
 
     def output_inputs(self, hidden: Array) -> Array:
-        """Return the vectors [tokens, width] that the output matrix is multiplied with."""
+        """Return the input vectors [tokens, width] of the output matrix."""
         normed: Array = self._normed("output_norm", hidden) * np.float32(self._model.logit_scale)
         return normed
 
@@ -219,13 +228,12 @@ class ReferenceEngine:
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 
     def _product(self, layer: int, name: str, x: Array) -> Array:
-        """Return vectors [tokens, columns] times one of a layer's attention matrices: [tokens, rows]."""
         self._observe_inputs(f"layers.{layer}.{name}", x)
         product: Array = x @ self._weights.matrix(f"layers.{layer}.{name}").T
         return product
 
     def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
-        """Return queries or keys [tokens, heads, head_width] normed and rotated as the model requires."""
+        """Return queries or keys [tokens, heads, head_width] after norm and rotation, if the model has them."""
         model = self._model
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
@@ -235,7 +243,6 @@ class ReferenceEngine:
         return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
 
     def _route(self, layer: int, x: Array) -> Array:
-        """Return each expert's share [tokens, experts]; 0 if it is not chosen."""
         model = self._model
         if model.experts == 1:
             return np.ones((len(x), 1), dtype=np.float32)
@@ -245,9 +252,9 @@ class ReferenceEngine:
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray
     ) -> tuple[Array, np.ndarray]:
-        """Return the change [tokens, width] and the firing counts.
+        """Return the output [tokens, width] and the firing counts [neurons].
 
-        inputs: attention's, the residual stream before the norm, and the feed-forward's.
+        inputs: attention_input, residual and feed_forward_input of LayerRun
         """
         model, name = self._model, f"layers.{layer}"
         normed = inputs[-1]

@@ -1,4 +1,4 @@
-"""Measures how much the inputs of a checkpoint's matrices count, on a calibration text, before it is converted."""
+"""Measures the importance of the columns of a checkpoint's matrices on a calibration text, before its conversion."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ MIN_CALIBRATION_TOKENS = 64
 WINDOW_TOKENS = 512
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tokens that are computed, in which a token of one layer counts as its part, and of all."""
+"""Is called with the number of computed tokens and of all tokens. A layer's token is a fraction of a token."""
 
 
 def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress: Progress) -> Importance:
-    """Compute the first CALIBRATION_TOKENS tokens of a text with the checkpoint's weights, a layer at a time, and
-    return the importance of all columns.
+    """Return the importance of columns, measured on the first CALIBRATION_TOKENS tokens of a text. Raises UserError if
+    the text is too short, or for errors of the checkpoint.
 
-    origin: the name of the text
-    Raises UserError if the text is too short, or for errors of the checkpoint.
+    origin: name of the text
     """
     windows = calibration_windows(checkpoint, text, origin)
     tokens, layers = sum(map(len, windows)), checkpoint.model.layers
@@ -45,9 +44,10 @@ def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress:
 
 
 def calibration_windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
-    """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError if it is too short.
+    """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError if the text is too
+    short.
 
-    origin: the name of the text
+    origin: name of the text
     """
     tokenizer = open_tokenizer(checkpoint.tokenizer.decode(), f"{checkpoint.source.name}: tokenizer")
     ids = tokenizer.encode(text).ids[:CALIBRATION_TOKENS]

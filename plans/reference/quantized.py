@@ -1,4 +1,4 @@
-"""Products of encoded rows and vectors, bit for bit as the engines: int8 activations for q8 and q4, native kernels."""
+"""Products of encoded rows and vectors by the native kernels, bit for bit as in the engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = NDArray[np.float32]
 
 
 class Vectors:
-    """Vectors float32 [tokens, n], prepared once for products with many rows. Threads may share them."""
+    """Vectors [tokens, n], prepared once for products with many rows. Threads may share them."""
 
     def __init__(self, quantization: Quantization, vectors: Array) -> None:
         self._kind, (self._tokens, self._n) = ROW_TYPES[quantization], vectors.shape
@@ -33,7 +33,7 @@ class Vectors:
         lib.np_panel_prepare(self._kind, target, stride, self._tokens, self._n, panel)
 
     def times(self, rows: Rows) -> Array:
-        """Return float32 [tokens, rows], the product with encoded rows of n weights, on the calling thread."""
+        """Return the products [tokens, rows] with encoded rows of n weights, computed by the calling thread."""
         count = len(rows.quants)
         quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
         result = np.empty((self._tokens, count), dtype=np.float32)
@@ -47,7 +47,7 @@ class Vectors:
 
 
 def product(quantization: Quantization, rows: Rows, vectors: Array) -> Array:
-    """Return float32 [tokens, rows], the product of vectors float32 [tokens, n] and encoded rows of n weights."""
+    """Return the products [tokens, rows] of vectors [tokens, n] with encoded rows of n weights."""
     prepared = Vectors(quantization, vectors)
     result = np.empty((len(vectors), len(rows.quants)), dtype=np.float32)
 

@@ -1,4 +1,4 @@
-"""The weights of a model as float32 arrays: of a package, located as in the services, or of a checkpoint."""
+"""The weights of a model as float32 arrays, from a package or a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,31 +18,26 @@ Array = NDArray[np.float32]
 
 
 class Weights(Protocol):
-    """The weights of one model.
-
-    model: its configuration
-    """
+    """The weights of a model. Names are those of fixed.safetensors."""
 
     model: ModelSpec
 
     def vector(self, name: str) -> Array:
-        """Return a float32 vector by its name in fixed.safetensors."""
+        """Return a float32 vector by its name."""
 
     def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
-        """Return some rows of a matrix of fixed.safetensors, [len(numbers), columns]."""
+        """Return some rows of a matrix, [len(numbers), columns]."""
 
     def matrix(self, name: str) -> Array:
-        """Return a matrix of fixed.safetensors, [rows, columns]."""
+        """Return a matrix, [rows, columns]."""
 
     def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
-        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width]."""
+        """Return the matrices of a feed-forward: gate (if any), up and transposed down, [neurons, width]."""
 
 
 class PackageWeights:
-    """Decoder of one package's tensors on demand, without a cache.
-
-    Neurons are checked against their checksums, as in the loader. Raises UserError if they differ.
-    """
+    """The weights of a package, decoded on each call. Neurons are in the package's order. `neurons` raises UserError if
+    a checksum does not match."""
 
     def __init__(self, package: Package) -> None:
         self._package, self._manifest, self.model = package, package.manifest, package.manifest.model
@@ -51,19 +46,16 @@ class PackageWeights:
         self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
 
     def vector(self, name: str) -> Array:
-        """Return a float32 vector of fixed.safetensors."""
         entry = self._package.fixed[name]
         return self._fixed[entry.start : entry.stop].view("<f4").astype(np.float32)
 
     def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
-        """Return some rows of a matrix of fixed.safetensors, [len(numbers), columns]."""
         quants = self._rows(f"{name}.quants")[numbers]
         quantization = self._manifest.quantization_of(name)
         scales = quants[:, :0] if quantization == "f16" else self._rows(f"{name}.scales")[numbers]
         return decode(quantization, Rows(quants, scales))
 
     def matrix(self, name: str) -> Array:
-        """Return a matrix of fixed.safetensors, [rows, columns]."""
         return self.rows(name, np.arange(len(self._rows(f"{name}.quants"))))
 
     def _rows(self, name: str) -> NDArray[np.uint8]:
@@ -71,8 +63,6 @@ class PackageWeights:
         return np.asarray(self._fixed[entry.start : entry.stop].reshape(entry.shape[0], -1))
 
     def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
-        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width], in the
-        package's order."""
         manifest, layout = self._manifest, self._manifest.layout
         first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
@@ -116,29 +106,26 @@ class PackageWeights:
 
 
 class CheckpointWeights:
-    """Reader of one checkpoint's tensors on demand, without a cache. Neurons are in the source's order."""
+    """The weights of a checkpoint, read on each call. Neurons are in the source's order."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self.model = checkpoint, checkpoint.model
 
     def vector(self, name: str) -> Array:
-        """Return a float32 vector by its name in fixed.safetensors."""
         if name == "rope.inverse_frequency":
             assert self._checkpoint.inverse_frequency is not None, "a model that rotates has frequencies"
             return self._checkpoint.inverse_frequency
         return np.concatenate([part.vector() for part in self._checkpoint.vectors[name]])
 
     def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
-        """Return some rows of a matrix that lies in one piece, [len(numbers), columns]."""
+        """Return some rows of a matrix, [len(numbers), columns]. Not for qkv, which is several tensors."""
         (stored,) = self._checkpoint.matrices[name]
         return stored.values(numbers)
 
     def matrix(self, name: str) -> Array:
-        """Return a matrix by its name in fixed.safetensors, [rows, columns]."""
         return np.concatenate([_values(part) for part in self._checkpoint.matrices[name]])
 
     def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
-        """Return the matrices of one feed-forward: gate (if any), up and transposed down, [neurons, width]."""
         names = [ffn_name(self.model, f"layers.{layer}", expert, matrix) for matrix in self.model.ffn_matrices]
         *before, down = map(self.matrix, names)
         return *before, down if self._checkpoint.down_by_neuron else np.ascontiguousarray(down.T)

@@ -149,7 +149,7 @@ class Segment(Closing):
 
     @property
     def sealed(self) -> bool:
-        """True after `seal`."""
+        """Return True once `seal` was called."""
         return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
 
     def map(self, *, writable: bool = False) -> Mapping:

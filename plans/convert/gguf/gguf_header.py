@@ -1,8 +1,8 @@
-"""The header of a GGUF file, which may be damaged or hostile: metadata and the position of each tensor.
+"""Reads the header of a GGUF file: metadata, and the position of each tensor.
 
 GGUF is little-endian: magic, version, number of tensors and of metadata entries; the metadata (key, type, value); the
 tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Counts are compared with
-the remaining bytes before anything is allocated, so that a damaged file cannot exhaust memory.
+the remaining bytes before memory is allocated, so that damaged or hostile files cannot exhaust it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
 MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS, MAX_DEPTH = 1 << 16, 1 << 16, 4, 2
 MAX_HEADER_BYTES = 128 << 20  # enough for a vocabulary of a million tokens with its merges
-MAX_ITEMS = 1 << 22  # in all lists together: a byte in the file takes up to sixty in memory
+MAX_ITEMS = 1 << 22  # in all lists together: a byte of the file takes up to sixty in memory
 DEFAULT_ALIGNMENT_BYTES = 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -29,7 +29,8 @@ STRING, ARRAY = 8, 9
 
 @frozen(slots=True)
 class GgufTensor:
-    """One tensor: shape with rows first, encoding by ggml's name, and its bytes [start, stop) in the file."""
+    """A tensor: shape with rows first, ggml's name of its encoding, and the range [start, stop) of its bytes in the
+    file."""
 
     shape: tuple[int, ...]
     encoding: str
@@ -41,7 +42,7 @@ class GgufTensor:
 class GgufHeader:
     """Metadata by key, and tensors by name.
 
-    powerinfer: the magic is PowerInfer's, with which tensors mean other things
+    powerinfer: the magic is PowerInfer's; see powerinfer.py
     """
 
     metadata: Record
@@ -50,7 +51,7 @@ class GgufHeader:
 
 
 def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
-    """Read the header of an open file. Raises UserError naming the file, as `path`, and the wrong field."""
+    """Return the header of an open file. Raises UserError, which names `path` and the field, if it is damaged."""
     try:
         return _Reader(path, file).header()
     except OSError as error:
@@ -58,7 +59,7 @@ def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads values one after the other. `_what` names the present one in errors."""
+    """Reads the header's values in order. `_what` is the name of the current value in errors."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file

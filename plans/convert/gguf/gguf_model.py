@@ -1,4 +1,4 @@
-"""Opens a GGUF file of any architecture that a family supports."""
+"""Opens a GGUF model of any architecture that a family supports."""
 
 from __future__ import annotations
 
@@ -75,9 +75,11 @@ NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither 
 
 
 def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
-    """Read metadata and tensor tables, and check each tensor's shape. Raises UserError naming file and field.
+    """Return the checkpoint in a GGUF model. Reads headers, but no weights. Raises UserError for anything that is
+    missing, contradictory or not supported.
 
-    path: the file, or the first part of a model in several files.
+    path: the file, or the first part of a model in several files
+    open_file: opens the files, which may lie elsewhere
     """
     parts = open_parts(path, open_file)
     header = parts[0].header
@@ -139,8 +141,8 @@ def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture
 def _activation(
     path: Path, metadata: Record, name: str, architecture: GgufArchitecture, requested: Activation | None
 ) -> Activation:
-    """Return the requested activation, else the one that the file names, else SiLU, unless the name sounds like a ReLU
-    model."""
+    """Return the requested activation, or the one that the file names, or the architecture's. Raises UserError if the
+    latter is None, or is SiLU and a name sounds like a ReLU model."""
     if requested is not None:
         return requested
     field = f"{name}.hidden_activation"
@@ -238,8 +240,8 @@ def _model(
 
 
 def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture) -> tuple[LayerKind, ...]:
-    """Return the runs of equal layers. All layers have the same window, except in a smallthinker: its layers 0, 4, 8
-    ... have none and are not rotated (llama.cpp's graph, which reads no layout)."""
+    """Return the runs of equal layers. All layers have the same window, except in a smallthinker with windows: its
+    layers 0, 4, 8 ... have none and are not rotated, as in llama.cpp, since files do not state it."""
     if architecture.router_reads != "layer" or not window_tokens:
         return (LayerKind(layers, window_tokens),)
     full = [number % NOPE_EVERY == 0 for number in range(layers)]
@@ -247,7 +249,7 @@ def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture
 
 
 def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:
-    """Return a whole number, or the one that a list repeats for every layer."""
+    """Return a whole number, or the number that a list repeats for every layer. Raises UserError if they differ."""
     value = metadata.value(field)
     if isinstance(value, list):
         if len(set(map(repr, value))) != 1:
@@ -257,8 +259,7 @@ def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:
 
 
 def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventory: Inventory) -> NDArray[np.float32]:
-    """Return the rope table from freq_base, linear scaling, and the factors that Llama 3 files have as a tensor."""
-
+    """Return the table of inverse frequencies. Files of Llama 3 have its scaling as a tensor of divisors."""
     rotated = _rotated_width(metadata, architecture, model)
     frequencies = scaled_frequencies(_rope(metadata, architecture), model.head_width, rotated)
     if inventory.has("rope_freqs.weight"):
@@ -270,7 +271,7 @@ def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventor
 
 
 def _rope(metadata: Record, architecture: str) -> Record:
-    """Return the file's keys about rotary positions in the form of config.json."""
+    """Return the file's keys about rotary positions by the names of config.json."""
 
     def number(name: str, default: float, minimum: float, maximum: float) -> float:
         field = f"{architecture}.rope.{name}"
@@ -290,8 +291,8 @@ def _rope(metadata: Record, architecture: str) -> Record:
 
 
 def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
-    """Return the numbers of YaRN by the names of config.json. Keys that change the computation are refused if
-    llama.cpp's converter does not write them and config.json cannot express them."""
+    """Return the numbers of YaRN by the names of config.json. Raises UserError for keys that config.json cannot
+    express and that llama.cpp's converter does not write, unless they have no effect."""
     prefix = f"{architecture}.rope.scaling"
     for key, plain in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
         if metadata.has(f"{prefix}.{key}") and metadata.number(f"{prefix}.{key}", -1e6, 1e6) != plain:
@@ -310,7 +311,6 @@ def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
 
 
 def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
-    """Return how many elements of a head rotate."""
     field = f"{architecture}.rope.dimension_count"
     rotated = _uniform(metadata, field, 2, model.head_width) if metadata.has(field) else model.head_width
     if rotated % 2:
@@ -329,7 +329,8 @@ def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventor
 
 
 def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
-    """Return True if Down of the experts is transposed: SmallThinker's own engine stores it so, under the same name."""
+    """Return True if Down of the experts is stored by neuron, as SmallThinker's own engine does under the same name.
+    Raises UserError if the shape does not tell."""
     if model.experts == 1:
         return False
     if model.router_reads == "layer" and model.width == model.neurons:
@@ -349,7 +350,7 @@ def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) ->
 
 
 def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:
-    """Return the order of the rows of queries and keys, if they are not stored as the engine rotates them."""
+    """Return the order of the rows of queries and keys; empty if they are stored as the engine rotates them."""
     heads = {"query": model.query_heads, "key": model.key_heads}
     if architecture.interleaved:
         return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
@@ -359,7 +360,6 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
 
 
 def interleaved_order(heads: int, head_width: int) -> RowNumbers:
-    """Return row numbers of query or key matrices in which pairs (j, j + head_width/2) are stored next to each
-    other."""
+    """Return the order of the rows of a query or key matrix that stores the elements of a pair next to each other."""
     rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

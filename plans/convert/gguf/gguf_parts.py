@@ -1,7 +1,7 @@
-"""Opens the files of a GGUF model: one, or several parts that have to belong together.
+"""Opens the files of a GGUF model: one file, or several parts that have to belong together.
 
 The first part has all metadata. Every part has its number (`split.no`, from 0 on), the number of parts (`split.count`),
-and the number of tensors in all of them (`split.tensors.count`). No tensor is split between parts.
+and the number of tensors in all parts (`split.tensors.count`). Each tensor is in one part.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 
 @frozen(slots=True)
 class OpenPart:
-    """One file of a model, and its header."""
-
     file: SourceFile
     header: GgufHeader
 
 
 def open_parts(path: Path, open_file: OpenFile) -> list[OpenPart]:
-    """Open the files of the model that begins with `path`, in their order. Raises UserError if one is missing, or is
-    not the part that its name says."""
+    """Return the opened files of the model whose first file is `path`, in order. Raises UserError if a file is missing,
+    or is not the part that its name says."""
     paths = gguf_files(path)
     if len(paths) > MAX_PARTS:
         raise UserError(f"{path}: {len(paths)} parts are more than the {MAX_PARTS} a model may have")
@@ -50,7 +48,6 @@ def open_parts(path: Path, open_file: OpenFile) -> list[OpenPart]:
 
 
 def _require_place(header: GgufHeader, path: Path, number: int, count: int) -> None:
-    """Refuse a file that is not part `number`, from 0 on, of `count`."""
     metadata = header.metadata
     stated_count = metadata.integer(COUNT, 0, 1 << 16) if metadata.has(COUNT) else 0
     if stated_count <= 1 and count == 1:
@@ -70,7 +67,6 @@ def _require_place(header: GgufHeader, path: Path, number: int, count: int) -> N
 
 
 def _require_tensors(parts: list[OpenPart]) -> None:
-    """Refuse parts that together do not have the number of tensors that each of them states."""
     tensors = sum(len(part.header.tensors) for part in parts)
     for part in parts:
         metadata = part.header.metadata

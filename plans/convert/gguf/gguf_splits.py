@@ -1,7 +1,7 @@
-"""Split rules of byte-level BPE before merging, by the names in `tokenizer.ggml.pre` of GGUF files.
+"""The rules by which byte-level BPE splits a text before merging, by the names in `tokenizer.ggml.pre` of GGUF files.
 
-A file has only the name: the patterns are llama.cpp's, which defines the names (src/llama-vocab.cpp). A wrong split
-silently gives other tokens for the same text, so a name without an entry here is refused.
+Files have only the names. llama.cpp defines them, and the patterns are from its src/llama-vocab.cpp. Unknown names are
+refused, since a wrong split silently gives other tokens for a text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 
 class Split(NamedTuple):
-    """One split rule.
+    """A split rule.
 
-    patterns: a text is cut before and after each match, by one pattern after the other. composed: accents are first
-        joined to their letters (NFC). whole_words: a piece that is a token is not merged. starts: the begin token is
-        put before a text unless the file says otherwise.
+    patterns: a text is cut before and after each match, by one pattern after the other
+    composed: accents are first joined to their letters (NFC)
+    whole_words: a word that is a token is not built by merges
+    starts: the begin token is put before a text unless the file says otherwise
     """
 
     patterns: tuple[str, ...]
@@ -37,8 +38,11 @@ _DEEPSEEK_LETTERS = (
 
 
 def _words(digits: str, marks: str = "") -> str:
-    """Return the split of Llama 3 and Qwen, which differ in how many digits stay together and where combining marks
-    belong."""
+    """Return the pattern of Llama 3 and Qwen.
+
+    digits: pattern of the digits that stay together
+    marks: members of the class of letters that are combining marks
+    """
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}"
         + marks

@@ -1,8 +1,8 @@
 """Builds a tokenizer.json from the vocabulary in a GGUF file.
 
-GGUF has two families: `gpt2`, byte-level BPE with merges, whose split rule is only named (tokenizer.ggml.pre); and
-`llama`, sentencepiece's BPE, where the scores of the pieces decide the order of merges. A vocabulary that cannot be
-rebuilt is refused, unless a tokenizer.json lies beside the file or is named with --tokenizer.
+Two kinds are supported: `gpt2`, byte-level BPE with merges, whose split rule is only named (tokenizer.ggml.pre); and
+`llama`, sentencepiece's BPE, in which the scores of pieces decide the order of merges. Other vocabularies need a
+tokenizer.json beside the file or named with --tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>
 
 
 def package_tokenizer(path: Path, metadata: Record, chosen: Path | None, vocabulary: int) -> bytes:
-    """Return the tokenizer.json of a package made from the GGUF file at `path`."""
+    """Return the content of tokenizer.json: the user's file `chosen`, or built from the metadata, or the tokenizer
+    beside the GGUF file. Raises UserError if none fits."""
     if chosen is not None:
         return read_tokenizer(chosen, vocabulary)
     try:
@@ -45,7 +46,7 @@ def package_tokenizer(path: Path, metadata: Record, chosen: Path | None, vocabul
 
 
 def build_tokenizer(metadata: Record) -> bytes:
-    """Return tokenizer.json for the metadata. Raises UserError if it cannot be the same tokenizer."""
+    """Return the content of a tokenizer.json that is equivalent to the metadata. Raises UserError if there is none."""
     pieces = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = _kinds(metadata, len(pieces))
     if complaint := complaint_about(pieces):
@@ -69,10 +70,10 @@ def build_tokenizer(metadata: Record) -> bytes:
 
 
 def gguf_ends(metadata: Record, vocabulary: int, closing: str = "") -> tuple[EndToken, ...]:
-    """Return the end tokens: those that the metadata names, control tokens that are end tokens by convention, and the
-    token with which the chat template closes turns.
+    """Return the end tokens: those that the metadata names, control tokens named as in ENDINGS, and the token with
+    which the chat template closes turns.
 
-    closing: what the template writes after an answer
+    closing: text that the template writes after an answer
     """
     fields = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     declared = [
@@ -111,7 +112,7 @@ def _kinds(metadata: Record, count: int) -> list[int]:
 
 
 def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and whether texts start with the begin token unless the file says otherwise."""
+    """Return the tokenizer, and True if texts start with the begin token unless the file says otherwise."""
     pre = metadata.text("tokenizer.ggml.pre")
     if pre not in SPLITS:
         metadata.fail("tokenizer.ggml.pre", f"{quoted(pre)} is not known; {', '.join(SPLITS)} are")
@@ -143,7 +144,11 @@ def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tok
 
 
 def _frame_token(metadata: Record, name: str, default: bool, pieces: list[str]) -> int | None:
-    """Return the begin or end token, if the file asks for it."""
+    """Return the id of the token that is put before or after a text; None if there is none.
+
+    name: bos or eos
+    default: True if there is one unless the file says otherwise
+    """
     option = f"tokenizer.ggml.add_{name}_token"
     if not (metadata.boolean(option) if metadata.has(option) else default):
         return None

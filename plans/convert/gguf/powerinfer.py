@@ -1,8 +1,8 @@
-"""PowerInfer's variant of GGUF: magic PWRI, Down stored by neuron, predictors of the feed-forward inside.
+"""PowerInfer's variant of GGUF: magic PWRI, Down stored by neuron, with predictors.
 
-The magic decides what such a file means: the architecture `llama` computes ReLU, and SiLU in an ordinary GGUF.
-Attention windows are not in such files, and PowerInfer computes none. Facts from its converters and its loader
-(convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
+The magic changes the meaning of a file: the architecture `llama` computes ReLU instead of SiLU. Such files do not state
+attention windows, and PowerInfer computes none. The facts are from its converters and its loader (convert.py,
+convert-hf-to-powerinfer-gguf.py, llama.cpp).
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 
-# For each architecture of its sparse graph: family, order of queries and keys, activation of the feed-forward.
+# For each architecture of PowerInfer's sparse graph: family, properties, activation of the feed-forward.
 ARCHITECTURES: dict[str, tuple[str, GgufArchitecture, Activation]] = {
     "llama": ("llama", GgufArchitecture(interleaved=True), "relu"),
     "bamboo": ("llama", GgufArchitecture(interleaved=True), "drelu"),
     "falcon": ("falcon", falcon.GGUF, "relu"),
     "opt": ("opt", GgufArchitecture(interleaved=False), "relu"),
 }
-OPT_SPLIT = "gpt-2"  # its files are older than the key tokenizer.ggml.pre
-FIRST_POSITION = opt.NAMES.first_position  # the table includes the rows before position 0
-UNPERMUTED = "Llama"  # the name that convert-hf-to-powerinfer-gguf.py gives every model; convert.py has others
+OPT_SPLIT = "gpt-2"  # OPT files are older than the key tokenizer.ggml.pre
+FIRST_POSITION = opt.NAMES.first_position  # the table has the rows before position 0, as in checkpoints
+UNPERMUTED = "Llama"  # convert-hf-to-powerinfer-gguf.py, which does not reorder rows, gives every model this name
 THRESHOLD = "powerinfer.sparse_threshold"
 _SHIFTED = re.compile(r"prosparse|minicpm-s", re.IGNORECASE)
 
 
 def powerinfer_names(names: TensorNames) -> TensorNames:
-    """Return the tensor names of such a file: Down has another name, and one row for each neuron."""
+    """Return the tensor names of a file for PowerInfer. names: those of llama.cpp."""
     return replace(names, down="ffn_down_t", positions="position_embd", first_position=FIRST_POSITION, predictor="fc{}")
 
 
 def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int | None) -> ModelSpec:
-    """Return the description of an OPT. The file's context length and epsilon are constants of the converter, or
-    missing: the first follows from the table of positions, the second from the model's class."""
+    """Return the description of an OPT. Raises UserError if sizes contradict each other.
 
+    context_tokens: the requested context; None: all positions
+    """
+
+    # Context length and epsilon in the file are constants of the converter, or missing. The former follows from the
+    # table of positions, the latter from the model's class.
     def integer(key: str, maximum: int) -> int:
         return metadata.integer(f"opt.{key}", 1, maximum)
 
@@ -65,7 +69,8 @@ def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int |
 
 
 def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]:
-    """Return family and architecture of a file with this magic. Raises UserError naming the field."""
+    """Return family and architecture of a file for PowerInfer. Raises UserError if it is not supported or was converted
+    wrongly."""
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
         metadata.fail(
@@ -83,18 +88,17 @@ def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]
 
 
 def powerinfer_threshold(metadata: Record) -> float:
-    """Return the minimal score of a predicted neuron."""
+    """Return the minimal score of a predicted neuron; 0 if the file does not state it."""
     return metadata.number(THRESHOLD, -1e9, 1e9) if metadata.has(THRESHOLD) else 0.0
 
 
 def is_opt(metadata: Record) -> bool:
-    """Return True if the file contains an OPT, whose layers differ from Llama's."""
     return metadata.text("general.architecture") == opt.NAME
 
 
 def powerinfer_activation(metadata: Record, file_name: str, requested: Activation | None) -> Activation:
-    """Return the requested activation, else the one that PowerInfer computes, unless the model is known to need
-    another."""
+    """Return the requested activation, or the one that PowerInfer computes. Raises UserError for an OPT without relu,
+    or if a name suggests FATReLU and nothing is requested."""
     if requested is not None and not (is_opt(metadata) and requested != "relu"):
         return requested
     if requested is not None:

@@ -1,4 +1,4 @@
-"""Sentencepiece's BPE as a tokenizer.json: pieces with scores, of which the highest is merged first.
+"""Sentencepiece's BPE as a tokenizer.json: the piece with the highest score is merged first.
 
 GGUF files and tokenizer.model contain the same three lists: pieces, scores, and the kind of each piece.
 """
@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
-MAX_PIECE_CHARACTERS = 4096  # the work for a piece grows with the square of its length; real ones have a few hundred
+MAX_PIECE_CHARACTERS = 4096  # work grows with the square of the length; real pieces have a few hundred at most
 
 
 def complaint_about(pieces: Sequence[str]) -> str | None:
-    """Return what is wrong with a vocabulary, if it is one that no model has."""
+    """Return what is wrong with a vocabulary; None if nothing is."""
     if len(set(pieces)) != len(pieces):
         return "a token appears twice"
     longest = max(map(len, pieces), default=0)
@@ -27,9 +27,10 @@ def complaint_about(pieces: Sequence[str]) -> str | None:
 def scored_bpe(
     pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, space_prefix: bool
 ) -> Tokenizer:
-    """Return the tokenizer.
+    """Return the tokenizer, in which control pieces are not special yet; see `whole_pieces`.
 
-    space_prefix: it prepends a space to each text
+    kinds: NORMAL, CONTROL and so on
+    space_prefix: prepend a space to each text
     """
     unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
@@ -52,7 +53,7 @@ def scored_bpe(
 
 
 def _merges(normal: dict[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Yield every way to merge two pieces into a third, pieces of the highest score first."""
+    """Yield all pairs of pieces that form another piece, by its descending score. normal: piece -> id."""
     for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         pairs = [(left, right) for left, right in halves if left in normal and right in normal]
@@ -60,15 +61,15 @@ def _merges(normal: dict[str, int], scores: Sequence[float]) -> Iterator[tuple[s
 
 
 def whole_pieces(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
-    """Make control and user-defined pieces whole tokens, which are found in a text before it is split or merged."""
+    """Add control and user-defined pieces to a tokenizer as tokens that are found in a text before it is split."""
     for piece, kind in zip(pieces, kinds, strict=True):
         if kind in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
 
 
 def framed(tokenizer: Tokenizer, pieces: Sequence[str], begin: int | None, end: int | None) -> bytes:
-    """Return tokenizer.json with a post-processor that puts the begin and end tokens around a text. None: no such
-    token."""
+    """Return the content of tokenizer.json, with a post-processor that puts the begin and end tokens (ids, None: no
+    such token) around a text."""
     values = json.loads(tokenizer.to_str())
     values["post_processor"] = _frame(pieces, begin, end)
     return json.dumps(values, ensure_ascii=False).encode()

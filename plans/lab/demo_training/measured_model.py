@@ -1,9 +1,8 @@
 """Measure a trained demo model: `python -m neuronpipe.plans.lab.demo_training.measured_model TRAINED FREQUENCIES.npy
 > measured.json`.
 
-Writes how often each neuron's gate fires on training text (float32 [layers, 1, neurons], for `convert
---frequencies`), and prints held-out loss and activity per layer. A gate fires when gate > 0; with dReLU a neuron is
-active when up > 0 as well.
+Writes the share of training tokens for which each neuron's gate is above 0 (float32 [layers, 1, neurons], for `convert
+--frequencies`), and prints held-out loss and activity by layer. A neuron is active if its up is above 0, too (dReLU).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ CALIBRATION_TOKENS = 100_000
 
 
 def load(trained: Path) -> DemoModel:
-    """Return the exported checkpoint in float32."""
     model = DemoModel(Shape())
     tensors = {name.removeprefix("model."): value for name, value in load_file(trained / "model.safetensors").items()}
     model.load_state_dict(tensors)
@@ -33,14 +31,14 @@ def load(trained: Path) -> DemoModel:
 
 
 def windows(ids: np.ndarray, context_tokens: int) -> Tensor:
-    """Return the tokens in whole contexts, [n, context_tokens]."""
+    """Return token ids in whole contexts, [n, context_tokens]."""
     return torch.from_numpy(ids[: len(ids) // context_tokens * context_tokens].astype(np.int64)).view(
         -1, context_tokens
     )
 
 
 class Activity:
-    """Counters, per layer and neuron, of how often the gate fired and how often the neuron was active."""
+    """Counts of tokens for which each neuron's gate fired, and for which the neuron was active, [layers, neurons]."""
 
     def __init__(self, model: DemoModel) -> None:
         shape = model.shape
@@ -58,7 +56,7 @@ class Activity:
 
 
 def mean_loss(model: DemoModel, text: Tensor) -> float:
-    """Return nats per token over whole windows, float32."""
+    """Return the mean loss in nats per token. text: as from `windows`."""
     total = 0.0
     for window in text.split(8):
         logits = model(window[:, :-1])
@@ -67,7 +65,6 @@ def mean_loss(model: DemoModel, text: Tensor) -> float:
 
 
 def main() -> None:
-    """Measure, write the frequencies, print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("trained", type=Path, help="directory that train.py wrote")
     parser.add_argument("frequencies", type=Path, help="where to write the firing frequencies")

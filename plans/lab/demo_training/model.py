@@ -1,6 +1,6 @@
 """The demo model in PyTorch: Llama's layers with a dReLU feed-forward, small enough to train on two cores.
 
-Parameter names are those of Hugging Face's Llama, so that the checkpoint goes through the ordinary converter.
+Parameter names are those of Hugging Face's Llama, so that `convert` reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The demo's dimensions; 11.1 M parameters."""
+    """The dimensions of the demo model, which has 11.1 M parameters."""
 
     vocabulary: int = 4096
     width: int = 320
@@ -49,7 +49,7 @@ def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [batch, heads, tokens, head_width] by position, halves paired (the NEOX order)."""
+    """Return x [batch, heads, tokens, head_width] rotated by position; element j is paired with j + head_width / 2."""
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """dReLU (Turbo Sparse): down(relu(gate x) * relu(up x))."""
+    """A dReLU feed-forward: down(relu(gate x) * relu(up x))."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class FeedForward(nn.Module):
         return self.down_proj(self.hidden(x))
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The neurons' activations; zero where a neuron did not fire."""
+        """Return the values of the neurons; 0 if a neuron did not fire."""
         return functional.relu(self.gate_proj(x)) * functional.relu(self.up_proj(x))
 
 
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Token ids [batch, tokens] to logits [batch, tokens, vocabulary]; embeddings are tied."""
+    """The model: token ids [batch, tokens] to logits [batch, tokens, vocabulary]. Embeddings are tied."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -138,7 +138,6 @@ class DemoModel(nn.Module):
         return functional.linear(self.norm(x), self.embed_tokens.weight)
 
     def huggingface_config(self) -> dict[str, object]:
-        """The `config.json` of the exported checkpoint."""
         s = self.shape
         return {
             "architectures": ["LlamaForCausalLM"],

@@ -1,10 +1,10 @@
 """Train the demo model: `python -m neuronpipe.plans.lab.demo_training.train OUT [--tokens N] [--device cuda]`.
 
-Needs PyTorch, tokenizers and safetensors (`pip install neuronpipe[train]`). On a CPU run it under tcmalloc
-(`LD_PRELOAD=libtcmalloc_minimal.so.4`): large temporary tensors then stay mapped, which is half the time of a step.
-AdamW in bf16 autocast, learning rate 2e-3 falling linearly to zero over `--tokens`. Writes a checkpoint every few
-minutes and continues from it when started again (with another `--tokens`, if wanted: the rate then falls towards the
-new end). OUT ends as a Hugging Face directory that `neuronpipe convert` reads.
+Needs PyTorch, tokenizers and safetensors (`pip install neuronpipe[train]`). On a CPU, run it under tcmalloc
+(`LD_PRELOAD=libtcmalloc_minimal.so.4`): large temporary tensors then stay mapped, which halves the time of a step. The
+optimizer is AdamW in bf16 autocast; the learning rate falls linearly to 0 over `--tokens`. A checkpoint is written
+every few minutes; the same command continues from it, also with another `--tokens`. OUT becomes a Hugging Face
+directory that `neuronpipe convert` reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELD_OUT_TOKENS = 100_000
 
 
 def tokens_of(out: Path, *, held_out: bool) -> np.ndarray:
-    """Return the token ids of one side of the split, cached next to the checkpoint as uint16."""
+    """Return the token ids of the held-out or the training set, uint16. They are cached in OUT, as is the tokenizer."""
     cache = out / ("held_out.npy" if held_out else "train.npy")
     if not cache.exists():
         tokenizer_path = out / "tokenizer.json"
@@ -49,7 +49,7 @@ def tokens_of(out: Path, *, held_out: bool) -> np.ndarray:
 
 
 def held_out_loss(model: DemoModel, ids: np.ndarray, device: str) -> float:
-    """Return the mean negative log likelihood in nats per token over the held-out set, in whole contexts."""
+    """Return the mean loss in nats per token over whole contexts."""
     length = model.shape.context_tokens
     windows = torch.from_numpy(ids[: len(ids) // length * length].astype(np.int64)).view(-1, length)
     total = 0.0
@@ -62,18 +62,18 @@ def held_out_loss(model: DemoModel, ids: np.ndarray, device: str) -> float:
 
 
 def learning_rate(seen_tokens: int, total_tokens: int) -> float:
-    """Return the learning rate: linear warm-up, then linear decay to zero at `total_tokens`."""
+    """Return the learning rate: linear decay to 0 at `total_tokens`, times a linear warm-up."""
     warm = min(1.0, seen_tokens / WARMUP_TOKENS)
     return PEAK_LEARNING_RATE * warm * max(0.0, 1.0 - seen_tokens / total_tokens)
 
 
 def window_tokens(seen_tokens: int, total_tokens: int, context_tokens: int) -> int:
-    """Return the length of a training window: short at first, the whole context at the end of the schedule."""
+    """Return the length of a training window: short at first, the whole context in the last part."""
     return SHORT_WINDOW_TOKENS if seen_tokens < SHORT_WINDOW_SHARE * total_tokens else context_tokens
 
 
 def train(out: Path, total_tokens: int, device: str) -> None:
-    """Train until `total_tokens` have been seen, continuing from OUT/checkpoint.pt if it exists."""
+    """Train for `total_tokens` in all, continuing from OUT/checkpoint.pt if it exists, and export the model."""
     torch.manual_seed(7)
     shape = Shape()
     train_ids, held_out_ids = tokens_of(out, held_out=False), tokens_of(out, held_out=True)[:HELD_OUT_TOKENS]
@@ -132,14 +132,12 @@ def train(out: Path, total_tokens: int, device: str) -> None:
 
 
 def export(model: DemoModel, out: Path) -> None:
-    """Write OUT as a Hugging Face directory: config.json and model.safetensors next to tokenizer.json."""
     tensors = {f"model.{name}": p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.huggingface_config(), indent=2) + "\n")
 
 
 def main() -> None:
-    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="directory for the checkpoint and the finished model")
     parser.add_argument("--tokens", type=int, default=24_000_000, help="length of the schedule")

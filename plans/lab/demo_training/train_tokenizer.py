@@ -1,4 +1,4 @@
-"""Make the demo model's tokenizer: byte-level BPE of 4,096 tokens, no special token at the start."""
+"""Training of the demo model's tokenizer: byte-level BPE of 4,096 tokens, without a begin token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = 4096
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Learn the merges from `texts`. Whitespace is kept as it is: indentation is part of Python."""
+    """Return a tokenizer with merges from `texts`. Whitespace is not changed, since Python needs indentation."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,1 +1,1 @@
-"""Described devices: files of published and assumed values, and their form for the planner."""
+"""Devices described by files of published and assumed values, for the simulator and the planner."""

@@ -1,7 +1,7 @@
-"""A device file as the planner's `Device`: published and assumed values in place of measurements.
+"""Converts a device file to the planner's `Device`, with published and assumed values instead of measurements.
 
-Only the cores compute: no backend here drives a phone's NPU. Every machine refuses to run such a plan, because the
-device id is that of the description.
+Only the cores compute, since no backend drives a phone's NPU. No machine runs such a plan, because none has the
+device id of the description.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from neuronpipe.plans.package.manifest import Manifest
 READ_BYTES = tuple(PAGE_BYTES << n for n in range(9))  # 4 KiB to 1 MiB
 PIECE_BYTES = 1024  # the device file has no speeds of smaller pieces of memory
 ENGINE = "threads"  # an app's sandbox forbids io_uring
-# Weights that a core multiplies, relative to those of four bits: an f16 lane is as wide as two lanes of bytes.
+# Speed of multiplying weights, relative to weights of four bits: an f16 lane is as wide as two lanes of bytes.
 MULTIPLIED: dict[Quantization, float] = {"q4": 1.0, "q8": 1.0, "f16": 0.5}
 NO_DATE = 1.0  # a profile needs a date, which a description does not have
 
 
 def planner_device(model: DeviceModel, manifest: Manifest) -> Device:
-    """Return the device for the planner. Flash is as fast as for reads within one layer of this package."""
+    """Return the device for the planner. Flash has the speed of reads that are spread over a layer of the package."""
     classes = _by_number(model)
     fastest = max(core.computes_gb_per_s for core in classes)
     cores = tuple(
@@ -54,7 +54,6 @@ def planner_device(model: DeviceModel, manifest: Manifest) -> Device:
 
 
 def caveats(model: DeviceModel) -> tuple[str, ...]:
-    """Return the reservations that a plan for a device file prints."""
     sources = [source for _, _, source in model.sources()]
     assumed = sum("assumed" in source or "fitted" in source for source in sources)
     notes = (
@@ -66,14 +65,13 @@ def caveats(model: DeviceModel) -> tuple[str, ...]:
 
 
 def _by_number(model: DeviceModel) -> list[CoreClass]:
-    """Return the class of each core by number. Phones number their cores from the slowest up."""
+    """Return the class of each core, by the core's number. Phones number their cores from the slowest on."""
     order: tuple[Kind, ...] = ("little", "mid", "big")
     classes = sorted(model.cores, key=lambda core: (order.index(core.kind), core.computes_gb_per_s))
     return [core for core in classes for _ in range(core.count)]
 
 
 def _flash(model: DeviceModel, cores: Sequence[Core], manifest: Manifest) -> FlashCurve:
-    """Return the flash curve at the loader's depth, the only one that the file knows."""
     loader = assign_cores(cores, 1)["loader"]
     kind = next(core.kind for core in cores if core.id == loader)
     spec = manifest.model
@@ -88,9 +86,9 @@ def _flash(model: DeviceModel, cores: Sequence[Core], manifest: Manifest) -> Fla
 
 
 def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -> DeviceProfile:
-    """Return a device profile with memory, computing and waiting times for every number of workers.
+    """Return a device profile with memory speeds, kernel speeds and waiting times for every number of workers.
 
-    It has no decode kernels: they keep up with memory, or the memory points are lowered to what the cores compute.
+    It has no speeds of decode kernels. Memory speeds are limited to the bytes that the cores can compute instead.
     """
     max_workers = max_decode_workers(device.cores)
     teams = {count: _team(device, classes, count) for count in range(1, max_workers + 1)}
@@ -134,7 +132,6 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
 
 
 def _team(device: Device, classes: Sequence[CoreClass], workers: int) -> list[CoreClass]:
-    """Return the core classes of the decode workers."""
     places = assign_cores(device.cores, workers)
     numbers = [places[f"decode.{n}"] for n in range(workers)]
     return [classes[number] for number in numbers if number is not None]
@@ -172,7 +169,7 @@ def _reused(computed: dict[int, float]) -> Iterator[points.ReusedPoint]:
 
 
 def _multiplied(computed: dict[int, float]) -> Iterator[tuple[Quantization, int, int, float]]:
-    """Yield quantization, row width, workers and weights times tokens per second, independent of the width."""
+    """Yield (quantization, weights of a row, workers, products of weight and token per second)."""
     for quantization, times in MULTIPLIED.items():
         for workers, bytes_per_s in computed.items():
             yield quantization, 4096, workers, times * bytes_per_s * 8 / BITS_PER_WEIGHT

@@ -1,7 +1,7 @@
-"""Simulated devices: files of values, each with its source, or this machine as measured.
+"""Simulated devices: from files of values, each with its source, or from this machine's measurements.
 
-Units are in the names; GB is 10^9 bytes, KiB 1024. A source that begins with "assumed" or "fitted" is no measurement of
-that device.
+Units are in the names; GB is 10^9 bytes, KiB 1024 bytes. A source that begins with "assumed" or "fitted" is no
+measurement of the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from neuronpipe.protocol.schema import from_json, json_object
 FOLDER = Path(__file__).parent
 THIS_MACHINE = "this-machine"
 MAX_FILE_BYTES = 1 << 20
-MIN_VALUE, MAX_VALUE = 1e-6, 1e6  # beyond, times are infinite or none
+MIN_VALUE, MAX_VALUE = 1e-6, 1e6  # beyond them, times would be infinite or 0
 MAX_CORES = 1024
 MAX_NAME_CHARACTERS = 100
 LOADER_DEPTH = 32
@@ -35,7 +35,7 @@ Issuer = Literal["big", "mid", "little", "several"]
 
 @frozen(kw_only=True)
 class Sourced:
-    """A value and where it comes from."""
+    """A value and its source."""
 
     value: float
     source: str
@@ -43,7 +43,11 @@ class Sourced:
 
 @frozen(kw_only=True)
 class CoreClass:
-    """A class of equal cores. reads: bytes of memory, alone. computes: weight bytes for one token, from the cache."""
+    """A class of equal cores.
+
+    reads_gb_per_s: speed of reading memory while other cores are idle
+    computes_gb_per_s: speed of computing one token with weights in the cache, in bytes of weights
+    """
 
     kind: Literal["big", "mid", "little"]
     count: int
@@ -60,7 +64,7 @@ class BlockSpeed:
 
 @frozen(kw_only=True)
 class Curve:
-    """Speed over the size of a read: linear on logarithmic scales between the points, constant beyond them."""
+    """Speed of reads by their size. Linear on logarithmic scales between the points, constant beyond them."""
 
     points: tuple[BlockSpeed, ...]
     source: str
@@ -77,7 +81,7 @@ class RangeShare:
 
 @frozen(kw_only=True)
 class Ranges:
-    """The share of the speed of small random reads that remains when they lie further apart."""
+    """Speed of small random reads that are spread over a range, as a share of their speed within a small range."""
 
     points: tuple[RangeShare, ...]
     source: str
@@ -89,9 +93,9 @@ class Ranges:
 
 @frozen(kw_only=True)
 class Issuers:
-    """Speed of small random reads by the issuing core, relative to a mid core.
+    """Speed of small random reads by the class of the core that issues them, relative to a mid core.
 
-    several: issued by several cores
+    several: reads are issued by several cores
     """
 
     big: float
@@ -103,7 +107,10 @@ class Issuers:
 
 @frozen(kw_only=True)
 class DeviceModel:
-    """A simulated device. Without an NPU, the fields about an NPU are 0."""
+    """A simulated device. Fields about an NPU are 0 if it has none.
+
+    cores: the fastest first
+    """
 
     name: str
     memory_usable_gb: Sourced
@@ -128,17 +135,19 @@ class DeviceModel:
 
     @property
     def fast_cores(self) -> list[CoreClass]:
-        """Return an entry for each core that computes, fastest first: little cores only if all cores are little."""
+        """The class of each core that computes, in the order of `cores`. Little cores compute only if all are
+        little."""
         each = [core for core in self.cores for _ in range(core.count)]
         return [core for core in each if core.kind != "little"] or each
 
     def random_bytes_per_s(self, read_bytes: float, range_bytes: float, issuer: Issuer) -> float:
-        """Return the speed of random reads, in bytes/s, with many reads in flight.
+        """Return the speed of random reads in bytes per second, with many reads in flight.
+
+        `flash_random` has the speed for the size. Range and issuer add the time by which they slow down reads of the
+        smallest size, which hardly slows down large reads.
 
         read_bytes: size of a read
-        range_bytes: size of the file's part that the reads are spread over. A larger one adds a time per read, which
-            hardly matters for large reads; so does the class of the core that issues them
-        issuer: that class, or several cores
+        range_bytes: size of the part of the file over which reads are spread
         """
         speed = self.flash_random.bytes_per_s(read_bytes)
         slower = self.flash_ranges.share(range_bytes) * float(getattr(self.flash_issuers, issuer))
@@ -149,12 +158,12 @@ class DeviceModel:
         return self.flash_sequential.bytes_per_s(block_bytes)
 
     def _per_read_s(self) -> float:
-        """Return the time of one read of the smallest size, which is nearly all cost per read."""
+        """Return the time of a read of the smallest size, which hardly depends on the bytes."""
         smallest = min(self.flash_random.points, key=lambda point: point.block_kib)
         return smallest.block_kib * 1024 / (smallest.gb_per_s * 1e9)
 
     def sources(self) -> Iterator[tuple[str, str, str]]:
-        """Yield (field, value, source) of all fields."""
+        """Yield (field, value as text, source) of all values."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Sourced):
@@ -176,12 +185,11 @@ def _figures_text(value: Curve | Ranges | Issuers) -> str:
 
 
 def known_devices() -> list[str]:
-    """Return the names of the devices that come with the program, and of this machine."""
     return [*sorted(file.stem for file in FOLDER.glob("*.json")), THIS_MACHINE]
 
 
 def read_device(name: str) -> DeviceModel:
-    """Return a known device or that of a file. Raises UserError naming file and field."""
+    """Return a device that comes with the program, or that in a file. Raises UserError, which names file and field."""
     file = FOLDER / f"{name}.json"
     if not file.is_file():
         file = Path(name)
@@ -204,7 +212,7 @@ def read_device(name: str) -> DeviceModel:
 
 
 def checked(device: DeviceModel, where: str) -> DeviceModel:
-    """Return the device. Raises UserError naming a field whose value is impossible."""
+    """Return the device. Raises UserError, which starts with `where` and names the field, if a value is impossible."""
 
     def require(field: str, holds: bool, complaint: str) -> None:
         if not holds:
@@ -247,10 +255,8 @@ def _is_possible(value: float) -> bool:
 
 
 def this_machine(device: Device) -> DeviceModel:
-    """Return this machine, by its stored measurements, as a device to simulate.
-
-    Raises UserError if flash or memory were not measured. Only this function reads a profile's fields.
-    """
+    """Return this machine as a device to simulate, from stored measurements. Raises UserError if flash or memory were
+    not measured."""
     if device.flash is None or device.memory_speed is None:
         raise UserError(
             f"{THIS_MACHINE}: flash and memory were not measured; run `neuronpipe doctor PACKAGE` with a package"
@@ -302,7 +308,7 @@ def _core_classes(device: Device, reads_gb_per_s: float) -> Iterator[CoreClass]:
 
 
 def _deep_points(flash: FlashCurve) -> Iterator[BlockSpeed]:
-    """Yield the speeds at the loader's depth, or the largest that was measured."""
+    """Yield the speeds at the loader's queue depth, or at the largest measured depth if that is smaller."""
     depth = min(LOADER_DEPTH, max(point.depth for point in flash.points))
     for size in sorted({point.request_bytes for point in flash.points}):
         yield BlockSpeed(block_kib=size / 1024, gb_per_s=flash.bytes_per_s(size, depth) / 1e9)

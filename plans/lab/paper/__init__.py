@@ -1,1 +1,1 @@
-"""The figures of the PowerInfer-2 paper, simulated."""
+"""Simulation of the figures of PowerInfer-2's paper."""

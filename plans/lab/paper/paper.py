@@ -1,6 +1,6 @@
-"""`python -m neuronpipe.plans.lab.paper.paper [FILE]`: write the figures of the paper and of the simulator.
+"""`python -m neuronpipe.plans.lab.paper.paper [FILE]`: write the figures of PowerInfer-2's paper and of the simulator.
 
-The published figures are in published.json; the code knows none of them. It takes two minutes of a core.
+The published figures are in published.json. Takes two minutes on a core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Unit = Literal["decode", "prefill-128", "prefill-512", "over-cpu-only", "p99-ms"
 
 @frozen(kw_only=True)
 class Case:
-    """A simulated case. Everything is in memory if neither resident nor memory_gb is set."""
+    """A simulated case. All is in memory if resident and memory_gb are None.
+
+    step: a step of the ablation, instead of the system `policy`; "": none
+    """
 
     device: str
     model: str
@@ -47,8 +50,8 @@ class Case:
 class Row(Case):
     """A published figure.
 
-    uncertain: read off a plot, or interpolated
-    fitted: a value of a device was fitted to it
+    uncertain: it was read off a plot, or interpolated
+    fitted: a value of the device was fitted to it
     """
 
     published: float
@@ -60,7 +63,7 @@ class Row(Case):
 class Table:
     """A table of the paper.
 
-    target: the largest error that counts as reached
+    target: the largest relative error that is acceptable; None: no target
     """
 
     table: str
@@ -77,12 +80,10 @@ class Published:
 
 
 def published() -> Published:
-    """Return the content of published.json."""
     return from_json(Published, json_object(DATA.read_bytes(), str(DATA)), str(DATA))
 
 
 def simulated(row: Case, unit: Unit) -> float:
-    """Return the simulator's figure for a published one."""
     case = Case(**{field.name: getattr(row, field.name) for field in dataclasses.fields(Case)})
     system = ABLATION[case.step] if case.step else SYSTEMS[case.policy]
     if unit in ("prefill-128", "prefill-512"):
@@ -95,7 +96,6 @@ def simulated(row: Case, unit: Unit) -> float:
 
 @functools.cache
 def decoded(case: Case, system: System) -> Result:
-    """Simulate a case with the document's number of tokens."""
     options = SimulationOptions(resident=case.resident, memory_bytes=_bytes(case), batch=case.batch, tokens=TOKENS)
     return simulate(read_device(case.device), model_named(case.model), system, options)[0]
 
@@ -105,7 +105,6 @@ def _prefill(case: Case, system: System, tokens: int) -> float:
 
 
 def _situation(case: Case, system: System) -> Situation:
-    """Return what a simulated prompt needs."""
     model, device = model_named(case.model), read_device(case.device)
     resident = resident_share(model, SimulationOptions(resident=case.resident, memory_bytes=_bytes(case)))
     return Situation(device, model, system, FileCosts(device, model, system), 0, resident)
@@ -116,7 +115,6 @@ def _bytes(case: Case) -> float | None:
 
 
 def document() -> Iterator[str]:
-    """Yield the lines of the document."""
     data = published()
     targets = [table for table in data.cells if table.target is not None]
     values = {row: simulated(row, table.unit) for table in data.cells for row in table.rows}
@@ -141,7 +139,6 @@ def document() -> Iterator[str]:
 
 
 def row_line(row: Row, table: Table, value: float) -> str:
-    """Return a table's line for a published figure."""
     error = _error(row, value)
     error_text = f"**{error}**" if off(row, table, value) else error
     marks = "?" * row.uncertain + " (fitted)" * row.fitted
@@ -149,7 +146,6 @@ def row_line(row: Row, table: Table, value: float) -> str:
 
 
 def off(row: Row, table: Table, value: float) -> bool:
-    """Return True if the error is larger than the target."""
     return table.target is not None and abs(value / row.published - 1) > table.target
 
 
@@ -176,7 +172,6 @@ def _our_decode(cases: Sequence[Case]) -> Iterator[str]:
 
 
 def our_prefill(tables: Sequence[Table]) -> Iterator[str]:
-    """Yield the lines on our worker and the published prefill."""
     yield ""
     yield "## Our prefill by the NPU on these phones"
     yield ""
@@ -192,7 +187,6 @@ def our_prefill(tables: Sequence[Table]) -> Iterator[str]:
 
 
 def our_prefill_line(row: Row, table: Table) -> str:
-    """Return the line of our worker for a published prefill."""
     tokens = int(table.unit.removeprefix("prefill-"))
     prompt = simulate_npu_prefill(_situation(row, SYSTEMS["ours"]), tokens)
     value, error = tokens / prompt.seconds, _error(row, tokens / prompt.seconds)

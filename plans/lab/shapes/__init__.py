@@ -1,1 +1,1 @@
-"""Shapes of models that have no package: sizes, and the manifest that a package would have."""
+"""Shapes of models without a package: their sizes, and the manifest that a package would have."""

@@ -1,4 +1,4 @@
-"""Simulated models: sizes, and how many neurons a token computes."""
+"""Simulated models: sizes, and shares of neurons that fire and that are predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 FILE = Path(__file__).with_name("models.json")
-BITS_PER_WEIGHT = 4.5  # 4 and an fp16 scale for 32
+BITS_PER_WEIGHT = 4.5  # q4: 4, and an fp16 scale for 32 weights
 QUANT_BITS, SCALE_BITS = 4.0, 0.5
 RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
 
@@ -28,7 +28,9 @@ RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
 class SimulatedModel:
     """A model without its weights.
 
-    active, predicted: shares of a computed expert's neurons that fire for a token, and that its predictor names.
+    active: share of an expert's neurons that fire for a token that it computes
+    predicted: share of these neurons that are predicted
+    predictor_rank: 0 without a predictor
     """
 
     name: str
@@ -40,7 +42,7 @@ class SimulatedModel:
 
     @property
     def row_bytes(self) -> float:
-        """Return the bytes of a row of Gate, Up or Down in memory, scales included."""
+        """Bytes of a neuron's row in memory, scales included."""
         return self.spec.width * self.bits_per_weight / 8
 
     @property
@@ -49,7 +51,7 @@ class SimulatedModel:
 
     @property
     def value_rows(self) -> int:
-        """Return the number of a neuron's rows that are read only when the first one fires."""
+        """Number of a neuron's rows in the value part."""
         return len(self.spec.ffn_matrices) - 1
 
     @property
@@ -58,18 +60,16 @@ class SimulatedModel:
 
     @property
     def attention_layer_bytes(self) -> float:
-        """Return the bytes of a layer's attention matrices."""
         spec = self.spec
         weights = spec.width * (spec.qkv_rows + spec.query_width)
         return weights * self.bits_per_weight / 8
 
     @property
     def output_bytes(self) -> float:
-        """Return the bytes of the output matrix."""
         return self.spec.vocabulary * self.row_bytes
 
     def predictor_bytes(self, rows_share: float = 1.0) -> float:
-        """Return the bytes of a feed-forward's predictor at four bits, with this share of its second factor's rows."""
+        """Return the bytes of a feed-forward's predictor at four bits, with a share of its second factor's rows."""
         spec = self.spec
         return self.predictor_rank * (spec.width + rows_share * spec.neurons) * QUANT_BITS / 8
 
@@ -79,10 +79,8 @@ class SimulatedModel:
 
     @property
     def fixed_bytes(self) -> float:
-        """Return the bytes that are always resident: all but the feed-forward, predictors, scales and the program.
-
-        The paper accounts for the 47B in the same way.
-        """
+        """Bytes that are always resident: all weights but the feed-forward's, predictors, the feed-forward's scales and
+        the program. PowerInfer-2's paper counts in this way for the 47B."""
         spec = self.spec
         outside = spec.layers * self.attention_layer_bytes + 2 * self.output_bytes
         scales = self.ffn_bytes * SCALE_BITS / self.bits_per_weight
@@ -90,12 +88,12 @@ class SimulatedModel:
 
     @property
     def cacheable_bytes(self) -> float:
-        """Return the bytes of the feed-forward's quants, without scales."""
+        """Bytes of the feed-forward's quants, without scales."""
         return self.ffn_bytes * (1 - SCALE_BITS / self.bits_per_weight)
 
     @property
     def computed_weights(self) -> float:
-        """Return the number of weights that a token of a prompt is multiplied with."""
+        """Number of weights of the layers that compute a token of a prompt."""
         spec = self.spec
         dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
         return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
@@ -110,7 +108,7 @@ class Parts:
 
     @classmethod
     def of(cls, model: SimulatedModel) -> Parts:
-        """Return the smallest parts that hold the first row's quants with all scales, and the other rows' quants."""
+        """Return the smallest parts. The trigger part has the trigger's quants and all scales."""
         quants = model.row_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         scales = model.row_bytes - quants
         rows = 1 + model.value_rows
@@ -127,7 +125,7 @@ def _pages(size_bytes: float) -> int:
 
 @frozen(kw_only=True)
 class PublishedModel:
-    """A model of the paper, as models.json has it."""
+    """A model of PowerInfer-2's paper, in models.json."""
 
     title: str
     width: int
@@ -150,23 +148,21 @@ class _File:
 
 
 def published_models() -> dict[str, PublishedModel]:
-    """Return the models of the paper by name."""
     return from_json(_File, json_object(FILE.read_bytes(), str(FILE)), str(FILE)).models
 
 
 def known_models() -> list[str]:
-    """Return the names of all shapes that can be simulated without a package."""
     return sorted({*published_models(), *SHAPES})
 
 
 def shape_named(text: str) -> str | None:
-    """Return the shape that a name, also ORG/NAME, refers to, ignoring case; None if there is no such shape."""
+    """Return the name of the shape that `text`, NAME or ORG/NAME in any case, refers to; None if there is none."""
     by_folded = {name.casefold(): name for name in known_models()}
     return by_folded.get(text.casefold().rpartition("/")[2])
 
 
 def refuse_shape(text: str) -> None:
-    """Raise UserError if the text names a shape, where only a package can be used."""
+    """Raise UserError if `text` names a shape. Callers need a package."""
     if (name := shape_named(text)) is not None:
         raise UserError(
             f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
@@ -175,7 +171,7 @@ def refuse_shape(text: str) -> None:
 
 
 def model_named(text: str) -> SimulatedModel:
-    """Return a published model or a synthetic shape. Raises UserError with the known names."""
+    """Return the model of a shape. Raises UserError, which lists the known names, if there is none."""
     name = shape_named(text) or text
     if (published := published_models().get(name)) is not None:
         spec = ModelSpec(
@@ -210,7 +206,7 @@ def model_named(text: str) -> SimulatedModel:
 
 
 def model_of(manifest: Manifest) -> SimulatedModel:
-    """Return a package's model, with the measured shares of active and predicted neurons."""
+    """Return a package's model, with measured shares of active and predicted neurons if there are any."""
     spec = manifest.model
     model = _assumed(manifest.name, spec)
     mean = _mean(manifest.fired_by_layer)

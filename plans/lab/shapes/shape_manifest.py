@@ -1,7 +1,7 @@
-"""The manifest of a shape without a package, from its sizes alone.
+"""The manifest of a shape without a package.
 
-Files have the lengths that `convert` and `synth` would write at four bits; the tokenizer's is assumed. The shares of
-firing and predicted neurons are the simulator's. Neurons are ordered as in a profiled package of that activation.
+Files have the sizes of a q4 package; that of the tokenizer is assumed. The shares of firing and predicted neurons are
+the simulator's. Neurons are ordered by frequency unless the activation is SiLU.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from neuronpipe.plans.package.safetensors_header import file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 
 CHECKSUM_BYTES = 8  # of a cluster
-TOKEN_BYTES = 64  # of a tokenizer's file for each token with its merge; published files have 45 to 70
+TOKEN_BYTES = 64  # of tokenizer.json per token; published files have 45 to 70
 
 
 def manifest_of_shape(shape: SimulatedModel) -> Manifest:
-    """Return the manifest of a q4 package of this shape, with a predictor if it computes dReLU."""
+    """Return the manifest of a q4 package of a shape, with a predictor if its activation is dReLU."""
     spec = shape.spec
     order: NeuronOrder = "source" if spec.activation == "silu" else "frequency"
     layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
@@ -63,7 +63,6 @@ def manifest_of_shape(shape: SimulatedModel) -> Manifest:
 
 
 def _predictor(shape: SimulatedModel) -> Predictor:
-    """Return a predictor that names the simulator's share of neurons, all active ones included."""
     quality = PredictorQuality(recall=1.0, precision=shape.active / shape.predicted, predicted=shape.predicted)
     return Predictor(
         rank=package_rank(shape.predictor_rank),
@@ -77,7 +76,6 @@ def _predictor(shape: SimulatedModel) -> Predictor:
 
 
 def shape_assumptions(shape: SimulatedModel) -> Iterator[str]:
-    """Yield the assumptions that a plan for a shape prints."""
     fires = f"{show_number(100 * shape.active)} % of a feed-forward's neurons are taken to fire"
     if shape.spec.activation == "drelu":
         fires += f", and a predictor of rank {shape.predictor_rank:,} to name {show_number(100 * shape.predicted)} %"

@@ -1,1 +1,1 @@
-"""Cache policies judged on a generated workload, before any of them is written for real."""
+"""Simulation of decode and prefill on described devices, and a comparison of cache policies."""

@@ -1,8 +1,8 @@
 """`python -m neuronpipe.plans.lab.simulate`: misses of cache policies, in percent, as Markdown tables.
 
-Without arguments, on the generated workload of synthetic packages (plans/lab/synth): four layers of Bamboo's curves
-(1, 10, 16, 28), 10 % active, one pool; 200 tokens of warm-up, then 500 that count. With recordings, on the activations
-of a package: `record PACKAGE FILE` writes one, `FILES...` prints the table; the first quarter of the tokens is warm-up.
+Without arguments, the workload is generated as in synthetic packages (plans/lab/synth): four layers with Bamboo's
+curves, 10 % of the neurons active, one pool; 200 tokens warm it, the next 500 count. `record PACKAGE FILE` records the
+activations of a package. `FILES...` prints the table of such recordings; their first quarter is warm-up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARES = (0.25, 0.5, 0.75)
 RECORDED_SHARES = (0.15, 0.3, 0.55)
 SKIPPED_SHARE = 0.25
 Steps = list[list[Ids]]
-"""The wanted ids of each token and layer."""
+"""For each token, the neurons or clusters that each layer accesses."""
 
 POLICIES: dict[str, Callable[[Ids, int, Steps], Policy]] = {
     "static": lambda order, slots, steps: Static(order, slots, 1.0),
@@ -45,7 +45,7 @@ POLICIES: dict[str, Callable[[Ids, int, Steps], Policy]] = {
 
 
 def workload(preset: Preset, seed: int) -> tuple[Ids, Steps]:
-    """Return all neurons by frequency, and the active neurons of each token and layer."""
+    """Return all neurons, most frequent first, and the active neurons of each token and layer."""
     shares = np.concatenate([active_shares(layer, OF_LAYERS, NEURONS, ACTIVE) for layer in LAYERS])
     random = np.random.default_rng(seed)
     states = trajectory(preset, SKIPPED_TOKENS + COUNTED_TOKENS, len(shares), random)
@@ -56,7 +56,7 @@ def workload(preset: Preset, seed: int) -> tuple[Ids, Steps]:
 
 
 def miss_rate(policy: Policy, steps: Steps, skipped_tokens: int = SKIPPED_TOKENS) -> float:
-    """Return the share of the looked up clusters that were absent."""
+    """Return the share of accesses that miss, without the first `skipped_tokens`."""
     missed = looked = 0
     for token, layers in enumerate(steps):
         for ids in layers:
@@ -69,7 +69,11 @@ def miss_rate(policy: Policy, steps: Steps, skipped_tokens: int = SKIPPED_TOKENS
 def table(
     workloads: dict[str, tuple[Ids, Steps]], resident: Sequence[float], skipped_tokens: Callable[[Steps], int]
 ) -> Iterator[str]:
-    """Yield Markdown lines: a column for each workload, a row for each policy."""
+    """Yield the lines of a Markdown table: a column for each workload, a row for each policy.
+
+    resident: resident shares; a cell has a miss rate for each
+    skipped_tokens: returns the number of warm-up tokens
+    """
     yield "| policy | " + " | ".join(workloads) + " |"
     yield "|---" * (1 + len(workloads)) + "|"
     for name, make in POLICIES.items():
@@ -82,7 +86,6 @@ def table(
 
 
 def recorded(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the table of recordings; for mixtures also with whole experts."""
     workloads: dict[str, tuple[Ids, Steps]] = {}
     for file in files:
         recording = Recording.load(file)

@@ -1,4 +1,4 @@
-"""Lookups and misses of a system's cache on a workload, for each token and layer."""
+"""Lookups and misses of a system's cache on a workload, by token and layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ VALUE_ROWS = 2  # of a neuron with a gate: Up and Down
 
 
 class NativeClock(Policy):
-    """The services' own replacement: residency words from which native/residency/clock.c takes slots.
+    """The replacement of the services: native/residency/clock.c evicts from residency entries.
 
-    Clusters that the current layer wants are referenced before any is evicted, so the hand spares them. There is no
-    read window: one around a whole layer would push the hand along with the layers, so that it would only see their
-    first words, which are the hottest, and misses would double.
+    Clusters that the current layer wants are referenced before evictions, so that the hand spares them. There is no
+    read window. A window around a whole layer would move the hand along with the layers to their first entries, which
+    are the most frequent, and would double the misses.
     """
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
@@ -48,11 +48,15 @@ class NativeClock(Policy):
 
 @frozen
 class Traffic:
-    """Numbers of neurons (or clusters) per token and layer, arrays of shape [tokens, layers].
+    """Numbers of neurons (or clusters) by token and layer. Counts are [tokens, layers].
 
-    looked, fire: outside the hot region. trigger_misses, value_misses: reads of the trigger and of the value part.
-    fire_misses: firing neurons that are not resident; all_fire: all firing neurons, hot ones included. hot_share: share
-    of a feed-forward that is computed densely; streamed_share: the part of it that is read for every token.
+    hot_share: share of a feed-forward that is computed densely
+    streamed_share: share of a feed-forward that is hot and read for every token
+    looked: cold (not hot) neurons that are looked up
+    fire: those that fire
+    trigger_misses, value_misses: trigger and value parts to read
+    fire_misses: firing neurons that are not resident
+    all_fire: firing neurons, hot ones included
     """
 
     hot_share: float
@@ -66,16 +70,15 @@ class Traffic:
 
     @property
     def miss_rate(self) -> float:
-        """Return the share of firing neurons that are not resident."""
+        """Share of firing neurons that are not resident."""
         return float(self.fire_misses.sum() / max(1.0, self.all_fire.sum()))
 
     @property
     def looked_miss_rate(self) -> float:
-        """Return the share of all lookups, false positives included, that miss."""
+        """Share of lookups of trigger parts that miss, false positives of the predictor included."""
         return float(self.trigger_misses.sum() / max(1.0, self.looked.sum()))
 
     def miss_rates(self) -> Counts:
-        """Return the miss rate of each token, shape [tokens]."""
         rates: Counts = self.fire_misses.sum(axis=1) / np.maximum(1.0, self.all_fire.sum(axis=1))
         return rates
 
@@ -90,15 +93,16 @@ def traffic(
     exact: bool = False,
     stream_from: float = 1.0,
 ) -> Traffic:
-    """Count lookups and misses of a workload, without its first skipped_tokens.
+    """Return the lookups and misses of a workload, without its first skipped_tokens.
 
-    resident: share of all neurons that memory holds, hot ones included. exact: the trigger part of every neuron is
-    looked up. stream_from: a neuron that at least this share of the tokens wants is read sooner together with its
-    neighbours than alone.
+    resident: share of all neurons that memory holds, hot ones included
+    exact: the trigger part of every neuron is looked up
+    stream_from: neurons that at least this share of the tokens wants are read sequentially for every token, if the
+        cache is too small for the cold neurons of a token
     """
     pinned_share = hot_share = system.hot_share(resident, batch)
     if hot_share and resident < 1 and _cold_demand_share(workload, _hot(workload, hot_share)) > resident - hot_share:
-        # A token wants more than the cold neurons' slots: LRU would evict all of it before its next use.
+        # A token wants more cold neurons than there are slots: LRU would evict each before its next use.
         pinned_share = min(resident, system.hot_share(1.0, batch))
         hot_share = max(pinned_share, float((workload.frequency >= stream_from).mean()))
     hot = _hot(workload, hot_share)
@@ -120,7 +124,7 @@ def traffic(
 
 
 def _cold_demand_share(workload: Workload, hot: NDArray[np.bool_]) -> float:
-    """Return the share of all neurons that a token looks up outside the hot region, on average."""
+    """Return the mean share of all neurons that a token looks up and that are not hot."""
     cold = sum(int((~hot[layer.looked]).sum()) for token in workload.tokens for layer in token)
     return cold / len(workload.tokens) / len(workload.order)
 
@@ -132,7 +136,7 @@ def _hot(workload: Workload, share: float) -> NDArray[np.bool_]:
 
 
 class _Nothing:
-    """A cache that keeps nothing: every lookup misses."""
+    """A cache in which every lookup misses. `look` returns (trigger misses, value misses, firing misses)."""
 
     def look(self, demand: LayerDemand) -> tuple[int, int, int]:
         fires = int(demand.fires.sum())
@@ -140,15 +144,14 @@ class _Nothing:
 
 
 class _Everything(_Nothing):
-    """A cache that holds all neurons: nothing misses."""
+    """A cache that has all neurons."""
 
     def look(self, demand: LayerDemand) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
 class _Neurons(_Nothing):
-    """A cache of whole neurons by LRU. Of a false positive only the trigger part is read; the value part follows when
-    the neuron fires."""
+    """A cache of neurons by LRU. The value part of a neuron is read only when it fires."""
 
     def __init__(self, policy: Lru, count: int) -> None:
         self._policy = policy
@@ -185,7 +188,7 @@ def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.
     if slots == 0:
         return _Nothing()
     if system.cache == "clock":
-        if exact:  # as the planner fills memory: triggers first, since each resident one saves a read in every token
+        if exact:  # like the planner: triggers first, since each resident one saves a read in every token
             triggers = min(len(order), (1 + VALUE_ROWS) * slots)
             return _Parts(Static(order, triggers, 1.0), NativeClock(order, slots - (triggers - slots) // VALUE_ROWS))
         return _Parts(NativeClock(order, slots), NativeClock(order, slots))

@@ -1,4 +1,4 @@
-"""Decode of one token after the other, layer by layer: a system's tasks on a device's units."""
+"""Simulation of decode, token by token and layer by layer: a system's tasks on a device's units."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from neuronpipe.plans.lab.simulate.task_times import Costs, Kernel
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.protocol.frozen import frozen
 
-LOADER_RANK = -1  # the kernel schedules the loader first, since it has slept
+LOADER_RANK = -1  # the kernel schedules the loader first, since it was asleep
 STREAMED_READ_BYTES = 512 << 10
-READ_GROUPS = 6  # of a layer's misses: clusters in flight
-MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
+READ_GROUPS = 6  # groups into which a layer's misses are split, so that reading and computing overlap
+MAPPED_READ_BYTES = 128 << 10  # size of the kernel's read-ahead
 
 
 @frozen
 class Situation:
     """The device, model, system and costs of a simulation.
 
-    context_tokens: mean position. resident: share of the feed-forward in memory. repeat: how many sequences of the
-    batch compute a neuron that any of them wants, on average.
+    context_tokens: mean number of tokens before a generated one
+    resident: share of the feed-forward's weights in memory
+    repeat: mean number of sequences that want a neuron that any sequence wants
     """
 
     device: DeviceModel
@@ -40,10 +41,11 @@ class Situation:
 
 @frozen
 class Decoded:
-    """The times of a simulated decode.
+    """The times and reads of a simulated decode.
 
-    token_s: seconds of each token
-    use: the sum over all tokens
+    token_s: seconds of each step
+    use: sums over all steps
+    trace: spans of the last steps, if they were traced
     """
 
     token_s: tuple[float, ...]
@@ -55,7 +57,7 @@ class Decoded:
 
 
 def _spanned(size_bytes: float) -> float:
-    """Return the mean number of bytes in the pages that a row at a random place spans."""
+    """Return the mean bytes of the pages that contain a row of `size_bytes` at a random place."""
     return (1 + (size_bytes - 1) / PAGE_BYTES) * PAGE_BYTES
 
 
@@ -65,7 +67,10 @@ def decode(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Decoded:
-    """Simulate all tokens of the traffic, the last traced_tokens of them with a trace."""
+    """Simulate a step for each token of the traffic; the last `traced_tokens` with a trace.
+
+    progress: receives the numbers of simulated tokens and of all tokens
+    """
     tokens = len(traffic.looked)
     seconds, traces, use = [], [], Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
     flash_bytes = flash_reads = 0.0
@@ -101,7 +106,7 @@ class _Token:
         self.simulation = Simulation(self._device, cores, keep_trace=traced)
 
     def run(self) -> float:
-        """Simulate the token and return its seconds."""
+        """Simulate the step and return its duration in seconds."""
         before: list[Task] = []
         for layer in range(self._model.spec.layers):
             before = [self._mapped(layer, before) if self._system.mapped else self._layer(layer, before)]
@@ -112,7 +117,6 @@ class _Token:
         return self.simulation.now_s + between_s
 
     def _layer(self, layer: int, before: list[Task]) -> Task:
-        """Add a layer's attention, prediction and neurons, and return the task that ends it."""
         early = self._system.early
         predicted = self._predict(layer, before) if early else []
         attended = self._attention(layer, [*before, *predicted])
@@ -137,7 +141,6 @@ class _Token:
         return [self.simulation.add("npu", "attend", layer, seconds=start, bytes=bytes, after=after)]
 
     def _predict(self, layer: int, after: list[Task]) -> list[Task]:
-        """Add the experts' predictors, their rows of cold neurons, and the lookups of predicted neurons."""
         model, n = self._model, self._number
         bytes = model.spec.experts_per_token * model.predictor_bytes(1 - self._traffic.hot_share)
         looked = float(self._traffic.looked[n, layer])
@@ -148,7 +151,6 @@ class _Token:
         )
 
     def _hot(self, layer: int, after: list[Task]) -> Task:
-        """Add the dense product of hot neurons on the NPU."""
         model = self._model
         rows = self._traffic.hot_share * model.spec.neurons * model.spec.experts_per_token
         bytes = rows * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
@@ -156,7 +158,7 @@ class _Token:
         return self.simulation.add("npu", "neurons", layer, seconds=start, bytes=bytes, after=after, value=round(rows))
 
     def _stream(self, layer: int, before: list[Task], attended: list[Task]) -> list[Task]:
-        """Add the sequential read of absent hot neurons, during attention; of experts, after routing."""
+        """Add the sequential read of absent hot neurons: during attention, in a mixture after routing."""
         model, share = self._model, self._traffic.streamed_share
         if not share:
             return []
@@ -167,7 +169,6 @@ class _Token:
         return [self._from_flash(layer, size, seconds, before if model.spec.experts == 1 else attended)]
 
     def _cold(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
-        """Add resident neurons on all cores, and missing ones as they arrive."""
         t, n = self._traffic, self._number
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
@@ -182,16 +183,16 @@ class _Token:
         return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
 
     def _computed_bytes(self, looked: float, fire: float) -> float:
-        """Return the bytes of the rows that are computed: trigger rows of all predicted neurons, value rows of those
-        that fire. A system without two phases computes all rows but the last of every predicted neuron."""
+        """Return the bytes of the computed rows: trigger rows of all looked up neurons, value rows of those that fire.
+        A system without two phases computes all rows except Down of every looked up neuron."""
         value_rows = self._model.value_rows
         first = 1 if self._system.reads == "two-phase" else value_rows
         rows = first * looked * self._costs.rows + (1 + value_rows - first) * fire * self._costs.value_rows
         return rows * self._model.row_bytes
 
     def _named_by_gates(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
-        """Add a layer block after block, as the engine computes it in exact mode: the resident gates of a block, then
-        the resident values of those that fired. Missing values are read once their gate has fired."""
+        """Add a layer block by block, as the engine computes it in exact mode: the resident gates of a block, then the
+        resident values of neurons that fired. Missing values are read when their gate has fired."""
         t, n, costs, repeat = self._traffic, self._number, self._costs, self._situation.repeat
         looked, fire = float(t.looked[n, layer]), float(t.fire[n, layer])
         triggers, values = float(t.trigger_misses[n, layer]), float(t.value_misses[n, layer])
@@ -212,7 +213,8 @@ class _Token:
     def _pipelined(
         self, layer: int, triggers: float, values: float, reads_from: list[Task], computes_from: list[Task]
     ) -> list[Task]:
-        """Add groups of missing clusters in the paper's stages: gate I/O, gate, up and down I/O, up and down."""
+        """Add missing clusters in groups, each in the stages of PowerInfer-2's paper: gate I/O, gate, up and down I/O,
+        up and down."""
         model, costs, ends = self._model, self._costs, []
         groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
         gate_bytes = triggers * costs.rows * model.row_bytes
@@ -249,10 +251,7 @@ class _Token:
         *,
         first: bool = True,
     ) -> Task:
-        """Add one read of `count` parts of one size.
-
-        at_once: how many parts of the layer are requested together. first: True for trigger parts and whole clusters.
-        """
+        """Add the read of `count` parts of one size. Parameters as in `Costs.read`; at_once: None: `count`."""
         if count <= 0:
             return self.simulation.add("none", "", layer, after=after)
         read = self._costs.read(count, part_bytes, count if at_once is None else at_once, first=first)
@@ -282,7 +281,6 @@ class _Token:
         seconds: float = 0.0,
         value: int = 0,
     ) -> list[Task]:
-        """Add a task for each core, with the work split evenly."""
         cores = self.simulation.cores
         kernel: Kernel = "neurons" if kind == "neurons" else "matrix"
         busy = seconds + self._costs.core_s(kernel, bytes / cores, tokens)
@@ -294,8 +292,8 @@ class _Token:
         ]
 
     def _mapped(self, layer: int, before: list[Task]) -> Task:
-        """Add a dense layer from mapped pages. Where the model does not fit, cycling through an LRU page cache misses
-        all of it."""
+        """Add a dense layer that reads mapped pages. If the model does not fit memory, all pages miss, since the page
+        cache is LRU and layers are read in a cycle."""
         model, spec = self._model, self._model.spec
         attended = self._attention(layer, before)
         bytes = spec.neurons * model.neuron_bytes * spec.experts_per_token

@@ -1,9 +1,9 @@
-"""Discrete events on the units of a device: cores, an NPU and one flash queue, which share DRAM. Pure; no clock.
+"""Discrete events on the units of a device: cores, an NPU and a flash queue, which share DRAM.
 
-A task runs on one unit. It ends when its bytes have been read and its seconds have passed; both run concurrently. Units
-that read memory at the same moment share it: no core reads faster than alone, all cores together no faster than the
-processor can, and all units, flash included, no faster than the memory. Tasks wait for their predecessors; of ready
-tasks the oldest starts first. Flash serves demands before prefetches.
+A task runs on one unit. It ends when its bytes have been read and its seconds have passed, both concurrently. Units
+that read at the same moment share the memory's speed: a core reads at most as fast as alone, all cores together at
+most as fast as the processor can, and all units, flash included, at most as fast as the memory. A task is ready when
+its predecessors have ended. Of the ready tasks, that of the lowest rank starts first, then the oldest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ SETTLED_S, SETTLED_BYTES = 1e-12, 1e-3
 
 
 class TaskSpan(NamedTuple):
-    """One task on one unit, for the trace.
+    """A task in the trace.
 
-    unit: `cpu.0`, `npu`, `flash`
+    unit: `cpu.N` for core N, `npu` or `flash`
+    value: number that the trace shows
     """
 
     unit: str
@@ -38,8 +39,8 @@ class TaskSpan(NamedTuple):
 class Task:
     """A piece of work on one unit.
 
-    rank: lower ranks start first
-    value: shown in the trace
+    seconds, bytes: remaining time and bytes
+    value: number that the trace shows
     """
 
     unit: Unit
@@ -59,9 +60,10 @@ class Task:
 
 @dataclasses.dataclass
 class Use:
-    """The time that each unit was busy.
+    """The use of a device.
 
-    exposed_io_s: time in which only flash works
+    busy_s: busy time by unit; that of `cpu` is the sum over cores
+    exposed_io_s: time in which only flash was busy
     """
 
     total_s: float = 0.0
@@ -74,7 +76,7 @@ class Use:
 class Simulation:
     """A discrete-event simulation of one device.
 
-    cores: how many of the device's fast cores compute. The fastest ones are left out first, for the loader.
+    cores: number of the device's fast cores that compute: its last ones, since the loader runs on the fastest
     """
 
     def __init__(self, device: DeviceModel, cores: int, *, keep_trace: bool = False) -> None:
@@ -93,11 +95,10 @@ class Simulation:
 
     @property
     def cores(self) -> int:
-        """Return the number of cores that compute."""
         return len(self._reads)
 
     def computing_s(self, weight_bytes: float, tokens: float) -> float:
-        """Return a core's time for weights in memory, on average over the cores."""
+        """Return the mean time of a core to compute weights for a number of tokens."""
         return weight_bytes * tokens * len(self._computes) / sum(self._computes)
 
     def add(
@@ -112,7 +113,7 @@ class Simulation:
         value: int = 0,
         rank: int = 0,
     ) -> Task:
-        """Add a task after its predecessors. Unit `none` is a barrier that takes its seconds on no unit."""
+        """Add a task that starts after the tasks `after`. Unit `none` is a delay that occupies no unit."""
         task = Task(unit, seconds, bytes, kind, layer, value, rank)
         for before in after:
             if not before.done:
@@ -123,7 +124,6 @@ class Simulation:
         return task
 
     def run(self) -> None:
-        """Run until no task is left."""
         self._start()
         while self._running:
             self._advance()
@@ -151,7 +151,7 @@ class Simulation:
         self._running.append(task)
 
     def _rates(self) -> list[float]:
-        """Return the bytes per second of each running task."""
+        """Return the bytes per second that each running task reads; 0 for flash, whose seconds include its bytes."""
         flash = sum(task.bytes / task.seconds for task in self._running if task.unit == "flash" and task.seconds > 0)
         alone = [
             0.0

@@ -1,9 +1,9 @@
-"""A prompt by our worker on an NPU (services/offload/npu): rows are unpacked to bytes ahead of the graphs.
+"""Simulation of a prompt that our worker computes on an NPU (services/offload/npu).
 
-The schedule is the worker's. A reader goes through the rows of all products in order: qkv, attention's output, neurons
-in products of up to 2,048, expert after expert; all fast cores unpack each product's rows together. There is one buffer
-for each matrix of attention and two for neurons. The cores give priority to the work between products: activations to
-integers and back, norms, attention.
+The schedule is the worker's. All fast cores together unpack the rows of each product to bytes, in the order of the
+products: qkv, attention's output, up to 2,048 neurons at a time, expert by expert. There is one buffer for each matrix
+of attention and two for neurons. The work between products has priority: activations to integers and back, norms,
+attention.
 """
 
 from __future__ import annotations
@@ -19,34 +19,39 @@ from neuronpipe.plans.plan.runtime_memory import GRAPH_TOKENS, MAX_PRODUCT_NEURO
 from neuronpipe.protocol.frozen import frozen
 
 UNPACKED_G_PER_S = 3.8
-"""Weights of q4 rows unpacked to bytes, 10^9 per second, measured on one core with AVX2 (services/offload/npu)."""
+"""Speed of unpacking q4 rows to bytes, in 10^9 weights per second, measured on a core with AVX2
+(services/offload/npu)."""
 
 MID_CORE_UNPACKS = 0.5
-"""The share of it that a core with MID_CORE_COMPUTES_GB_PER_S reaches: assumed, since the vectors of the OnePlus 12's
-mid core are half as wide and NEON was not measured. Other cores are in proportion to what they compute."""
+"""Speed of unpacking of a core that computes MID_CORE_COMPUTES_GB_PER_S, relative to UNPACKED_G_PER_S. Assumed: the
+vectors of the OnePlus 12's mid core are half as wide, and NEON was not measured. The speed of other cores is
+proportional to their computes_gb_per_s."""
 
 MID_CORE_COMPUTES_GB_PER_S = 27.0
 FLOP_PER_WEIGHT_BYTE = 2 * 8 / 4.5 / 4
-"""Attention, assumed: four products of halves are computed in the time of sixteen products of bytes."""
+"""Floating-point operations of attention in the time of computing a byte of q4 weights. Assumed: four products of
+halves take as long as sixteen products of bytes."""
 
 ENCODE_BYTES, DECODE_BYTES, ADD_BYTES, NORM_BYTES = 6, 6, 10, 16
-"""Bytes read and written for each value: float to integer, integer to float, an integer added to a float, a norm with a
-residual sum."""
+"""Bytes that are read and written for each value: float to integer, integer to float, adding an integer to a float, a
+norm with a residual sum."""
 
 PART_ROWS = 256
-"""Rows that a core unpacks at once."""
+"""Number of rows of a task of unpacking."""
 
 BUFFERS = {"qkv": 1, "output": 1, "neurons": 2}
 WINDOWS_AHEAD = 8
-"""The number of neuron products by which flash may be ahead of the reader: a layer of a 7B."""
+"""Maximal number of neuron products that flash reads ahead: a layer of a 7B."""
 
 
 @frozen
 class NpuPrefill:
-    """The simulated time of a prompt.
+    """The simulated time of a prompt. All fields except `seconds` are shares of it.
 
-    npu, waits_for_rows, waits_for_cores and flash are shares of `seconds`: the NPU computes; it has inputs but no rows;
-    it has no inputs, because the cores do the work between products; flash reads.
+    npu: the NPU computes
+    waits_for_rows: the NPU has inputs, but no unpacked rows
+    waits_for_cores: the NPU has no inputs, because the cores do the work between products
+    flash: flash reads
     """
 
     seconds: float
@@ -57,7 +62,7 @@ class NpuPrefill:
 
 
 def unpacked_weights_per_s(device: DeviceModel, cores: int) -> float:
-    """Return the weights that one core unpacks per second, on average over the cores that compute."""
+    """Return the mean number of weights that a core unpacks per second, if `cores` compute."""
     fast = device.fast_cores
     computes = [core.computes_gb_per_s for core in fast[len(fast) - cores :]]
     return UNPACKED_G_PER_S * 1e9 * MID_CORE_UNPACKS * sum(computes) / len(computes) / MID_CORE_COMPUTES_GB_PER_S
@@ -65,20 +70,23 @@ def unpacked_weights_per_s(device: DeviceModel, cores: int) -> float:
 
 @frozen
 class Graphs:
-    """The graphs that compute a number of tokens: how many, and the sum of their lengths."""
+    """The graphs that compute a number of tokens.
+
+    count: number of graphs
+    tokens: sum of their lengths in tokens
+    """
 
     count: float
     tokens: float
 
     @classmethod
     def of(cls, tokens: int) -> Graphs:
-        """Return the graphs for a fixed number of tokens."""
         lengths = graphs_for(tokens, GRAPH_TOKENS)
         return cls(len(lengths), sum(lengths))
 
     @classmethod
     def expected(cls, tokens: int, chosen: float) -> Graphs:
-        """Return the mean over the number of tokens when each chooses an expert with this probability."""
+        """Return the mean graphs of an expert that each of `tokens` chooses with probability `chosen`."""
         if chosen >= 1:
             return cls.of(tokens)
         shares = [math.comb(tokens, n) * chosen**n * (1 - chosen) ** (tokens - n) for n in range(tokens + 1)]
@@ -88,12 +96,11 @@ class Graphs:
 
 
 def has_npu_worker(spec: ModelSpec) -> bool:
-    """Return True if the worker can compute the model's products on an NPU."""
+    """Return True if the worker can compute the model on an NPU."""
     return spec.gated and spec.activation in ("relu", "drelu") and not spec.activation_threshold
 
 
 def simulate_npu_prefill(situation: Situation, prompt_tokens: int) -> NpuPrefill:
-    """Simulate a prompt in one step."""
     return _Run(situation, prompt_tokens).run()
 
 
@@ -103,9 +110,9 @@ class _Run:
         self._device, self._model, self._spec, self._tokens = device, model, model.spec, tokens
         self._missing = 0.0 if situation.resident >= 1 else 1 - situation.resident
         self._simulation = Simulation(device, system.compute_cores(device))
-        self._made_per_s = unpacked_weights_per_s(device, self._simulation.cores)
+        self._unpacked_per_s = unpacked_weights_per_s(device, self._simulation.cores)
         self._read: deque[Task] = deque()
-        self._reader: list[Task] = []  # the last rows that were made
+        self._reader: list[Task] = []  # unpacking of the last product's rows
         self._free: dict[str, deque[Task | None]] = {kind: deque([None] * count) for kind, count in BUFFERS.items()}
         self._products: list[tuple[Task, list[Task], list[Task]]] = []
 
@@ -124,7 +131,7 @@ class _Run:
         return self._result()
 
     def _neurons(self, layer: int, before: list[Task]) -> list[Task]:
-        """Add each expert's products after those of the expert before. A mixture reads no rows before routing."""
+        """Add the products of a feed-forward, expert by expert. In a mixture, rows are read after routing."""
         spec = self._spec
         chosen = spec.experts_per_token / spec.experts
         graphs = Graphs.expected(self._tokens, chosen)
@@ -150,7 +157,7 @@ class _Run:
         if kind == "neurons" and self._missing:
             after.append(self._flash(layer, weights * self._model.bits_per_weight / 8 * self._missing, routed))
         parts = math.ceil(weights / (PART_ROWS * self._spec.width))
-        seconds = weights / parts / self._made_per_s
+        seconds = weights / parts / self._unpacked_per_s
         moved = weights * (1 + self._model.bits_per_weight / 8) / parts
         rows = [
             simulation.add("cpu", "rows", layer, seconds=seconds, bytes=moved, after=after, rank=1)
@@ -166,7 +173,7 @@ class _Run:
         return [task]
 
     def _flash(self, layer: int, size: float, routed: list[Task]) -> Task:
-        """Add the sequential read of a product's missing rows, at most WINDOWS_AHEAD products ahead, after routing."""
+        """Add the sequential read of a product's missing rows, at most WINDOWS_AHEAD products ahead of the NPU."""
         after = [*routed, *([self._read[-1]] if self._read else [])]
         neurons = [task for task, _, _ in self._products if task.kind == "neurons"]
         if len(neurons) > WINDOWS_AHEAD:
@@ -186,14 +193,16 @@ class _Run:
         norms: bool = False,
         share: float = 1.0,
     ) -> list[Task]:
-        """Add the work between products, split over all cores, by the bytes that it reads and writes."""
+        """Add the work between products, split over all cores. It takes as long as its bytes in memory.
+
+        encoded, decoded, added: values of a token that are converted, as in ENCODE_BYTES and so on
+        """
         simulation, width = self._simulation, self._spec.width * norms
         of_token = width * NORM_BYTES + encoded * ENCODE_BYTES + decoded * DECODE_BYTES + added * ADD_BYTES
         each = self._tokens * share * of_token / simulation.cores
         return [simulation.add("cpu", "values", layer, bytes=each, after=before) for _ in range(simulation.cores)]
 
     def _attend(self, layer: int, before: list[Task]) -> list[Task]:
-        """Add the attention of each token to those before it, split over all cores."""
         simulation = self._simulation
         flops = 2 * 2 * self._spec.query_width * self._tokens * (self._tokens + 1) / 2
         each = simulation.computing_s(flops / FLOP_PER_WEIGHT_BYTE / simulation.cores, 1)

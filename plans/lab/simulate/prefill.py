@@ -1,6 +1,6 @@
-"""A prompt in one pass: one layer computes on the NPU (or the cores) while flash reads the next one.
+"""Simulation of a prompt in one pass: NPU or cores compute a layer while flash reads the next one.
 
-Our own worker on an NPU is simulated by npu_prefill.py.
+npu_prefill.py simulates our worker on an NPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ LAYERS_AHEAD = 1
 
 
 def prefill_s(situation: Situation, prompt_tokens: int) -> float:
-    """Return the seconds until a prompt is computed."""
     device, model, system = situation.device, situation.model, situation.system
     if system.name == "ours" and device.has_npu and has_npu_worker(model.spec):
         return simulate_npu_prefill(situation, prompt_tokens).seconds
@@ -34,7 +33,7 @@ def prefill_s(situation: Situation, prompt_tokens: int) -> float:
             done.append([_npu(situation, simulation, layer, prompt_tokens, layer_bytes, read, before)])
         else:
             flops = 2 * model.computed_weights / spec.layers * prompt_tokens
-            dense_bytes = flops / 2 * model.bits_per_weight / 8  # a core computes so many weight bytes per second
+            dense_bytes = flops / 2 * model.bits_per_weight / 8  # a core's speed is in bytes of weights
             each = simulation.computing_s(dense_bytes / simulation.cores, 1)
             tasks = [
                 simulation.add("cpu", "neurons", layer, seconds=each, after=[*read, *before])
@@ -54,8 +53,8 @@ def _npu(
     read: list[Task],
     before: list[Task],
 ) -> Task:
-    """Add a layer on the NPU. Its memory holds one layer at a time: if not all is resident, a core copies the
-    weights."""
+    """Add a layer on the NPU. If not all layers are resident, a core copies the layer's weights to the NPU's memory
+    first."""
     device, model = situation.device, situation.model
     if situation.resident < 1:
         seconds = layer_bytes / (device.copy_gb_per_s.value * 1e9)

@@ -1,12 +1,12 @@
-"""Recordings of a package's activations: the clusters that each token looked up in each feed-forward.
+"""Recordings of a package's activations: the clusters that each token accesses in each feed-forward.
 
 A recording is an .npz file:
 
     wanted      uint8 [tokens, layers, ceil(experts * clusters / 8)]  a bit for each cluster, lowest bit first
-    chosen      bool  [tokens, layers, experts]                       the experts that compute it; one if dense
-    clusters    int                                                   of one expert
-    ordered     bool                                                   an expert's hottest clusters come first
-    package     str                                                    its name and that of the text
+    chosen      bool  [tokens, layers, experts]                       the experts that compute the token
+    clusters    int                                                   number of clusters of an expert
+    ordered     bool                                                  an expert's hottest clusters come first
+    package     str                                                   names of package and text, and the mode
 
 Mode `predicted` records clusters with a predicted neuron, `exact` those with a neuron that fired.
 """
@@ -30,10 +30,10 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Ids = NDArray[np.intp]
-MAX_RECORDING_BYTES = 1 << 30  # unpacked: 9,000 tokens of a 47B mixture
+MAX_RECORDING_BYTES = 1 << 30  # without compression: 9,000 tokens of a 47B mixture
 
 
-_NO_ARCHIVE = (  # whatever a file that numpy did not write may raise
+_NO_ARCHIVE = (  # errors of reading a file that numpy did not write
     OSError,
     ValueError,
     KeyError,
@@ -48,7 +48,7 @@ _NO_ARCHIVE = (  # whatever a file that numpy did not write may raise
 
 @frozen
 class Recording:
-    """A recording: the arrays in the module's table."""
+    """A recording, with the arrays in the table at the top of this file."""
 
     wanted: NDArray[np.uint8]
     chosen: NDArray[np.bool_]
@@ -58,11 +58,12 @@ class Recording:
 
     @property
     def all(self) -> int:
-        """Clusters of the whole model."""
+        """Number of clusters of the model."""
         return int(self.chosen.shape[1] * self.chosen.shape[2] * self.clusters)
 
     def by_cluster(self) -> tuple[Ids, list[list[Ids]]]:
-        """Return all cluster ids in warm-up order, and the wanted ids [token][layer]."""
+        """Return all clusters, hottest first if `ordered`, and the accessed clusters [token][layer]. Clusters are
+        numbered over all layers."""
         of_layer = self.chosen.shape[2] * self.clusters
         steps = [
             [np.flatnonzero(bits) + layer * of_layer for layer, bits in enumerate(_bits(token, of_layer))]
@@ -72,18 +73,17 @@ class Recording:
         return (order.reshape(-1, self.clusters).T.reshape(-1) if self.ordered else order), steps
 
     def by_expert(self) -> tuple[Ids, list[list[Ids]]]:
-        """Return the same for a cache that keeps or evicts whole experts."""
+        """Return the same as `by_cluster`, for whole experts instead of clusters."""
         layers, experts = self.chosen.shape[1:]
         steps = [[np.flatnonzero(layer) + n * experts for n, layer in enumerate(token)] for token in self.chosen]
         return np.arange(layers * experts).reshape(layers, experts).T.reshape(-1), steps
 
     def save(self, file: Path) -> None:
-        """Write the recording to an .npz file."""
         np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
     def load(cls, file: Path) -> Recording:
-        """Read a recording. Raises UserError if the file is not one."""
+        """Return the recording in a file. Raises UserError if it has none or cannot be read."""
         try:
             with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
                 if sum(entry.file_size for entry in arrays.zip.infolist()) > MAX_RECORDING_BYTES:
@@ -106,7 +106,6 @@ class Recording:
         return recording
 
     def _check(self, file: Path) -> None:
-        """Raise UserError, naming the array, if shapes or types are inconsistent."""
         if self.chosen.ndim != 3 or self.chosen.dtype != bool:
             raise UserError(f"{file}: chosen: expected bool [tokens, layers, experts]")
         if self.clusters < 1:
@@ -123,9 +122,9 @@ def _bits(token: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def record(package: Package, mode: Mode, tokens: Sequence[int], of: str) -> Recording:
-    """Compute tokens with the reference engine and record their clusters.
+    """Compute a sequence with the reference engine and return the recording of its clusters.
 
-    of: a name of the text, for the reader
+    of: name of the text, for people
     """
     model, layout = package.manifest.model, package.manifest.layout
     predictor = StoredPredictor(package) if mode == "predicted" else None

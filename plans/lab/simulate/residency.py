@@ -1,9 +1,9 @@
 """Misses of the services' cache for a package under its plan, cluster by cluster.
 
-Each part has the slots, the reserve of free slots, the pinned clusters and the warm-up of the plan;
-native/residency/clock.c decides about evictions. Read windows are left out, as in caching.py: for requests ahead of
-computing the cache evicts before the layer's window opens. For value parts that wait for their gate it evicts within
-the window or later, so in exact mode a fifth of the misses is lacking.
+Each part has the slots, the reserve of free slots, the pinned clusters and the warm-up of the plan, and
+native/residency/clock.c evicts. Read windows are not simulated, as in caching.py. That is right in predicted mode, in
+which the cache evicts before a layer's window opens. In exact mode it evicts for value parts later, and the simulation
+has a fifth too few misses.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from neuronpipe.plans.plan.pinned_clusters import warm_counts
 from neuronpipe.protocol.frozen import frozen
 
 Step = Sequence[Ids]
-"""The wanted clusters of each layer, numbered over all layers."""
+"""The clusters that each layer accesses, numbered over all layers."""
 
 
 @frozen
 class SequenceDemand:
-    """The clusters that a sequence wants: those of all prompt tokens together, in one step, then those of each
-    token."""
+    """The clusters that a sequence accesses.
+
+    tokens: clusters of each generated token
+    prompt: clusters of all prompt tokens together, in one step; None: without a prompt
+    """
 
     tokens: Sequence[Step]
     prompt: Step | None = None
 
 
 class Region:
-    """One part's slots and residency entries."""
+    """The slots and residency entries of trigger or value parts."""
 
     def __init__(self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int]) -> None:
-        """Warm up a region.
+        """Create a region whose pinned and warm clusters are resident.
 
-        clusters: per feed-forward
-        pinned: the number of leading clusters pinned in each of them
+        reserve: number of slots that are kept free
+        pinned: for each feed-forward, the number of first clusters that are pinned
         """
         self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
         numbers = np.arange(clusters)
@@ -53,15 +56,15 @@ class Region:
         self._hand: Any = ffi.new("size_t *", 0)
 
     def step(self, ids: Ids) -> int:
-        """Look up clusters of a layer and load the absent ones. Return the number of misses."""
+        """Access clusters of a layer, load the absent ones, and return the number of misses."""
         present = self._words[ids] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
         self._words[ids[present]] |= np.uint32(lib.NP_ENTRY_REFERENCED)
         missing_ids = ids[~present]
         loaded = 0
-        while loaded < len(missing_ids):  # a few at a time, where memory holds less than a layer wants
+        while loaded < len(missing_ids):  # several times if a layer wants more clusters than slots can be freed
             self._evict(len(missing_ids) - loaded - self._free)
             if not self._free:
-                break  # all resident clusters are pinned or wanted now
+                break  # all resident clusters are pinned or wanted by this layer
             group = missing_ids[loaded : loaded + self._free]
             self._free -= len(group)
             self._words[group] = lib.NP_ENTRY_LOADING
@@ -83,19 +86,19 @@ def planned_traffic(
     skipped_sequences: int,
     sampled: int | None = None,
 ) -> Traffic:
-    """Count lookups and misses in clusters, for all sequences but the first skipped_sequences.
+    """Return the lookups and misses of clusters in all sequences except the first skipped_sequences.
 
-    Misses are those that `bench` counts: of the parts that a token looks up. In predicted mode these are the predicted
-    clusters, which are taken to fire; else all triggers, and the values of clusters that fire.
+    A token looks up the predicted clusters in predicted mode, where all of them count as firing; otherwise all
+    triggers, and the values of clusters that fire. Misses are counted as in `bench`.
 
-    sampled: the number of clusters of a feed-forward in the sequences (default: all of the package's)
+    sampled: number of clusters of a feed-forward in the sequences; None: all of the package's
     """
     model, memory, flash = manifest.model, plan.memory, plan.flash
     clusters = sampled or manifest.layout.clusters
     scale = manifest.layout.clusters / clusters
 
     def region(slots: int, reserve: int, pinned: Sequence[int]) -> Region:
-        # Rounded along the feed-forwards, so that all pins together keep their share of the slots.
+        # Cumulative rounding, so that the pinned clusters of all feed-forwards keep their share of the slots.
         counts = np.diff(np.round(np.cumsum(pinned) / scale), prepend=0).astype(int).tolist()
         return Region(clusters, slots=round(slots / scale), reserve=round(reserve / scale), pinned=counts)
 
@@ -135,6 +138,6 @@ def planned_traffic(
 
 
 def _all_of_their_experts(fires: Ids, clusters: int) -> Ids:
-    """Return all clusters of the feed-forwards of which any cluster fires."""
+    """Return all clusters of the feed-forwards that have a firing cluster."""
     first = np.unique(fires // clusters) * clusters
     return (first[:, None] + np.arange(clusters)).reshape(-1)

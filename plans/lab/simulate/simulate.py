@@ -1,7 +1,4 @@
-"""Simulation of a system's speeds, given a device, a model and options.
-
-It is pure and seeded: the result is the same on every machine.
-"""
+"""Simulation of a system's speeds, given a device, a model and options. The result is the same on every machine."""
 
 from __future__ import annotations
 
@@ -38,21 +35,32 @@ MAX_TOKENS, MAX_BATCH, MAX_PROMPT_TOKENS = 4096, 8, 1 << 20
 
 @frozen(kw_only=True)
 class SimulationOptions:
-    """Options of a simulation. Everything is in memory if neither memory_bytes nor resident (a share) is set."""
+    """Options of a simulation.
+
+    resident: share of the feed-forward in memory, instead of memory_bytes. If both are None, all of it is.
+    context_tokens: mean number of tokens before a generated one
+    """
 
     memory_bytes: float | None = None
     resident: float | None = None
     batch: int = 1
     prompt_tokens: int = 64
     tokens: int = 160
-    context_tokens: int = 576  # on average: a prompt of 64 and half of 1024
+    context_tokens: int = 576  # a prompt of 64 and half of 1024
     preset: str = "default"
     seed: int = 1
 
 
 @frozen(kw_only=True)
 class Result:
-    """The simulated speeds. Shares are of the time of all tokens; `cpu` is the mean over the computing cores."""
+    """The simulated speeds. Percentiles are of steps.
+
+    resident: share of the feed-forward in memory
+    exposed_io: share of the time in which only flash works
+    busy: share of the time in which each unit works; `cpu` is the mean over the computing cores, `dram` the share of
+        its speed
+    limit_tokens_per_s: speed if only memory or only flash took time, whichever is slower
+    """
 
     device: str
     model: str
@@ -77,7 +85,8 @@ class Result:
 
 
 def resident_share(model: SimulatedModel, options: SimulationOptions) -> float:
-    """Return the resident share of the feed-forward. Raises UserError if memory does not hold the fixed part."""
+    """Return the resident share of the feed-forward. Raises UserError if the fixed part does not fit memory, or if both
+    options are set."""
     if options.memory_bytes is None:
         return 1.0 if options.resident is None else options.resident
     if options.resident is not None:
@@ -101,7 +110,11 @@ def simulate(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Result, Decoded]:
-    """Simulate decode and one prompt. Raises UserError for impossible options."""
+    """Simulate decode and a prompt. Raises UserError for impossible options.
+
+    recording: the workload; None: it is generated
+    progress: receives the numbers of simulated tokens and of all tokens
+    """
     _check(options)
     system, model = system.on(device), _as_computed(model, system)
     resident = resident_share(model, options)
@@ -143,7 +156,6 @@ class PlannedRun:
 
     @property
     def cost(self) -> WorkCost:
-        """Return the planner's costs for the plan's workers."""
         compute, facts = self.plan.compute, self.facts
         workers, shared = compute.decode_workers(), shares_core(compute)
         return WorkCost(
@@ -162,17 +174,14 @@ def simulate_plan(
     traced_tokens: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Result, Decoded]:
-    """Simulate the decode steps of a package under its plan, with the services' own cache and the planner's costs.
+    """Simulate the decode steps of a package under its plan, with the services' cache and the planner's costs.
 
-    One sequence is generated after the other. Raises UserError if the device was not measured.
+    Sequences are generated one after the other. Raises UserError if the device was not measured.
 
-    sequences: the clusters that each token of each sequence needs
-    skipped_sequences: first sequences, which only fill the cache
-    sampled: the number of clusters of a feed-forward in the sequences; None: all of the package's
-    context_tokens: tokens before a generated one, in the mean
-    prompt_tokens: tokens of a prompt, whose speed is computed by the cost model
-    traced_tokens: the number of last tokens of which a trace is recorded
-    progress: receives the numbers of simulated tokens and of all
+    skipped_sequences: number of first sequences, which only fill the cache
+    sampled: number of clusters of a feed-forward in the sequences; None: all of the package's
+    context_tokens: mean number of tokens before a generated one
+    prompt_tokens: tokens of a prompt, whose speed is that of the cost model, or simulated on an NPU
     """
     manifest, plan = run.manifest, run.plan
     dense = manifest.model.experts == 1 and plan.compute.mode != "predicted"
@@ -211,10 +220,10 @@ def simulate_plan(
 def sequences_of(
     manifest: Manifest, mode: Mode, options: SimulationOptions, recording: Recording | None
 ) -> tuple[list[SequenceDemand], int | None]:
-    """Return the sequences for simulate_plan: one that warms the cache up and one that counts, and `sampled`.
+    """Return two sequences for `simulate_plan`, of which the first warms the cache, and `sampled`.
 
-    They are recorded (repeated from the start when the recording is short) or generated; of a generated workload
-    `sampled` is the number of clusters of a feed-forward.
+    recording: their clusters, repeated if it is short; None: they are generated, with a sample of the neurons. Raises
+        UserError if it does not fit the package.
     """
     count, sampled = options.tokens + SKIPPED_TOKENS, None
     if recording is not None:
@@ -226,7 +235,7 @@ def sequences_of(
         tokens = [steps[n % len(steps)] for n in range(count)]
     else:
         model, layout = model_of(manifest), manifest.layout
-        if mode != "predicted":  # a value part is wanted where the gate fires, whether or not Up is positive too
+        if mode != "predicted":  # a value part is needed if the gate fires, even if Up is not positive
             gates_fire = rates(manifest, mode).value_read
             model = dataclasses.replace(model, active=gates_fire, predicted=gates_fire)
         work = _generated(model, options.preset, count, options.seed, 1)
@@ -235,14 +244,13 @@ def sequences_of(
 
 
 def _check_recording(recording: Recording, name: str, layers: int) -> None:
-    """Raise UserError if the recording is of a model with another number of layers."""
     recorded_layers = recording.chosen.shape[1]
     if recorded_layers != layers:
         raise UserError(f"--recording: of {recorded_layers} layers, but {name} has {layers}")
 
 
 def _as_computed(model: SimulatedModel, system: System) -> SimulatedModel:
-    """Return the model as the system computes it: ours computes every gate if there is no predictor."""
+    """Return the model as the system computes it: our system computes every gate if there is no predictor."""
     exact = system.name == "ours" and not model.predictor_rank
     return dataclasses.replace(model, predicted=1.0) if exact else model
 
@@ -273,7 +281,6 @@ def _generated(model: SimulatedModel, preset: str, tokens: int, seed: int, batch
 
 
 def _repeat(model: SimulatedModel, counts: Traffic, batch: int) -> float:
-    """Return the mean number of sequences that want a neuron, of the neurons that any sequence wants."""
     spec = model.spec
     neurons_of_one = model.active * spec.neurons * spec.experts_per_token
     union = float(counts.all_fire.mean())

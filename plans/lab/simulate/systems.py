@@ -1,13 +1,13 @@
 """The simulated systems: how each uses its cache, its cores and an NPU.
 
-PowerInfer-2: attention and hot rows on the NPU; then the predictor and look-ups, and resident cold neurons, on the
-cores. Missing neurons arrive as six groups of clusters through gate read, gate, rest read, rest. Where a token wants
-more cold neurons than the cache holds, LRU would keep none: the hottest then take the whole cache, and neurons that
-many tokens want are streamed by sequential reads, during attention or, of experts, after routing.
+PowerInfer-2: the NPU computes attention and hot neurons; the cores compute the predictor, look up the predicted cold
+neurons, and compute the resident ones. Missing neurons arrive in six groups: gates are read and computed, then the
+other rows. If a token wants more cold neurons than fit the cache, LRU would have no hits. Then the hottest neurons fill
+the cache, and further neurons that many tokens want are read sequentially for every token.
 
-Ours: no NPU in decode. The predictor reads what attention reads, so that flash works meanwhile. Without a predictor
-gates are computed block by block, and each firing gate requests its values. A package is simulated under the plan that
-a run would have: whole clusters, borrowed slots, the planner's kernels and reads.
+Ours: decode does not use the NPU. The predictor reads the input of attention, so that flash works during attention.
+Without a predictor, gates are computed block by block, and values are requested when their gate has fired. A package is
+simulated under the plan of a run: whole clusters, borrowed slots, the planner's kernels and reads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ HOT_IN_MEMORY_LARGE_BATCH, LARGE_BATCH = 0.7, 3
 class System:
     """A system's policies.
 
-    npu: attention and hot neurons run on the NPU if there is one
-    cache, reads: how cold neurons are cached and read
-    pipeline: one I/O thread reads, and clusters are computed as they arrive; without it, a layer's reads come first
-    early: the predictor reads what attention reads, so that flash works during attention
+    npu: the NPU computes attention and hot neurons, if there is one
+    cache: replacement policy of cold neurons
+    reads: reads of a missing neuron: each row (matrices); gate, then up and down together (row-column); all rows in one
+        read (whole); trigger part, then value part if it fires (two-phase)
+    pipeline: an I/O thread reads, and clusters are computed as they arrive; without it, all reads of a layer come first
+    early: the predictor reads the input of attention, so that flash works during attention
     all_layers: prefill reads whole layers, resident or not
-    mapped: dense, from mapped pages
-    cores: number of computing cores; 0: as many as the device has
+    mapped: layers are dense and read from mapped pages
+    cores: number of computing cores; 0: `compute_cores` decides
     """
 
     name: str
@@ -52,22 +54,21 @@ class System:
 
     @property
     def issuer(self) -> Issuer:
-        """Return the kind of core that issues reads."""
         return "big" if self.pipeline else "several"
 
     def on(self, device: DeviceModel) -> System:
-        """Return the system as it runs on a device: without NPU work if there is no NPU."""
+        """Return the system on a device: without use of an NPU if there is none."""
         return self if device.has_npu else dataclasses.replace(self, npu=False)
 
     def compute_cores(self, device: DeviceModel) -> int:
-        """Return the number of computing cores: all fast ones; one less if there are enough for an I/O thread."""
+        """Return the number of computing cores: all fast cores, or one less if there are enough for an I/O thread."""
         if self.cores:
             return self.cores
         fast = len(device.fast_cores)
         return fast - 1 if self.pipeline and fast >= MIN_CORES_FOR_OWN_LOADER else fast
 
     def hot_share(self, resident: float, batch: int) -> float:
-        """Return the share of a layer's neurons that the NPU computes densely."""
+        """Return the share of a layer's neurons that the NPU computes densely. resident: share in memory."""
         if not self.npu or self.name == "ours":
             return 0.0
         max_share = HOT_IN_MEMORY_LARGE_BATCH if batch >= LARGE_BATCH else HOT_IN_MEMORY
@@ -90,11 +91,10 @@ ABLATION = {
     "+ cluster pipeline": CPU_ONLY,
     "+ XPU": _FULL,
 }
-"""The steps of PowerInfer-2's ablation, Figure 14. Without its cache, nothing of the feed-forward stays in memory."""
+"""The steps of PowerInfer-2's ablation, Figure 14. Without the neuron cache, all of the feed-forward is read."""
 
 
 def system_named(name: str) -> System:
-    """Return a system by its name. Raises UserError if it is unknown."""
     if name not in SYSTEMS:
         raise UserError(f"--policy {quoted(name)}: is none of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]

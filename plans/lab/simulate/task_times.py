@@ -1,7 +1,6 @@
-"""Times of tasks on a device: by a device file's published and assumed values, or by the planner's own costs.
+"""Times of tasks on a device: by the values of a device file, or by the planner's costs for a package under its plan.
 
-The planner's costs are for a package under its plan. They know the kernels of the run, the loader's processor time and
-the speed of flash for each number of reads.
+The latter include the kernels of the run, the loader's processor time, and the speed of flash for each number of reads.
 """
 
 from __future__ import annotations
@@ -21,12 +20,16 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 Kernel = Literal["matrix", "neurons"]
-BARRIERS = 3  # per layer; a device file says what one takes
+BARRIERS = 3  # per layer
 
 
 @frozen
 class Read:
-    """Reads, their bytes, flash's time for them, and the loader's processor time if it shares a core."""
+    """A number of reads and their cost.
+
+    seconds: time of flash
+    loader_s: processor time of the loader, if it shares a core with a worker
+    """
 
     reads: float
     bytes: float
@@ -35,11 +38,13 @@ class Read:
 
 
 class Costs(Protocol):
-    """Times of tasks.
+    """Times of tasks, in seconds. A unit is a neuron or a cluster.
 
-    parts: sizes of reads. whole: both parts come in one read. gates_name_values: value parts are requested one by one,
-    while the gates of a layer are computed. rows, value_rows: rows of Gate that are computed per looked up unit, and
-    rows of each other matrix per firing unit.
+    parts: sizes of parts
+    rows: rows of the trigger that are computed per looked up unit
+    value_rows: rows of each other matrix that are computed per firing unit
+    whole: both parts come in one read
+    gates_name_values: value parts are requested while the gates of a layer are computed
     """
 
     parts: Parts
@@ -49,26 +54,27 @@ class Costs(Protocol):
     gates_name_values: bool
 
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
-        """Return one core's time for weights in memory while all cores compute."""
+        """Return a core's time for `size_bytes` of weights in memory, for `tokens`, while all cores compute."""
 
     def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
-        """Return the cost of reading `count` parts of one size.
+        """Return the cost of reading `count` parts of `read_bytes`.
 
-        at_once: how many parts of their layer are requested together. first: True for trigger parts and whole clusters.
+        at_once: number of parts of the layer that are requested together
+        first: the parts are trigger parts or whole clusters, not value parts
         """
 
     def lookups_s(self, count: float) -> float:
-        """Return one core's time for lookups."""
+        """Return a core's time for lookups."""
 
     def layer_s(self) -> float:
-        """Return the time that cores wait for each other in a layer."""
+        """Return the time in a layer in which cores wait for each other."""
 
     def message_s(self) -> float:
-        """Return the time to send a step and to receive its end."""
+        """Return the time of the messages of a step."""
 
 
 class FileCosts:
-    """Times by the values of a device file."""
+    """Times by the values of a device file. Units are neurons."""
 
     def __init__(self, device: DeviceModel, model: SimulatedModel, system: System) -> None:
         self._device, self._issuer = device, system.issuer
@@ -89,8 +95,8 @@ class FileCosts:
         return Read(count, size, size / self._device.random_bytes_per_s(read_bytes, self._range, self._issuer))
 
     def stream_from(self) -> float:
-        """Return the share of tokens that must want a neuron, so that reading its quants in sequence for every token is
-        no slower than reading both of its parts at random when wanted."""
+        """Return the share of tokens from which on a neuron is read faster sequentially for every token (its quants)
+        than at random for the tokens that want it (both parts)."""
         parts = (self.parts.trigger_bytes, self.parts.value_bytes)
         alone_s = sum(self.read(1, size, 1, first=True).seconds for size in parts)
         return self._quants / self._device.sequential_bytes_per_s() / alone_s
@@ -106,13 +112,13 @@ class FileCosts:
 
 
 class PlannedCosts:
-    """Times by the planner's costs for a package under its plan. Units are clusters; neighbours are read together, as
-    the loader does."""
+    """Times by the planner's costs for a package under its plan. Units are clusters. Neighbouring clusters are read
+    together, as by the loader."""
 
     def __init__(self, manifest: Manifest, plan: Plan, cost: WorkCost, looked: float, fire: float) -> None:
-        """Precompute times.
+        """Raises UserError if the device was not measured.
 
-        looked, fire: mean numbers of clusters per token
+        looked, fire: mean number of clusters that a token looks up, and that fire
         """
         model, layout, read = manifest.model, manifest.layout, rates(manifest, plan.compute.mode)
         self._manifest, self._plan, self._cost = manifest, plan, cost
@@ -145,7 +151,7 @@ class PlannedCosts:
 
     def read(self, count: float, read_bytes: float, at_once: float, *, first: bool) -> Read:
         layout, flash = self._manifest.layout, self._plan.flash
-        in_order = first and self._plan.compute.mode != "predicted"  # all that miss of a feed-forward lie together
+        in_order = first and self._plan.compute.mode != "predicted"  # all missing triggers are read, in their order
         of = round(at_once) if in_order else self._clusters
         reads, size = joined_reads(round(at_once), of, round(read_bytes), layout.cluster_stride_bytes, flash)
         delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
@@ -155,17 +161,16 @@ class PlannedCosts:
         return Read(reads * share, size * share, took_s * share, loader_s * share)
 
     def lookups_s(self, count: float) -> float:
-        return 0.0  # in the factor of a step
+        return 0.0  # included in step_factor()
 
     def layer_s(self) -> float:
-        return 0.0  # in the factor of a step, or in what meetings take
+        return 0.0  # included in step_factor() or synchronization_ms()
 
     def message_s(self) -> float:
         return self._cost.synchronization_ms() / 1e3
 
 
 def _measured_ms(time_ms: float | None) -> float:
-    """Return a time, or raise UserError if it was not measured."""
     if time_ms is None:
         raise UserError(f"{THIS_MACHINE}: flash and memory were not measured; run `neuronpipe doctor PACKAGE`")
     return time_ms

@@ -1,8 +1,8 @@
-"""The neurons that fire and those that a predictor names, for each token and layer of a sequence.
+"""The neurons that are predicted and that fire, for each token and layer of a sequence.
 
 A workload is generated like plans/lab/synth (Bamboo's curves, the autocorrelation of a preset) or recorded from a
-package. A generated one is a sample of the neurons, each of which stands for `scale` neurons, so that a 47B costs no
-more than a 7B. Sampling neurons and not layers keeps how misses are distributed over layers. Seeded; no clock.
+package. A generated workload is a sample of the neurons, so that a 47B takes no longer than a 7B. All layers are in it,
+since misses differ between layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor'
 
 @frozen
 class LayerDemand:
-    """The neurons that one token looks up in one layer: ascending ids, and which of them fire."""
+    """The neurons that a token looks up in a layer.
+
+    looked: ids, ascending, numbered over all layers
+    fires: for each of these, True if it fires
+    """
 
     looked: Ids
     fires: NDArray[np.bool_]
@@ -45,8 +49,11 @@ class LayerDemand:
 class Workload:
     """The demands of all tokens.
 
-    tokens: [token][layer]. order: all ids, most frequent first. frequency: how often each id is accessed by
-    tokens that choose its expert. scale: neurons that an id stands for. of_layer: number of ids of one layer.
+    tokens: [token][layer]
+    order: all ids, most frequent first
+    frequency: share of the tokens that access each id; in a generated workload, of those that choose its expert
+    scale: number of neurons for which an id stands
+    of_layer: number of ids of a layer
     """
 
     tokens: list[list[LayerDemand]]
@@ -57,8 +64,7 @@ class Workload:
 
 
 def generated(model: SimulatedModel, preset: Preset, tokens: int, seed: int, batch: int = 1) -> Workload:
-    """Generate the workload of `tokens` steps. Of a batch of sequences a step wants each neuron that any of them
-    wants."""
+    """Return a generated workload of `tokens` steps. A step of a batch wants the neurons that any sequence wants."""
     random = np.random.default_rng(seed)
     spec = model.spec
     sampled = min(spec.neurons, max(64, MAX_SAMPLED // (spec.layers * spec.experts)))
@@ -80,17 +86,13 @@ def generated(model: SimulatedModel, preset: Preset, tokens: int, seed: int, bat
 
 
 class _Sequence:
-    """A generator of the demands of one sequence's tokens."""
-
     def __init__(self, model: SimulatedModel, preset: Preset, cuts: Floats, predictor: Predictor) -> None:
         self._model, self._preset, self._cuts, self._predictor = model, preset, cuts, predictor
 
     def tokens(self, count: int, random: np.random.Generator) -> Iterator[tuple[Mask, Mask]]:
         """Yield two masks over all neurons for each token: predicted neurons, and those of them that fire."""
         spec, width = self._model.spec, len(self._cuts)
-        token_share = routing_of(
-            spec
-        ).token_share  # the share of a router's variance that comes from the token, not the state
+        token_share = routing_of(spec).token_share  # of a router's variance; the rest is from the state
         bias = _router_biases(spec)
         noise = stretches(NOISE, count, width, random)
         # Routers follow the state, as in synth.
@@ -109,7 +111,7 @@ class _Sequence:
 
 
 def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
-    """Return biases [layers, experts] that make some experts as hot as the family's are; the same for each sequence."""
+    """Return biases [layers, experts] that give experts the frequencies of the family's; the same for each sequence."""
     routing = routing_of(spec)
     if not routing.hot.share:
         return np.zeros((spec.layers, spec.experts))
@@ -118,7 +120,8 @@ def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
 
 
 def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
-    """Return the mask of the neurons of each layer's `count` experts with the greatest values."""
+    """Return a mask of the `width` neurons of all layers: those of the `count` experts with the greatest router values
+    `route` [layers, experts] in each layer."""
     is_chosen = np.zeros(route.shape, dtype=bool)
     np.put_along_axis(is_chosen, np.argsort(-route, axis=1)[:, :count], True, axis=1)
     return np.repeat(is_chosen.reshape(-1), width // is_chosen.size)
@@ -126,7 +129,11 @@ def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
 
 @frozen
 class Predictor:
-    """A predictor that names a neuron when its state plus noise exceeds the neuron's cut, float32 [neurons]."""
+    """A predictor that predicts a neuron if its state plus noise exceeds its cut.
+
+    cuts: [neurons]
+    noise: factor of the noise
+    """
 
     cuts: Floats
     noise: float = 0.0
@@ -135,13 +142,12 @@ class Predictor:
 def _predictor(
     model: SimulatedModel, preset: Preset, shares: NDArray[np.float64], random: np.random.Generator
 ) -> Predictor:
-    """Return a predictor with recall RECALL that names as many neurons as the model's; a perfect one if the model's has
-    no false positives.
+    """Return a predictor with recall RECALL that predicts as many neurons as the model's predictor; a perfect one if
+    that has no false positives.
 
-    Rare neurons have as many false positives per activation as others, since a predictor learns from data how often
-    each neuron fires.
+    Rare neurons have as many false positives per activation as others, since a predictor learns their frequency.
 
-    shares: how often each neuron fires
+    shares: share of the tokens for which each neuron fires
     """
     if model.predicted >= 1:
         return Predictor(np.full(len(shares), -np.inf, dtype=np.float32))
@@ -150,7 +156,7 @@ def _predictor(
         return Predictor(cuts)
 
     def naming_shares(times: float) -> NDArray[np.float64]:
-        return 1 - (1 - shares) ** times  # of rare neurons `times` as often as they fire
+        return 1 - (1 - shares) ** times  # about `times` the share of a rare neuron
 
     naming_cuts = (
         -quantile(naming_shares(_bisect(lambda times: naming_shares(times).mean() > model.predicted)))
@@ -167,7 +173,7 @@ def _predictor(
 
 
 def _bisect(is_too_much: Callable[[float], bool]) -> float:
-    """Return the greatest value of at most MAX_BISECTED that is not too much."""
+    """Return the greatest value up to MAX_BISECTED that is not too much."""
     low, high = 0.0, MAX_BISECTED
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -176,10 +182,8 @@ def _bisect(is_too_much: Callable[[float], bool]) -> float:
 
 
 def recorded(recording: Recording, tokens: int) -> Workload:
-    """Return a recorded workload of `tokens` steps, repeated from its start when the recording is shorter.
-
-    All clusters that are looked up count as firing, since a recording knows only clusters.
-    """
+    """Return a recorded workload of `tokens` steps, repeated if the recording is shorter. Its ids are clusters, all of
+    which count as firing. Raises UserError if the recording is empty."""
     order, steps = recording.by_cluster()
     if not steps:
         raise UserError("the recording has no tokens; make one with `python -m neuronpipe.plans.lab.simulate record`")
@@ -195,7 +199,7 @@ def recorded(recording: Recording, tokens: int) -> Workload:
 
 
 def in_clusters(work: Workload, experts: int, neurons: int) -> tuple[list[list[Ids]], int]:
-    """Return the lookups [token][layer] in clusters of `neurons` neurons, hottest first as in the workload, and the
+    """Return the looked up clusters [token][layer] if consecutive ids form clusters of `neurons` neurons, and the
     number of clusters of a feed-forward."""
     of_ffn = work.of_layer // experts
     clusters = -(-of_ffn // neurons)

@@ -1,1 +1,1 @@
-"""Models made here instead of downloaded: real shapes, published activation statistics; for measurements and tests."""
+"""Synthetic models with real shapes and published activation statistics, for measurements and tests."""

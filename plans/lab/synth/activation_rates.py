@@ -1,4 +1,4 @@
-"""Requested activity of each neuron, from measured curves to thresholds of gate and up.
+"""Requested activity of each neuron, from measured curves, and the thresholds of gate and up that follow from it.
 
 The curves are those of Bamboo-7B (32 layers, about a million tokens), read off a figure published in
 https://github.com/SJTU-IPADS/Bamboo (Apache-2.0, Copyright 2024 SJTU-IPADS).
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 CURVES = Path(__file__).with_name("bamboo_activation_cdf.json")
 CURVES_MEAN_ACTIVITY = 0.1475  # their steepest slope is 6.78: a neuron that always fires
 MEAN_ACTIVITY, MIN_ACTIVITY, MAX_ACTIVITY = 0.10, 0.06, 0.22
-RELU_ACTIVITY = 0.4  # relu(gate) * up in SmallThinker's experts: over 60 % are zero, more in the first layers
+RELU_ACTIVITY = 0.4  # SmallThinker: over 60 % of an expert's neurons are 0, more in the first layers
 RELU_EARLY_LAYERS, RELU_EARLY_ACTIVITY = 2, 0.06
 MIN_P, MAX_P = 1e-4, 0.9995
-UP_GIVEN_GATE = 0.8  # published: gate and up of a neuron fire together in 80 %
+UP_GIVEN_GATE = 0.8  # published: if a neuron's gate fires, its up fires in 80 % of the cases
 SHARED = 0.7  # correlation of a neuron's up value with its gate value
 BISECTIONS = 40
 
@@ -30,8 +30,8 @@ Shares = NDArray[np.float64]
 
 
 def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
-    """Return the mean share of firing neurons by layer, within the published range: minimal in the first layer, maximal
-    in the last, with mean MEAN_ACTIVITY."""
+    """Return the mean share of firing neurons of each layer: MIN_ACTIVITY in the first, MAX_ACTIVITY in the last, and
+    MEAN_ACTIVITY on average."""
     inner = np.sort(random.beta(1.0, 3.4, layers))
     middle = random.permutation(inner[1:-1]) if layers > 2 else inner[1:-1]
     low, high = 0.0, 4.0
@@ -43,7 +43,7 @@ def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
 
 
 def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
-    """Return the requested activity of each neuron of a layer, [neurons], hottest first."""
+    """Return the requested activity of each neuron of a layer, [neurons], hottest first. mean: of all neurons."""
     curves = json.loads(CURVES.read_text())
     curve = curves[round(layer * (len(curves) - 1) / max(1, layers - 1))]
     y = np.asarray(curve["y"])
@@ -58,7 +58,7 @@ def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
 
 
 def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
-    """Mean share of neurons that are to fire, by layer; of an expert's, where it is chosen."""
+    """Return the requested mean share of firing neurons of each layer; in a mixture, of a chosen expert's neurons."""
     if model.activation == "silu":
         return np.ones(model.layers)
     if model.activation == "relu":
@@ -68,18 +68,18 @@ def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
 
 
 def cuts(activation: Activation, p: Shares) -> list[Shares]:
-    """Return the standard thresholds of the values that decide whether a neuron fires: of Gate, of Gate and Up, or
-    none."""
+    """Return the thresholds, in standard deviations, that values of Gate, or of Gate and Up, exceed if a neuron fires;
+    empty if all neurons fire. p: requested activity."""
     if activation == "silu":
         return []
     return [-quantile(p)] if activation == "relu" else list(thresholds(p))
 
 
 def thresholds(p: Shares) -> tuple[Shares, Shares]:
-    """Return standard thresholds of gate and up values [neurons].
+    """Return thresholds of gate and up values in standard deviations, [neurons].
 
-    Both are exceeded in a share p of all tokens, and up's in UP_GIVEN_GATE of the tokens that exceed the gate's.
-    Neurons that nearly always fire do so in both.
+    Both are exceeded in a share p of the tokens, and up's in UP_GIVEN_GATE of the tokens that exceed the gate's; more
+    for neurons that nearly always fire.
     """
     gate = -quantile(p / _together(p))
     return gate, np.interp(p, *_up_curve())
@@ -91,7 +91,7 @@ def _together(p: Shares) -> Shares:
 
 @functools.cache
 def _up_curve() -> tuple[Shares, Shares]:
-    """Return shares, and up's threshold for each of them."""
+    """Return values of p, and up's threshold for each of them."""
     p = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))[:, None]
     gate = p / _together(p)
     points = np.linspace(-6.0, 6.0, 601)
@@ -106,10 +106,8 @@ def _up_curve() -> tuple[Shares, Shares]:
 
 
 def overlap(p: Shares, preset: Preset, distance: int) -> float:
-    """Return the requested overlap: the share of active neurons that were active `distance` tokens before.
-
-    It is exact if each neuron is active when one value with the preset's autocorrelation exceeds one threshold.
-    """
+    """Return the requested overlap: the share of active neurons that were active `distance` tokens before. Exact if a
+    neuron is active when a single value, with the preset's autocorrelation, exceeds a threshold."""
     points = np.linspace(-6.0, 6.0, 601)
     density = np.exp(-np.square(points) / 2)
     density /= density.sum()

@@ -1,4 +1,4 @@
-"""A layer's attention: random rows that read the state, scaled so that the output is a fixed share of its power."""
+"""A layer's attention: random rows that read the state, with an output of a fixed share of the state's power."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 Half = np.dtype("<f2")
 
-ATTENTION_POWER = 0.006  # written by a layer, as a share of the state's squared length
-QUERY_DEVIATION = 0.7  # scores have this deviation squared: attention is spread over all positions, but not evenly
+ATTENTION_POWER = 0.006  # of a layer's output, as a share of the state's squared length
+QUERY_DEVIATION = 0.7  # scores have its square as deviation, so that attention is spread unevenly over all positions
 
 
 class Attention(NamedTuple):
-    """The matrices of a layer's attention, and its output, the change of the residual stream [tokens, width]."""
+    """The matrices of a layer's attention, and its output for the calibration tokens.
+
+    change: what it adds to the residual stream [tokens, width]
+    """
 
     qkv: Rows
     output: Rows
@@ -32,7 +35,7 @@ class Attention(NamedTuple):
 
 
 class AttentionMaker:
-    """A maker of the attention of a shape's layers.
+    """A maker of the attention of layers.
 
     frequency: frequencies of rotary positions, [head_width / 2]
     """
@@ -51,14 +54,11 @@ class AttentionMaker:
 
     @property
     def head_norm(self) -> Array:
-        """Return the weights of the norms of queries and keys, for models that have them."""
+        """Weights of the norms of queries and keys, for models with these norms."""
         return np.full(self._model.head_width, QUERY_DEVIATION, dtype=np.float32)
 
     def layer(self, layer: int, normed: Array) -> Attention:
-        """Return a layer's attention.
-
-        normed: its inputs for the calibration tokens [tokens, width]
-        """
+        """Return a layer's attention. normed: its inputs for the calibration tokens [tokens, width]."""
         model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
         qkv = codes.zero_rows(model.qkv_rows, model.width)
         qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)

@@ -1,8 +1,8 @@
-"""A layer's predictor without a decomposition of its neurons: their rows are random, so the directions in which most of
-their input moves are the ones that low rank serves best.
+"""Directions for a layer's predictor: those in which its input varies most. Neurons need no decomposition, since their
+rows are random.
 
-The state's coordinates are independent by construction, each its own direction. What the layers write moves together in
-fewer directions than coordinates: the leading ones of its covariance.
+The coordinates of the state are independent, so that each is a direction. The outputs of layers vary in fewer
+directions than coordinates: the leading ones of their covariance.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ Array = NDArray[np.float32]
 
 @frozen
 class Directions:
-    """Directions of a layer's input: orthonormal ones of the written coordinates [written, count], then the leading
-    coordinates of the state."""
+    """Directions of a layer's input.
+
+    of_written: orthonormal directions of the coordinates that layers write [written, count]
+    written: these coordinates
+    of_state: coordinates of the state, each of which is a direction
+    """
 
     of_written: Array
     written: slice
@@ -30,8 +34,8 @@ class Directions:
 
     @classmethod
     def leading(cls, normed: Array, places: Coordinates, rank: int) -> Directions:
-        """Return the `rank` directions, in whole groups of either kind, with the largest variance of normed [tokens,
-        width]."""
+        """Return the `rank` directions with the largest variance of `normed` [tokens, width]. of_written has whole
+        groups of them."""
         written = slice(places.attention.start, places.feed_forward.stop)
         power, turn = np.linalg.eigh(np.cov(normed[:, written].T))
         power, turn = power[::-1], turn[:, ::-1].astype(np.float32)
@@ -43,7 +47,7 @@ class Directions:
         return cls(np.ascontiguousarray(turn[:, :count]), written, first)
 
     def rows(self, width: int) -> Array:
-        """Return the rows that the predictor multiplies its input with, float32 [rank, width]."""
+        """Return the directions as the predictor's first factor [rank, width]."""
         count, states = self.of_written.shape[1], self.of_state.stop - self.of_state.start
         rows = np.zeros((count + states, width), dtype=np.float32)
         rows[:count, self.written] = self.of_written.T
@@ -51,7 +55,7 @@ class Directions:
         return rows
 
     def factor(self, gate: Rows, quantization: Quantization) -> Rows:
-        """Return the products of neurons' gate rows with the directions, encoded [neurons, rank]."""
+        """Return the products of gate rows with the directions, encoded: the second factor [neurons, rank]."""
         of_written, of_state = (_weights(gate, columns) for columns in (self.written, self.of_state))
         return encode(quantization, np.concatenate((of_written @ self.of_written, of_state), axis=1))
 

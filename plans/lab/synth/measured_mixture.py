@@ -1,7 +1,7 @@
 """Measured statistics of a synthetic mixture: chosen experts, repeated choices and active neurons.
 
-The reference engine computes the first tokens of one preset. The experts that a router names when it is given the input
-of the layer before show how well an engine can guess; a router that reads its layer's input needs no guess.
+The reference engine computes the first tokens of a preset. The experts that a router chooses from the input of the
+layer before show how well an engine can predict; a router that reads its layer's input needs no prediction.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COLUMNS = ("repeated_1", "repeated_10", "by_hottest", "named_before", "recall", 
 
 
 class MixtureStatistics:
-    """A collector of the statistics of each layer while the reference engine computes `tokens` tokens.
+    """Collects the statistics of each layer while the reference engine computes a sequence.
 
-    The first `skipped` tokens do not count.
+    tokens: length of the sequence, of which the first `skipped` do not count
     """
 
     def __init__(self, package: Package, tokens: int, skipped: int) -> None:
@@ -41,7 +41,7 @@ class MixtureStatistics:
         self._requested = requested_by_layer(model, package.manifest.workload.seed)
 
     def observe(self, run: LayerRun) -> None:
-        """Count an expert's run with the tokens that chose it."""
+        """Count an expert's run. Experts come in order, layer by layer."""
         if run.layer != self._layer:
             self._close()
             self._layer = run.layer
@@ -49,7 +49,7 @@ class MixtureStatistics:
             self._inputs = np.zeros((self._tokens, self._model.width), dtype=np.float32)
             self._counts = np.zeros(4)  # neurons, active ones, predicted ones, both
         self._chosen[run.tokens, run.ffn % self._model.experts] = True
-        # Norms of these packages have weights of one: a layer's input and what its attention reads rank experts alike.
+        # Norms of synthetic packages have weights of 1, so that a router ranks experts alike before and after the norm.
         early = self._model.router_reads == "layer"
         self._inputs[run.tokens] = run.attention_input if early else run.feed_forward_input
         active = (run.inner != 0)[run.tokens >= self._skipped]
@@ -59,7 +59,7 @@ class MixtureStatistics:
             self._counts[2:] += predicted.sum(), (predicted & active).sum()
 
     def layers(self) -> list[dict[str, Any]]:
-        """Return the statistics of all layers, once all are computed."""
+        """Return the statistics of all layers, after the last run."""
         self._close()
         return self._layers
 
@@ -80,7 +80,6 @@ class MixtureStatistics:
         self._before = self._inputs
 
     def _named_before(self) -> float | None:
-        """Return the share of the experts named from the input of the layer before that the router then chooses."""
         if self._before is None:
             return None
         model = self._model
@@ -92,7 +91,10 @@ class MixtureStatistics:
 def measure_mixture(
     package: Package, preset: str, first: int, tokens: int, skipped: int, progress: Any = None
 ) -> dict[str, Any]:
-    """Return the statistics of one preset as JSON values: `layers`, a list, and `mean` over them."""
+    """Return the statistics of a preset as JSON values: `layers`, a list, and `mean` over it.
+
+    skipped: number of first tokens that do not count
+    """
     model = package.manifest.model
     statistics = MixtureStatistics(package, tokens, skipped)
 
@@ -119,7 +121,6 @@ def _share(part: NDArray[np.bool_], whole: NDArray[np.bool_]) -> float:
 
 
 def _by_hottest(shares: NDArray[np.float64]) -> float:
-    """Return the share of all choices that fall on the hottest experts."""
     count = max(1, round(HOTTEST * len(shares)))
     return float(np.sort(shares)[-count:].sum() / shares.sum())
 
@@ -129,7 +130,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def render_mixture(statistics: dict[str, Any]) -> str:
-    """Return the table in text, shares in percent."""
+    """Return the statistics as text, shares in percent."""
     heads = ("active", "again 1", "again 10", "by hottest", "named", "recall", "predicted")
     lines = [
         f"Experts and activations of preset {statistics['preset']}, {statistics['tokens']} tokens, "

@@ -1,8 +1,8 @@
-"""Requested and measured activation statistics of a synthetic package, from the real computation.
+"""Requested and measured activation statistics of a synthetic package.
 
-The reference engine computes the first tokens of one preset. Measured in every layer: which neurons are active, how
-many stay active from token to token, the predictor's recall and precision, and how well the layer's own gates predict
-what fires when they are given the inputs of earlier layers.
+The reference engine computes the first tokens of a preset. In every layer it measures which neurons are active, how
+many stay active, the predictor's recall and precision, and how well the layer's gates predict firing neurons from the
+inputs of earlier layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-WARM_UP_TOKENS = 16  # the context's first tokens see little of it
+WARM_UP_TOKENS = 16  # first tokens, which do not count, since they have little context
 ALWAYS_ON = 0.9
 DISTANCES = (1, 10)
 EARLIER_LAYERS = 4
@@ -30,10 +30,8 @@ Progress = Callable[[int, int], None]
 
 
 def measure(package: Package, preset: str, tokens: int, progress: Progress | None = None) -> dict[str, Any]:
-    """Return the statistics of one preset as JSON values: `layers`, a list, and `mean` over them.
-
-    Raises UserError for a package that is not synthetic, an unknown preset or too many tokens.
-    """
+    """Return the statistics of a preset as JSON values: `layers`, a list, and `mean` over it. Raises UserError if the
+    package is not synthetic, has no such preset, or for too few or too many tokens."""
     manifest, model = package.manifest, package.manifest.model
     work = manifest.workload
     if work is None:
@@ -90,13 +88,11 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
 
 
 def _neurons_for(shares: Shares) -> float:
-    """Return the smallest share of neurons that makes 80 % of all activations."""
     mass = np.cumsum(np.sort(shares)[::-1])
     return float((np.searchsorted(mass, 0.8 * mass[-1]) + 1) / len(shares))
 
 
 def _overlap(active: NDArray[np.bool_], distance: int) -> float:
-    """Return the share of the active neurons that were active `distance` tokens before."""
     still_active = active[distance:] & active[:-distance]
     return float(still_active.sum() / max(1, active[distance:].sum()))
 
@@ -107,7 +103,7 @@ def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], tokens: slice) -> float:
-    """Return the share of the gates firing on an earlier layer's input that fire on the layer's own input."""
+    """Return, of the gates that fire on `inputs` of an earlier layer, the share that fires on the layer's inputs."""
     guessed = (inputs @ run.weights["gate"].T)[tokens] > 0
     return float((guessed & (run.values["gate"][tokens] > 0)).sum() / max(1, guessed.sum()))
 
@@ -116,7 +112,6 @@ PAIRS = ("activity", "neurons_for_80_percent", "always_on", "overlap_1", "overla
 
 
 def _means(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over layers: requested and measured of every pair, and the other figures."""
     means: dict[str, Any] = {
         name: {side: float(np.mean([layer[name][side] for layer in layers])) for side in ("requested", "measured")}
         for name in PAIRS
@@ -134,7 +129,7 @@ def _means(layers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(statistics: dict[str, Any]) -> str:
-    """Return the table in text; `a/b` is requested/measured, shares in percent."""
+    """Return the statistics as text; `a/b` is requested/measured, shares in percent."""
     if "experts" in statistics:
         return render_mixture(statistics)
     lines = [

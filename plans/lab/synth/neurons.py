@@ -1,7 +1,7 @@
-"""The neurons of one feed-forward: random weights, calibrated by the quantized computation on the calibration tokens.
+"""The neurons of a feed-forward: random weights, calibrated by the quantized computation on the calibration tokens.
 
-Neurons are made in independent blocks, by as many threads as there are cores. The size of the output and the threshold
-of the predictor depend on all blocks and are computed last.
+Threads compute independent blocks of neurons. The scale of the output and the threshold of the predictor depend on all
+blocks and are computed last.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 Half = np.dtype("<f2")
 
-FEED_FORWARD_POWER = 0.014  # written by a layer, as a share of the state's squared length
-GROUP_NEURONS, GROUP_LOADING = 16, 0.3  # co-activation: neurons of a group share this part of their rows
+FEED_FORWARD_POWER = 0.014  # of a layer's output, as a share of the state's squared length
+GROUP_NEURONS, GROUP_LOADING = 16, 0.3  # neurons of a group share this part of their rows, so they fire together
 CORRECTIONS, MAX_CORRECTION = 3, 0.5
-MIN_INDEPENDENT = 96  # tokens that an expert without a predictor is fitted on, besides those that choose it
+MIN_INDEPENDENT = 96  # independent tokens for an expert without a predictor, besides the tokens that choose it
 
 
 @frozen
 class Firing:
     """Activation statistics of a feed-forward.
 
-    activity, fired: mean shares of neurons that are active, and whose trigger fires. factors, quality: those
-    of its predictor, if it has one.
+    activity: mean share of neurons that are active
+    fired: mean share of neurons whose trigger fires
+    factors, quality: properties of the predictor; None without one
     """
 
     activity: float
@@ -54,8 +55,9 @@ class Firing:
 class LayerInput:
     """The inputs of a layer's feed-forwards.
 
-    normed: vectors of the calibration tokens [tokens, width]. shares: requested activity of each neuron, hottest first.
-    prediction: the common part of the predictors, if there are any.
+    normed: vectors of the calibration tokens [tokens, width]
+    shares: requested activity of each neuron, hottest first
+    prediction: the common part of the predictors; None without predictors
     """
 
     normed: Array
@@ -67,9 +69,13 @@ class LayerInput:
 class _Inputs:
     """The inputs of all blocks of a feed-forward.
 
-    tokens: ids of the calibration tokens that it is fitted on. independent: those of them with independent states.
-    vectors: their normed input. steady: the sum of its steady coordinates. scale: scale of rows. groups: the group of
-    each neuron. common: the shared rows of the groups.
+    tokens: indices of the calibration tokens for which it is computed
+    independent: range of those with independent states
+    vectors: normed inputs of the tokens
+    steady: sum of the steady coordinates of each input
+    scale: scale of random rows
+    groups: number of each neuron's group
+    common: the shared rows of each group
     """
 
     ffn: int
@@ -85,7 +91,12 @@ class _Inputs:
 
 @frozen
 class _Block:
-    """The neurons of a block: rows (Down's without the scale of the layer), output [tokens, written], statistics."""
+    """The neurons of a block.
+
+    sizes: scale of each row of Down, without that of the feed-forward
+    written: output without that scale [tokens, written]
+    activity, fired: figures of Firing for each neuron
+    """
 
     gate: Rows
     up: Rows
@@ -101,8 +112,10 @@ class _Block:
 class Neurons:
     """A feed-forward's neurons, hottest first.
 
-    change: what they add to the coordinates that feed-forwards write, for `tokens` [tokens, written]. gates: the
-    quantization of gates: "q3", or that of the other rows.
+    tokens: indices of the calibration tokens for which it was computed
+    change: output for these tokens, of the coordinates that feed-forwards write [tokens, written]
+    down_scale: scale of all rows of Down
+    gates: quantization of gates
     """
 
     blocks: list[_Block]
@@ -124,7 +137,7 @@ class Neurons:
             yield gate, block.up, down
 
     def firing(self, recall: float) -> Firing:
-        """Return the activation statistics, with the predictor that reaches this recall."""
+        """Return the activation statistics, and the predictor that reaches `recall`."""
         factors, quality = None, None
         if self.prediction is not None:
             parts = [block.predictor for block in self.blocks if block.predictor is not None]
@@ -144,7 +157,6 @@ class Pending:
     gates: Quantization
 
     def result(self) -> Neurons:
-        """Wait for all blocks and return the neurons."""
         blocks = [block.result() for block in self.blocks]
         written = np.sum([block.written for block in blocks], axis=0)
         factor = np.sqrt(self.power / written.var(axis=0).sum())
@@ -153,7 +165,7 @@ class Pending:
 
 
 class NeuronMaker:
-    """A maker of feed-forwards of one shape."""
+    """A maker of a model's feed-forwards."""
 
     def __init__(
         self,
@@ -170,11 +182,13 @@ class NeuronMaker:
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
     def begin(self, ffn: int, layer: LayerInput, chosen: NDArray[np.bool_]) -> Pending:
-        """Begin to compute neurons, each active in its share of the independent tokens.
+        """Begin to compute neurons, each of which is active in its share of the independent tokens.
 
-        chosen: bool [tokens], the calibration tokens that choose this feed-forward. A predictor is fitted and judged on
-        all tokens, since the router is independent of the rows. Without a predictor the neurons are fitted on the
-        tokens that choose them and on a few independent ones.
+        With a predictor all calibration tokens are computed, since routers are independent of rows. Without one, only
+        those that choose the feed-forward and some independent tokens are.
+
+        ffn: layer * experts + expert
+        chosen: mask of the calibration tokens that choose the feed-forward
         """
         model, random = self._model, codes.generator(self._seed, 2, ffn)
         tokens, independent = self._tokens(layer, chosen)
@@ -193,13 +207,12 @@ class NeuronMaker:
             common=codes.random_codes(-(-model.neurons // GROUP_NEURONS), columns, random),
         )
         starts = range(0, model.neurons, self._block_neurons)
-        # What several experts write adds up by its power.
+        # The variances of several experts' outputs add up.
         power = FEED_FORWARD_POWER * model.experts_per_token * (STATE_POWER * model.width)
         blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
         return Pending(inputs, blocks, self._places, power, self._gates)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
-        """Return the tokens that neurons are fitted on, and the range of those that count as independent."""
         independent = self._sequences.independent
         if layer.prediction is not None or self._model.experts == 1:
             return np.arange(len(chosen)), independent
@@ -211,7 +224,7 @@ class NeuronMaker:
 
     @property
     def _read(self) -> slice:
-        """Return the coordinates that neurons read, apart from their bias."""
+        """Coordinates that neurons read, except those of their bias."""
         return slice(self._places.attention.start, self._model.width)
 
     def _block(self, inputs: _Inputs, start: int) -> _Block:
@@ -223,12 +236,12 @@ class NeuronMaker:
         )
         up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
         gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
-        if self._gates == "q3":  # a q4 row with weights that q3 has, so that all that follows is made of what is stored
+        if self._gates == "q3":  # q4 rows with weights that q3 can express, so that results are those of stored rows
             coarse_scale = inputs.scale * codes.DEVIATION / codes.COARSE_DEVIATION
             gate = self._unbiased(codes.coarse(gate_codes), coarse_scale)
         values = [inputs.vectors.times(rows) for rows in (gate, up)]
         biases = self._biases(inputs, values, inputs.layer.shares[neuron_range])
-        for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have none
+        for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have no bias
             scales = rows.scales.view(Half)
             scales[:, codes.code_groups(self._places.steady)] = bias[:, None]
             value += inputs.steady[:, None] * bias.astype(Half).astype(np.float32)
@@ -242,8 +255,8 @@ class NeuronMaker:
         return rows
 
     def _biases(self, inputs: _Inputs, values: list[Array], shares: NDArray[np.float64]) -> list[Array]:
-        """Return the biases of gate, and of up if it decides too, that make each neuron active in its share of the
-        independent tokens. The list is empty if every neuron fires."""
+        """Return the biases of gate, and with dReLU of up, with which each neuron is active in its share of the
+        independent tokens; empty if all neurons fire."""
         cuts = firing.cuts(self._model.activation, shares)
         if not cuts:
             return []
@@ -252,7 +265,7 @@ class NeuronMaker:
         lines = [(ratio.mean(axis=0), ratio.std(axis=0)) for ratio in ratios]
         density = float(np.exp(-np.square(quantile(shares)) / 2).mean() / np.sqrt(2 * np.pi))
         shift = 0.0
-        for _ in range(CORRECTIONS):  # what is not quite normal moves the mean; the shape of the curve stays
+        for _ in range(CORRECTIONS):  # values are not quite normal, so the mean activity is corrected
             is_active = np.logical_and.reduce([
                 ratio > (mean + deviation * (cut + shift)).astype(np.float32)
                 for ratio, (mean, deviation), cut in zip(ratios, lines, cuts, strict=True)
@@ -264,8 +277,8 @@ class NeuronMaker:
     def _written(
         self, inputs: _Inputs, gate: Rows, up: Rows, gates: Array, ups: Array, random: np.random.Generator
     ) -> _Block:
-        """Return the block with its Down. A neuron that fires often has smaller weights, so that the part of its output
-        that changes from token to token is as large as for other neurons."""
+        """Return the block with its Down, of which each row is scaled by the neuron's deviation / rms: neurons with
+        nearly the same value for all tokens contribute little."""
         written, prediction = self._places.feed_forward, inputs.layer.prediction
         inner = GATED[self._model.activation](gates, ups)
         active = inner != 0

@@ -1,7 +1,7 @@
-"""The predictor of a feed-forward, fitted while its neurons are computed, on directions that `directions.py` chooses.
+"""The predictor of a feed-forward, fitted on the directions of directions.py while the neurons are computed.
 
-It reads the input of attention, so that flash reads are hidden by attention, which writes little here. Its factors are
-q4: q8 would predict 1.41 neurons per active one instead of 1.50 (100m), for twice the bytes of factors.
+By default it reads the input of attention, so that flash works during attention, and its factors are q4. In q8 it would
+predict 1.41 instead of 1.50 neurons per active neuron (100m), with twice the bytes.
 """
 
 from __future__ import annotations
@@ -24,34 +24,38 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-RECALL_STEP = 4  # every fourth token is enough to estimate recall
+RECALL_STEP = 4  # every fourth calibration token is enough to estimate recall
 
 
 @frozen
 class PredictorShape:
-    """The rank and the quantization of a predictor."""
-
     rank: int
     quantization: Quantization
 
 
 @frozen
 class BlockPredictor:
-    """The predictor's rows of a block of neurons, and their scores."""
+    """The predictor of a block of neurons.
+
+    scores: scores of the held-out tokens, without biases
+    active: active neurons of the held-out tokens
+    probabilities: probabilities of the active neurons of some calibration tokens
+    """
 
     factor: Rows
-    scores: Array  # of the held-out tokens
-    active: Mask  # of the held-out tokens
+    scores: Array
+    active: Mask
     line: ScoreModel
-    probabilities: NDArray[np.float64]  # of neurons that are active in some of the calibration tokens
+    probabilities: NDArray[np.float64]
 
 
 @frozen
 class Prediction:
-    """The common part of a layer's predictors: directions, the rows that multiply the input, and their products with
-    the calibration tokens.
+    """The common part of a layer's predictors.
 
-    held_out: the tokens on which predictors are judged
+    input_rows: the first factor
+    hidden: its products with the predictor's inputs
+    held_out: mask of the tokens on which predictors are evaluated
     """
 
     quantization: Quantization
@@ -64,10 +68,9 @@ class Prediction:
     def of_layer(
         cls, shape: PredictorShape, places: Coordinates, normed: Array, reads: Array, held_out: Mask
     ) -> Prediction:
-        """Fit directions.
+        """Return the common part, with fitted directions.
 
-        normed: inputs of the feed-forward
-        reads: inputs of the predictor, both [tokens, width]
+        normed, reads: inputs of the feed-forward and of the predictor [tokens, width]
         """
         directions = Directions.leading(normed[~held_out], places, shape.rank)
         input_rows = encode(shape.quantization, directions.rows(normed.shape[1]))
@@ -75,9 +78,9 @@ class Prediction:
         return cls(shape.quantization, directions, input_rows, hidden, held_out)
 
     def of_block(self, gate: Rows, gates: Array, active: Mask) -> BlockPredictor:
-        """Fit a block's rows.
+        """Return the predictor of a block.
 
-        gates, active: values of Gate, and a mask of active neurons, both [tokens, neurons]
+        gates, active: values of Gate, and a mask of active neurons [tokens, neurons]
         """
         factor = self.directions.factor(gate, self.quantization)
         scores, calibration = self.hidden.times(factor), np.flatnonzero(~self.held_out)[::RECALL_STEP]
@@ -86,8 +89,8 @@ class Prediction:
         return BlockPredictor(factor, scores[self.held_out], active[self.held_out], line, probabilities)
 
     def together(self, blocks: Sequence[BlockPredictor], recall: float) -> tuple[LayerFactors, PredictorQuality]:
-        """Return the whole predictor, with thresholds that reach this recall on the calibration tokens, and its quality
-        on the held-out tokens."""
+        """Return the predictor of a feed-forward, with thresholds that reach `recall` on calibration tokens, and its
+        quality on held-out tokens."""
         minimum = min_probability(np.concatenate([block.probabilities for block in blocks]), recall)
         biases = [block.line.bias(minimum) for block in blocks]
         predicted = [block.scores + bias > 0 for block, bias in zip(blocks, biases, strict=True)]

@@ -1,12 +1,12 @@
 """Synthetic routers whose choices repeat as often, and are as uneven, as those of a model family.
 
-A router reads the state, which moves slowly, and the token's code, which differs for every token: the more of the code,
-the less often a token chooses the experts of the token before. It also reads what the layers write, where that differs
-most from the input of the layer before: the more of it, the fewer experts can be guessed a layer ahead. Random rows
-over what layers write would change too little from layer to layer. Hot experts have a bias on the steady coordinates.
+A router reads the state, which changes slowly, and the token's code, which differs for every token: the larger the
+code's share, the fewer experts repeat. It also reads the outputs of layers, in the directions that differ most from the
+input of the layer before: the larger their share, the fewer experts can be predicted a layer ahead. Random directions
+would differ too little. Hot experts have a bias on the steady coordinates.
 
-Published for Mixtral and Qwen3: 35 to 43 % of a token's experts repeat, 80 to 89 % can be named a layer ahead. Assumed:
-SmallThinker repeats as often; Qwen3's experts are equally likely over all sequences; the deviation of the values.
+Published for Mixtral and Qwen3: 35 to 43 % of a token's experts repeat, 80 to 89 % can be predicted a layer ahead.
+Assumed: SmallThinker's repeat as often; Qwen3's experts are equally likely; the deviation of the values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ Array = NDArray[np.float32]
 class Routing:
     """Requested properties of a family's routers.
 
-    token_share: share of the values' variance that comes from the token's code. moved: variance of the difference to
-    the values that the input of the layer before would give, relative to theirs. hot: the experts that are chosen more
-    often than others. deviation: standard deviation of a router's values.
+    token_share: share of the values' variance that the token's code causes
+    moved: variance of the difference between values and those from the input of the layer before, relative to the
+        variance of the values
+    hot: the experts that are chosen more often than others
+    deviation: standard deviation of the values
     """
 
     token_share: float = 0.0
@@ -38,9 +40,9 @@ class Routing:
     deviation: float = 1.5  # the better of two chosen experts has about 70 % of the sum
 
 
-MOVING = 16  # directions in which a router follows the layers
-MAX_WRITTEN = 0.5  # of a router's variance
-RIDGE = 0.01  # excludes directions that hardly move
+MOVING = 16  # number of directions of the outputs of layers that a router reads
+MAX_WRITTEN = 0.5  # their maximal share of a router's variance
+RIDGE = 0.01  # excludes directions with little variance
 
 ROUTINGS = {
     "smallthinker": Routing(token_share=0.5, hot=hot_experts_of("smallthinker")),
@@ -50,12 +52,11 @@ ROUTINGS = {
 
 
 def routing_of(model: ModelSpec) -> Routing:
-    """Return the routing of a model's family."""
     return ROUTINGS.get(model.family, Routing())
 
 
 def frequencies(model: ModelSpec, routing: Routing) -> NDArray[np.float64]:
-    """Return the requested frequency of each expert of a layer, hot ones first; their sum is experts_per_token."""
+    """Return the requested frequency of each expert of a layer, hot experts first. The sum is experts_per_token."""
     hot, frequency = routing.hot.count(model.experts), routing.hot.frequency
     other_frequency = (model.experts_per_token - hot * frequency) / (model.experts - hot)
     return np.where(np.arange(model.experts) < hot, frequency, other_frequency)
@@ -64,10 +65,10 @@ def frequencies(model: ModelSpec, routing: Routing) -> NDArray[np.float64]:
 def make_router(
     model: ModelSpec, places: Coordinates, read: Array, before: Array | None, random: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Return a layer's router, float32 [experts, width], and the experts' shares of each token [tokens, experts].
+    """Return a layer's router [experts, width], and `expert_shares` of the calibration tokens.
 
-    read: the vectors that the router reads [tokens, width]. before: those of the layer before; None in the first layer.
-    A share is 0 where an expert is not chosen.
+    read: the router's inputs [tokens, width]
+    before: inputs of the router of the layer before; None in the first layer
     """
     routing, rows = routing_of(model), np.zeros((model.experts, model.width), dtype=np.float32)
     steps, written = np.zeros((model.width, 0)), 0.0
@@ -90,8 +91,8 @@ def make_router(
 
 
 def _what_moves(places: Coordinates, read: Array, before: Array) -> tuple[NDArray[np.float64], float]:
-    """Return the directions [width, count] of what layers write in which vectors differ most from those of the layer
-    before, scaled to unit variance of the vectors, and the mean variance of that difference."""
+    """Return the directions [width, MOVING] of the outputs of layers in which `read` and `before` differ most, scaled
+    to unit variance of `read`, and the mean variance of the difference."""
     written = slice(places.attention.start, places.feed_forward.stop)
     now, step = read[:, written].astype(np.float64), (read - before)[:, written].astype(np.float64)
     covariance = np.cov(now.T)

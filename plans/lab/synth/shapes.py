@@ -20,9 +20,11 @@ def _shape(
     experts: tuple[int, int] = (1, 1),
     **more: Any,
 ) -> ModelSpec:
-    """Return a spec.
+    """Return a ModelSpec, a dReLU Llama by default.
 
-    experts: per layer, and per token. more: fields of ModelSpec that differ from a dReLU Llama's.
+    heads: query heads, key heads, width of a head
+    experts: number per layer, and per token
+    more: further fields of ModelSpec
     """
     query_heads, key_heads, head_width = heads
     fields: dict[str, Any] = {
@@ -43,7 +45,6 @@ def _shape(
 
 
 def _windows_of_smallthinker(layers: int) -> tuple[LayerKind, ...]:
-    """Return SmallThinker's layers: every fourth has full attention without rotary positions, the others a window."""
     full = [layer % 4 == 0 for layer in range(layers)]
     return runs_of([0 if is_full else 4096 for is_full in full], [not is_full for is_full in full])
 
@@ -70,22 +71,22 @@ SHAPES = {
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }
 
-# Not fields of ModelSpec, since packages hold the table computed from the base. Qwen3 and SmallThinker as published.
+# ModelSpec has no base, since packages have the table that follows from it. These are published.
 _ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0}
 
 
 def rope_base(model: ModelSpec) -> float:
-    """Return the base of a shape's rotary positions."""
     return _ROPE_BASES.get(model.family, 10_000.0)
 
 
 @frozen
 class Coordinates:
-    """Ranges of the residual stream's coordinates, whole quantization groups each.
+    """Ranges of the residual stream's coordinates, in whole quantization groups.
 
-    steady: the same value in every token, which the rows of neurons use as their bias. identity: the token's own code,
-    read by the output and some routers. attention, feed_forward: written by the layers. state: where the trajectory
-    moves.
+    steady: the same value for every token, with which rows of neurons express a bias
+    identity: the token's code, which the output and some routers read
+    attention, feed_forward: outputs of the layers
+    state: the state of the trajectory
     """
 
     steady: slice
@@ -96,13 +97,11 @@ class Coordinates:
 
     @property
     def state_width(self) -> int:
-        """Return the number of coordinates of the state."""
         return int(self.state.stop - self.state.start)
 
 
 def coordinates(width: int) -> Coordinates:
-    """Return the coordinate ranges of a residual stream of this width."""
-    # Codes of n coordinates for v tokens overlap by at most about sqrt(2 ln v / n): a third is far from the next id.
+    # Codes of v tokens in n coordinates have correlations of at most about sqrt(2 ln v / n), here a third.
     identity = 256 if width >= 2048 else 192
     written = max(GROUP, rank_of(width) // 8 // GROUP * GROUP)
     bounds = [0, GROUP]
@@ -112,5 +111,5 @@ def coordinates(width: int) -> Coordinates:
 
 
 def rank_of(width: int) -> int:
-    """Return the rank of a shape's predictor: 352 for the published width, proportional for others."""
+    """Return the rank of a shape's predictor: 352 for the published width of 4096, otherwise in proportion."""
     return max(2, int(width * 352 / 4096 / GROUP + 0.5)) * GROUP

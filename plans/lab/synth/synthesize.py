@@ -1,4 +1,4 @@
-"""Synthesis of a package, layer after layer, each calibrated on the outputs of the layers before it."""
+"""Synthesis of a package, layer by layer. Each layer is calibrated on the outputs of the layers before it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 PREDICTOR_RECALL = 0.97
 BLOCK_NEURONS = 512
-MAX_AHEAD_NEURONS = 4096  # of the next experts, so that every core has work where an expert is two blocks
+MAX_AHEAD_NEURONS = 4096  # of the next experts, so that every core has work if experts have few blocks
 
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -64,13 +64,12 @@ def synthesize(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Package:
-    """Write a package of this shape, with its predictor if it is dReLU.
+    """Write a package of a shape, with predictors if its activation is dReLU, and return it. Raises UserError for
+    errors of the file system.
 
-    reads: the input of predictors; those of a mixture always read "feed_forward"
-    gates: the quantization of gates; None: that of the other matrices
-    progress: receives (bytes of neurons written, all bytes)
-
-    Raises UserError if the disk refuses to take it.
+    reads: input of the predictors; those of a mixture always read "feed_forward"
+    gates: quantization of gates; None: that of the other matrices
+    progress: receives the bytes of neurons that are written, and all bytes of neurons
     """
     if model.experts > 1:
         reads = "feed_forward"
@@ -160,7 +159,10 @@ def synthesize(
 
 
 def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) -> Iterator[Neurons]:
-    """Yield a layer's feed-forwards in order, while the next ones, up to MAX_AHEAD_NEURONS, are computed."""
+    """Yield a layer's feed-forwards in order, while the next experts, up to MAX_AHEAD_NEURONS, are computed.
+
+    routed: shares of the experts [tokens, experts]
+    """
     pending: deque[Pending] = deque()
     ahead = MAX_AHEAD_NEURONS // len(read.shares)
     for expert in range(routed.shape[1]):
@@ -172,7 +174,7 @@ def _experts(maker: NeuronMaker, layer: int, read: LayerInput, routed: Array) ->
 
 
 class _Finisher:
-    """A writer of finished feed-forwards in a thread of its own. It collects how often the neurons of each fire."""
+    """Writes feed-forwards in a thread, and collects their activation statistics."""
 
     def __init__(self, writer: PackageWriter, manifest: Manifest, progress: Progress | None) -> None:
         self._writer, self._progress = writer, progress
@@ -189,12 +191,11 @@ class _Finisher:
         self._pool.shutdown()
 
     def take(self, neurons: Neurons) -> None:
-        """Start writing a feed-forward, once the one before is written."""
+        """Start to write a feed-forward, after the one before is written."""
         self._wait()
         self._next = self._pool.submit(self._finish, neurons)
 
     def firings(self) -> list[Firing]:
-        """Wait until all is written, and return the firing of every feed-forward."""
         self._wait()
         return self._firings
 
@@ -217,13 +218,11 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _mean_quality(layer: list[Firing]) -> PredictorQuality:
-    """Return the mean quality of a layer's predictors."""
     names = ("recall", "precision", "predicted")
     return PredictorQuality(*(_mean(getattr(firing.quality, name) for firing in layer) for name in names))
 
 
 def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
-    """Return the tables of a preset's tokens, or without a preset those of tokens that no preset uses."""
     places = coordinates(model.width)
     if preset is None:
         return unused_tables(model, places, model.vocabulary - sum(count for _, count in work.presets.values()))
@@ -234,7 +233,6 @@ def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
 def _write_tables(
     writer: PackageWriter, model: ModelSpec, work: Workload, sequences: CalibrationSequences, tables: Iterable[Tables]
 ) -> Array:
-    """Write embedding and output, and return the rows of the calibration tokens."""
     ids, first = np.concatenate([np.asarray(sequence) for sequence in sequences.ids]), 0
     rows = np.empty((len(ids), model.width), dtype=np.float32)
     for table in tables:

@@ -1,4 +1,4 @@
-"""The vocabulary of a synthetic package: every token is a time step of a preset's trajectory, named after it."""
+"""The vocabulary of a synthetic package: every token is a time step of a preset's trajectory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 # Shares of a token's squared length; the rest comes from the layers.
 STATE_POWER, STEADY_POWER, IDENTITY_POWER = 0.55, 0.25, 0.2
-# The state's spectrum: exp(-j / decay) over its coordinates, and an even part that no low rank can hold. With an even
-# spectrum every low-rank predictor would look useless. With this one rank 352 reaches what is published: recall 0.95 to
-# 0.98 at 1.1 to 1.5 predicted per active neuron.
+# The state's spectrum falls exponentially over its coordinates, plus an even part that no low rank can express. With an
+# even spectrum alone, low-rank predictors would be useless. With this spectrum rank 352 has the published quality:
+# recall 0.95 to 0.98 at 1.1 to 1.5 predicted neurons per active neuron.
 DECAYS_PER_RANK = 8
 EVEN_SHARE = 0.005
-OUTPUT_SIZE = 0.1  # of an output row's weights
+OUTPUT_SIZE = 0.1  # magnitude of an output row's weights
 SEQUENCE_TOKENS = 96
-INDEPENDENT_SEQUENCES = 4  # beside one of every other preset
+INDEPENDENT_SEQUENCES = 4  # of the independent preset; other presets have one sequence
 HELD_OUT_PART = 4
 
 
 @frozen
 class CalibrationSequences:
-    """The calibration tokens: concatenated sequences of one length.
+    """The calibration tokens: sequences of equal length, concatenated.
 
-    independent: the tokens with independent states, whose statistics are those of every preset over all contexts.
-    held_out: bool [tokens], those on which predictors are judged.
+    ids: token ids of each sequence
+    independent: range of the tokens with independent states; any preset has their statistics over many contexts
+    held_out: mask of the tokens on which predictors are evaluated
     """
 
     ids: tuple[range, ...]
@@ -43,13 +44,13 @@ class CalibrationSequences:
 
 
 def workload(model: ModelSpec, seed: int) -> Workload:
-    """Return the workload, with equal parts of the vocabulary for all presets."""
+    """Return the workload of a package: each preset has an equal part of the vocabulary."""
     tokens = model.vocabulary // len(PRESETS)
     return Workload(seed, {name: (number * tokens, tokens) for number, name in enumerate(PRESETS)})
 
 
 def calibration_sequences(work: Workload) -> CalibrationSequences:
-    """Return sequences of one length: one of each preset, and several of the last, the independent one."""
+    """Return the start of each preset as a sequence, and further sequences of the last preset, the independent one."""
     tokens = min(SEQUENCE_TOKENS, min(count for _, count in work.presets.values()) // INDEPENDENT_SEQUENCES)
     firsts = [first for first, _ in work.presets.values()]
     firsts += [firsts[-1] + number * tokens for number in range(1, INDEPENDENT_SEQUENCES)]
@@ -59,7 +60,8 @@ def calibration_sequences(work: Workload) -> CalibrationSequences:
 
 
 def tokenizer_json(work: Workload, vocabulary: int) -> bytes:
-    """Return tokenizer.json: words `default0`, `default1`, ... between spaces. An unknown word is the first token."""
+    """Return the content of tokenizer.json: words `default0`, `default1` and so on between spaces. Unknown words are
+    the first token."""
     names = {f"unused{token}": token for token in range(vocabulary)}
     for preset, (first, count) in work.presets.items():
         for number in range(count):
@@ -80,18 +82,15 @@ def spectrum(width: int, places: Coordinates) -> NDArray[np.float32]:
 
 
 class Tables(NamedTuple):
-    """Rows of the embedding and of the output for a range of tokens."""
+    """Rows of the embedding and of the output matrix for a range of tokens."""
 
     embedding: Rows
     output: Rows
 
 
 def preset_tables(model: ModelSpec, places: Coordinates, name: str, count: int, random: np.random.Generator) -> Tables:
-    """Return the rows of a preset's `count` tokens.
-
-    Output row k+1 holds the code of token k, and the first row that of the last token, so that greedy decoding follows
-    the trajectory.
-    """
+    """Return the rows of a preset's `count` tokens. Output row k + 1 has the code of token k, and the first row that of
+    the last token, so that greedy decoding follows the trajectory."""
     embedding, output = unused_tables(model, places, count)
     signs = codes.random_signs(count, places.identity.stop - places.identity.start, random)
     code_columns, groups = codes.code_bytes(places.identity), codes.code_groups(places.identity)
@@ -109,7 +108,7 @@ def preset_tables(model: ModelSpec, places: Coordinates, name: str, count: int, 
 
 
 def unused_tables(model: ModelSpec, places: Coordinates, count: int) -> Tables:
-    """Return the rows of tokens that belong to no preset: only the steady coordinates."""
+    """Return the rows of tokens that belong to no preset: only the steady coordinates of embeddings are not 0."""
     tables = Tables(*(codes.zero_rows(count, model.width) for _ in Tables._fields))
     power = STEADY_POWER * model.width / (places.steady.stop - places.steady.start)
     tables.embedding.quants[:, codes.code_bytes(places.steady)] = codes.ONE_PAIRS

@@ -1,8 +1,9 @@
-"""The generator of the workload: a state that moves from token to token, with a preset for each published statistic.
+"""The generator of the workload: a state that changes from token to token. Presets reproduce published statistics.
 
-A state is sqrt(a) c + sqrt(b) u + sqrt(1-a-b) e with a fixed context c and two processes u (topic) and e of memory rb
-and re (x = r x + sqrt(1-r^2) noise). With probability pj per token the topic changes: both memories count `keep` times
-as much for that token. Every coordinate is normal with unit variance, so whatever rows read moves the same way.
+A state is sqrt(a) c + sqrt(b) u + sqrt(1-a-b) e, with a fixed context c and two processes u (topic) and e with memories
+rb and re (x = r x + sqrt(1-r^2) noise). With probability pj per token the topic changes: both memories are multiplied
+by `keep` for that token. Every coordinate is normal with unit variance, so that products with any rows have the same
+autocorrelation.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-STRETCH_TOKENS = 64  # stays in the cache
+STRETCH_TOKENS = 64  # few enough that states stay in the CPU's cache
 _QUANTILES = quantile((np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.float32)
 
 
 @frozen
 class Preset:
-    """One workload: shares a of context and b of topic, memories of topic and rest, probability of a topic change."""
+    """A workload. Fields as in the formula at the top of this file."""
 
     a: float
     b: float
@@ -41,7 +42,7 @@ PRESETS = {
 
 
 def trajectory(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> NDArray[np.float32]:
-    """Return states float32 [tokens, width]; each coordinate has unit variance."""
+    """Return the states of a trajectory, [tokens, width]."""
     return np.concatenate(list(stretches(preset, tokens, width, random)))
 
 
@@ -70,13 +71,13 @@ def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generat
 
 
 def _normal(shape: tuple[int, int], random: np.random.Generator) -> NDArray[np.float32]:
-    """Return normal values drawn from 65,536 equally likely ones: twice as fast as the generator's own."""
+    """Return normal values from 65,536 equally likely ones, which is twice as fast as numpy's generator."""
     return _QUANTILES.take(random.integers(0, len(_QUANTILES), shape, dtype=np.uint16))
 
 
 def correlations(preset: Preset, distance: int) -> list[tuple[float, float]]:
-    """Return (probability, correlation of a state with that `distance` tokens before) for each number of topic changes
-    between them."""
+    """Return (probability, correlation of states `distance` tokens apart) for each number of topic changes between
+    them."""
     result = []
     for changes in range(distance + 1):
         likely = math.comb(distance, changes) * preset.pj**changes * (1 - preset.pj) ** (distance - changes)

@@ -1,4 +1,4 @@
-"""Strict reading of manifest.json: a package that contradicts itself is refused, naming the field."""
+"""Strict reading of manifest.json. Contradictions and unknown fields raise a UserError, which names file and field."""
 
 from __future__ import annotations
 
@@ -79,12 +79,13 @@ MAX_CLUSTERS = 1 << 24  # a request has 24 bits for the index of a cluster
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.json. Raises UserError naming the file and the field."""
+    """Return the manifest in a file. Raises UserError as `parse_manifest`, or if the file cannot be read."""
     return parse_manifest(read_file(path, MAX_MANIFEST_BYTES), str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest in `data` after checking types, ranges, that the layout fits the shape, and the id."""
+    """Return the manifest in `data`. Raises UserError, which starts with `where`, for another version, a wrong id, and
+    values that are out of range or contradict each other."""
     record = parse_json(data, where)
     expected_id = identity(record.without("id"))
     if record.value("format") != FORMAT:
@@ -211,7 +212,6 @@ def _parse_layer_kind(record: Record) -> LayerKind:
 
 
 def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
-    """Read the quantizations of fixed matrices that differ from the package's."""
     names = {name for name, _, _ in fixed_matrices(model)}
     quantizations = {}
     for name in record.names():
@@ -324,9 +324,9 @@ def _parse_chat(record: Record) -> Chat:
 
 
 def _parse_files(record: Record, optional: Mapping[str, bool]) -> dict[str, FileEntry]:
-    """Read the entries of all files.
+    """Return the entries of all files.
 
-    optional: whether the rest of the manifest implies each optional file
+    optional: names of the optional files; True if another section of the manifest requires the file
     """
     files = {}
     for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, is_used in optional.items() if is_used)):
@@ -370,7 +370,7 @@ def _parse_workload(record: Record, vocabulary: int) -> Workload:
 
 
 def require_package(path: Path) -> None:
-    """Refuse a path that is no complete package directory, saying what it is and what to do."""
+    """Raise UserError if a path is no complete package directory. The error says what the path is and what to do."""
     try:
         directory, complete = path.is_dir(), (path / MANIFEST).is_file()
     except OSError as error:
@@ -391,7 +391,7 @@ def require_package(path: Path) -> None:
 
 
 def what_is_in(directory: Path) -> str:
-    """Return the first few names in a directory, for an error about it."""
+    """Return the end of an error about a directory: that it is empty or unreadable, or its first names."""
     try:
         names = sorted(os.listdir(directory))
     except OSError as error:
@@ -403,7 +403,7 @@ def what_is_in(directory: Path) -> str:
 
 
 def _other_kind(path: Path) -> tuple[str | None, Path]:
-    """Return what kind of model source a path is, and the path to convert; None if it is none."""
+    """Return a description of the model source at a path, and the path to convert; None if there is no source."""
     if (path / "config.json").is_file():
         return "a Hugging Face checkpoint", path
     if path.suffix == ".gguf" and path.is_file():

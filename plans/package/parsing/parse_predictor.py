@@ -1,4 +1,4 @@
-"""Reads the manifest's section `predictor`: the form of predictor.safetensors, and its measured quality."""
+"""Parses the manifest's section `predictor`: the description of predictor.safetensors, and its measured quality."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuronpipe.protocol.errors import quoted
 
 
 def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
-    """Parse the predictor and check it against the model. Raises UserError naming the file and the field."""
+    """Return the parsed predictor. Raises UserError if it does not fit the model."""
     if model.activation == "silu":
         record.fail("sides", "silu neurons always fire; there is nothing to predict")
     measured = record.has("exact_perplexity")

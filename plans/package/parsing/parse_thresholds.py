@@ -1,4 +1,4 @@
-"""Reads the manifest's section `silent`: the thresholds of mode thresholded and their measured cost."""
+"""Parses the manifest's section `silent`: the thresholds of mode thresholded and their measured cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neuronpipe.plans.strict_json import Record
 
 
 def parse_silent(record: Record, model: ModelSpec) -> Silent:
-    """Parse the thresholds and check them against the model. Raises UserError naming the file and the field."""
+    """Return the parsed thresholds. Raises UserError if they do not fit the model."""
     if model.activation != "silu":
         record.fail("by_layer", f"only silu has thresholds; neurons of {model.activation} are silent by themselves")
     silent = Silent(
