@@ -39,8 +39,8 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
             case b"eat":
                 while True:
                     kept.append(bytearray(1 << 20))
-            case b"grow":
-                kept.extend(bytearray(b"x" * (1 << 20)) for _ in range(int(rest)))
+            case b"grow":  # in one piece: smaller ones may lie in what the parent of a fork has freed
+                kept.append(bytearray(b"x") * (int(rest) << 20))
             case b"threads":
                 threads = [threading.Thread(target=time.sleep, args=(0.05,)) for _ in range(2)]
                 for thread in threads:

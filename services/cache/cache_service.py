@@ -1,7 +1,7 @@
 """The cache manager decides which clusters stay resident. It evicts ahead of need, so that the loader has free slots.
 
-It has no state that dies with it: the residency entries say which slot holds which cluster. A cache manager that starts
-or restarts resets the loader and reads the entries.
+All its state is in shared memory: the residency entries say in which slot a cluster is. A cache manager that starts
+resets the loader and reads the entries.
 
 Another eviction policy is a subclass that overrides `CacheService.evict`; see CONTRIBUTING.md and
 services/examples/random_eviction.py.
@@ -44,12 +44,12 @@ from neuronpipe.services.runtime.trace import Trace
 RETRY_MS = 1
 FOLLOW_MS = 50
 GIVEN_UP_MS = 250  # how soon an unanswered `Trim` is noticed
-SETTLED_AFTER_S = 1.0  # by then the loader has pinned what it was sent
+SETTLED_AFTER_S = 1.0  # by then the loader has pinned the clusters of the last `Warm`
 MAX_PINNED_AT_ONCE = 1024
 LOST_AFTER_S = 1.0
 NO_CLUSTER = 0xFFFFFFFF
 WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
-WARM_UP_SHARE = 64  # if fewer than one in 64 slots are new, they fill by themselves
+WARM_UP_SHARE = 64  # if fewer than one in 64 slots are new, demands fill them soon enough
 NAMES = ("trigger_entries", "value_entries")
 PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
@@ -63,10 +63,12 @@ log = logging.getLogger(__name__)
 
 
 class Pinning:
-    """The pinned clusters of either part, for each entry of the plan's table, within the current number of slots."""
+    """The plan's table of pinned clusters, reduced to the current number of slots of either part.
+
+    moving: slots that must stay unpinned, unless every cluster has a slot
+    """
 
     def __init__(self, manifest: Manifest, memory: Memory, moving: int) -> None:
-        """moving: slots that must stay unpinned, unless every cluster has a slot."""
         self._ffns, self._clusters, self._all = manifest.model.ffns, manifest.layout.clusters, manifest.clusters
         self._planned = [entry.counts(self._ffns) for entry in memory.pins]
         self._moving = moving
@@ -77,7 +79,7 @@ class Pinning:
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
 
     def fit(self, slots: PartCounts, *, pin: bool = True) -> None:
-        """Fit the table to a new number of slots of either part.
+        """Reduce the plan's table to these numbers of slots.
 
         pin: False unpins everything, unless every cluster has a slot
         """
@@ -94,23 +96,22 @@ class Pinning:
 
     @property
     def any_planned(self) -> bool:
-        """True if the plan pins anything that can be released."""
+        """True if the plan pins any cluster."""
         return any(any(counts) for entry in self._planned for counts in entry)
 
     @property
     def entries(self) -> int:
-        """The number of entries of the table."""
         return len(self._table)
 
     def counts(self, entry: int) -> tuple[Counts, ...]:
-        """Return the pinned clusters of either part under this entry of the table."""
+        """Return the numbers of pinned clusters of either part in this entry of the table."""
         return self._table[entry]
 
     def follow(self, part: int, entry: int, words: Any) -> tuple[int, bytes]:
         """Pin the resident clusters of this entry, and unpin all others.
 
-        Return how many residency entries are not settled yet, and some of the clusters that must be read for it, packed
-        as uint32.
+        Return how many residency entries are not settled yet, and up to MAX_PINNED_AT_ONCE of the clusters that must be
+        read for it, packed as uint32.
         """
         unsettled = ffi.new("size_t *")
         pinned, widest = self._native_table[entry][part], self._widest[part]
@@ -173,7 +174,7 @@ class CacheService:
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
-        self._exhausted = [False, False]  # of either part: the loader knows that no slot can be freed
+        self._exhausted = [False, False]  # for either part: the loader has been told that no slot can be freed
         self._follow_next_s = 0.0
         self._follow_until_s: float | None = None  # pins are checked at least until then
 
@@ -207,15 +208,15 @@ class CacheService:
             return FOLLOW_MS
         return GIVEN_UP_MS if self._resizing.vacates else None
 
-    # ---- how many slots there are ----------------------------------------------------------------------------
+    # ---- the number of slots ---------------------------------------------------------------------------------
     def _from_coordinator(self, message: Message) -> None:
         if isinstance(message, Reserve):
             self._resizing.reserve(message.number, message.reserved_bytes)
             self._resize()
 
     def _resize(self) -> None:
-        """Change the number of slots to what is required now, unless a change is under way: more at once, fewer after a
-        reset."""
+        """Change the number of slots to what is required now, unless a change is under way. Additional slots are used
+        at once; fewer slots need a reset of the loader."""
         if self._resizing.vacates or not self._settled:
             return
         before, slots = self._resizing.slots, self._resizing.begin()
@@ -269,7 +270,7 @@ class CacheService:
         return self._follow_until_s is not None
 
     def _try_pins(self) -> None:
-        """Release the plan's pins, or restore them, by the misses of decode steps."""
+        """Release or restore the plan's pins, as the misses of decode steps suggest."""
         if not self._pins.any_planned or not self._settled or self._resizing.vacates:
             return
         state = self._pin_trial.state
@@ -307,7 +308,7 @@ class CacheService:
             self._reset()  # the loader was replaced, or the reset was lost with an earlier loader
 
     def _start(self) -> None:
-        """Find the free slots, those that no present entry names, and send the warm-up, pinned clusters first."""
+        """Begin after the loader's reset: find the slots that no present entry names, and send the warm-up."""
         self._settled = True
         for part, slots in enumerate(self._resizing.slots):
             free = bytearray(b"\1") * slots
@@ -375,10 +376,10 @@ class CacheService:
     def evict(self, part: int, count: int) -> array[int]:
         """Evict up to `count` clusters of a part (0 triggers, 1 values) and return the slots that this freed.
 
-        The default policy is CLOCK with usage counts (native/residency/clock.c). A subclass may override the method; it
-        may choose freely, since results never depend on what is resident. Contract: return only slots that `evict`
-        of this class or `evict_clusters` has returned, each once; do not wait; return fewer if no more can be evicted,
-        which the cache then tries again within milliseconds.
+        The default policy is CLOCK with usage counts (native/residency/clock.c). A subclass may override the method and
+        choose freely, since results never depend on what is resident. It must return only slots that `evict` of this
+        class or `evict_clusters` has returned, each once, and must not wait. If it returns fewer slots than are needed,
+        it is called again within milliseconds.
         """
         slots: Any = ffi.new("uint32_t[]", count)
         entries, words, hand = self._entries[part], self._pointers[part], self._hands[part]
@@ -389,7 +390,7 @@ class CacheService:
         """Evict the first `count` of these clusters that are resident, unpinned and not being read, and return the
         slots that this freed.
 
-        clusters: ids of uint32 in the package's order; those out of range are passed over
+        clusters: uint32 ids in the package's order; those out of range are ignored
         """
         slots: Any = ffi.new("uint32_t[]", count)
         ids = ffi.from_buffer("uint32_t[]", clusters)

@@ -1,14 +1,15 @@
 """The memory that slots give back while memory is short. It has no files and no clock.
 
-    memory is short       less than the margin is available; or the kernel reports that tasks wait for memory, with less
-                          than a quarter of it available; or the system swaps the run: slots give back a step at once
-                          and then every STEP_S
-    memory is plentiful   two margins and a step are available, and no task waited, for CALM_S: slots take back a step,
-                          and another every RESTORE_S
-    a run that `follows`  keeps a tenth of all memory available instead, and begins with the slots that this leaves
+    memory is short       less than the margin is available; or tasks wait for memory, with less than a quarter of it
+                          available; or the system swaps the run: slots give back a step at once and then every STEP_S
+    memory is plentiful   two margins and a step are available, and hardly any task waited, for CALM_S: slots take back
+                          a step, and another every RESTORE_S
 
-The kernel reports waiting as PSI (`some avg10`: the share of the last ten seconds in which a task waited for memory),
-of the control group if it has one, otherwise of the machine.
+The margin is a thirty-second of all memory, at most 64 MiB. A run that `follows` has a margin of a tenth of all memory,
+and begins with the slots that this leaves.
+
+The kernel reports the waiting as PSI (`some avg10`: the share of the last ten seconds in which a task waited for
+memory), of the control group if it has one, otherwise of the machine.
 """
 
 from __future__ import annotations
@@ -24,26 +25,31 @@ FOLLOWED_SHARE: Final = 1 / 10
 STALLED_SHARE: Final = 0.1
 SWAP_BYTES: Final = 1 << 20  # less is start-up memory that a run never uses again
 CALM_SHARE: Final = 0.01
-STALLED_BELOW: Final = 1 / 4  # with more available, the waiting tasks are in a control group with too small a limit
+STALLED_BELOW: Final = 1 / 4  # if more is available, the tasks wait because of their own control group's limit
 
 
 class Pressure:
-    """The amount of slot memory to give back, `withheld_bytes`, decided by what is seen of the machine's memory."""
+    """The decision how much memory slots give back, from the state of the machine's memory.
+
+    slots_bytes: memory of all slots
+    follows: as in the module's docstring
+    withheld_bytes: memory to give back
+    is_changing: True if `withheld_bytes` is about to change, so that `look` must be called again soon
+    """
 
     def __init__(self, slots_bytes: int, *, follows: bool = False) -> None:
-        """slots_bytes: the bytes of all slots; follows: as in the module's docstring."""
         self._slots_bytes, self._follows = slots_bytes, follows
         self._step_bytes = max(1, -(-slots_bytes // STEPS))
         self.withheld_bytes = 0
         self._swaps, self._swapped_bytes = False, 0
-        self.is_changing = False  # withheld_bytes is about to change: look again soon
+        self.is_changing = False
         self._changed_s = -STEP_S
         self._short_s = -CALM_S
 
     def begin(self, total_bytes: int, available_bytes: int, takes_bytes: int) -> None:
         """Set the first `withheld_bytes`, before the run takes its memory.
 
-        takes_bytes: how much it will take
+        takes_bytes: memory that the run will take
         """
         if self._follows:
             short = takes_bytes - (available_bytes - self._margin(total_bytes))

@@ -130,15 +130,16 @@ def _ranges(
 class PinTable:
     """The current entry of the plan's table of pins, chosen by the number of sequences in a step.
 
-    A batch size that fluctuates changes nothing: a larger one counts after GROW_AFTER_S, a smaller one after
+    A number of sequences that fluctuates changes nothing: a larger one counts after GROW_AFTER_S, a smaller one after
     SHRINK_AFTER_S.
+
+    entries: for each entry, the number of sequences from which on it holds; the first is 1
     """
 
     def __init__(self, entries: Sequence[int], sequences: int) -> None:
-        """entries: the number of sequences from which on each entry holds; the first is 1."""
         self._entries = entries
         self.entry = self._entry_for(sequences)
-        self._nearest = self.entry  # of the entries that steps called for since, the one nearest to the current one
+        self._nearest = self.entry  # of the entries that all steps since `_since_s` required, the nearest to `entry`
         self._since_s = 0.0
 
     def update(self, sequences: int, now_s: float) -> bool:
@@ -162,8 +163,11 @@ class PinTable:
 class PinTrial:
     """A trial without the plan's pins, once in a run, if decode steps miss far more than the plan expects.
 
-    The pins are released. After SETTLING_STEPS, in which the cache adapts, and STEPS more, they come back unless the
+    The pins are released. After SETTLING_STEPS, in which the cache adapts, and STEPS more, they are restored unless the
     miss rate has fallen by MIN_GAIN.
+
+    expected_rate: miss rate that the plan expects
+    state: state of an earlier cache process of the run; an unfinished trial begins again
     """
 
     HOLD: Final = 0
@@ -175,8 +179,6 @@ class PinTrial:
     MIN_GAIN: Final = 0.05
 
     def __init__(self, expected_rate: float, state: int = HOLD) -> None:
-        """expected_rate: the miss rate that the plan expects. state: that of an earlier cache process of the run; an
-        unfinished trial begins again."""
         self.state = self.HOLD if state == self.TRIAL else state
         self._expected_rate = expected_rate
         self._since: Misses | None = None
@@ -189,7 +191,7 @@ class PinTrial:
         return self.state in (self.HOLD, self.PROVED)
 
     def look(self, now: Misses) -> bool:
-        """Observe the sums over decode steps so far. Return True if `holds` has changed."""
+        """Observe the sums over all decode steps so far. Return True if `holds` has changed."""
         if self.state in (self.LET_GO, self.PROVED):
             return False
         if self._since is None or now.steps < self._since.steps:  # a new coordinator counts from 0
@@ -213,13 +215,13 @@ class PinTrial:
 
 
 class FreeSlots:
-    """The free slots of one region, and the number granted to the loader. It takes a byte per slot: a large model has
-    millions."""
+    """The free slots of one region, and the number granted to the loader. A slot takes one byte, since a large model
+    has millions."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self._free = bytearray()  # 1: free
-        self._next = 0  # no slot below is free: slots come back only with a reset
+        self._next = 0  # no slot below this one is free, since slots become free only at a reset
         self._free_count = 0
         self._granted = 0  # since the reset
 

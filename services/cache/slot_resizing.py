@@ -3,12 +3,12 @@ while memory is short.
 
     state       event                                                                           next
     steady      fewer slots are needed: regions shrink, and the loader is reset                 vacating
-    vacating    no present entry names a slot beyond the new end: `Trim` goes to the loader     requested
+    vacating    no present entry names a slot beyond the new end: `Trim` is sent to the loader  requested
     requested   the loader has freed their memory: the reservation holds                        steady
     steady      more slots are needed: they are used at once                                    steady
 
-Slots beyond the new end are emptied whatever they hold; hot clusters among them are read again. A loader that does not
-answer `Trim` within a second never will: `Trim` is optional in the protocol.
+All slots beyond the new end are emptied; hot clusters among them are read again. If the loader does not answer `Trim`
+within GIVE_UP_AFTER_S, it counts as done, since `Trim` is optional in the protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ GIVE_UP_AFTER_S = 1.0
 class Resizing:
     """The number of slots of both parts, and the changes that are under way.
 
-    slots: the current numbers; min_slots: neither part may have fewer; vacates: True while the state is not steady
+    slots: current numbers of trigger and value slots
+    min_slots: neither part may have fewer, unless it has fewer from the start
+    vacates: True while the state is not steady
     """
 
     def __init__(self, manifest: Manifest, compute: Compute, memory: Memory) -> None:
@@ -33,14 +35,14 @@ class Resizing:
         places = manifest.slots(moved=memory.are_scales_moved)
         self._slot_bytes = places.trigger_bytes, places.value_bytes
         read = rates(manifest, compute.mode)
-        # Both parts of a cluster are needed together, so that either has as many slots.
+        # Equal numbers of both parts are reclaimed if steps need both parts of a cluster together.
         self._alike = compute.mode == "predicted" or read.value_read >= read.trigger_read
         if memory.trigger_slots < manifest.clusters:  # with a slot for every trigger part, equal numbers mean nothing
             self._alike |= memory.trigger_slots == memory.value_slots
         self._reserved_bytes = self._withheld_bytes = 0
-        # As many slots as steps may have open, and as many again that are free or being filled.
+        # Steps may have this many clusters open; as many slots again are free or being filled.
         self.min_slots = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))
-        self._number: int | None = None  # of a reservation that is to be answered
+        self._number: int | None = None  # of the `Reserve` that is to be answered
         self.vacates = True  # slots beyond the plan's may hold clusters of an earlier cache process
         self._requested_s: float | None = None
         self.slots: PartCounts = (memory.trigger_slots, memory.value_slots)
@@ -48,12 +50,12 @@ class Resizing:
     def reserve(self, number: int | None, reserved_bytes: int) -> None:
         """Set the bytes to be reserved.
 
-        number: that of the `Reserve` message, for its answer
+        number: number of the `Reserve` message, for `answer`; None: no answer is due
         """
         self._number, self._reserved_bytes = number, reserved_bytes
 
     def withhold(self, withheld_bytes: int) -> bool:
-        """Set the bytes that slots give back while memory is short. Return True if the amount changes."""
+        """Set the bytes that slots give back while memory is short. Return True if they differ from before."""
         changed = withheld_bytes != self._withheld_bytes
         self._withheld_bytes = withheld_bytes
         return changed
@@ -79,7 +81,7 @@ class Resizing:
         self._requested_s = now_s
 
     def is_trim_requested(self, now_s: float) -> bool:
-        """Return True if `Trim` was sent. A loader that does not answer in time counts as having answered."""
+        """Return True if `Trim` was sent. If its answer is overdue, the state becomes steady as if it had come."""
         if self._requested_s is not None and now_s - self._requested_s > GIVE_UP_AFTER_S:
             self.trimmed()
         return self._requested_s is not None
@@ -93,6 +95,6 @@ class Resizing:
         self.vacates = False
 
     def answer(self) -> int | None:
-        """Return the number of a reservation that holds now, once; None if there is none."""
+        """Return the number of the `Reserve` to answer, once; None if there is none."""
         number, self._number = self._number, None
         return number

@@ -162,7 +162,8 @@ class CoordinatorService:
         self._context.close()
 
     def _end(self, poller: Poller) -> None:
-        """End the run: tell clients and services, also those that connect meanwhile, until no service is left."""
+        """End the run: refuse all requests and drain the services, until no service is left. Services that connect
+        meanwhile are drained too."""
         self._ending = True
         self._handle(Ending())
         self._epoch.advance()  # the step under way is abandoned
@@ -170,7 +171,7 @@ class CoordinatorService:
             self._send(process.peer, Drain())
         alive = True
         while alive:
-            # Look first: then all messages of processes that have ended are there.
+            # The board is read first, so that the loop below receives all messages of processes that have ended.
             alive = any(self._processes.on_board(*process.name).pid for process in self._processes)
             self._job.pulse.waits()
             poller.wait(ENDING_MS)
@@ -178,7 +179,7 @@ class CoordinatorService:
                 self._take(*received)
 
     def _patience_ms(self) -> int:
-        """Return how long the service may sleep if no message comes, in milliseconds."""
+        """Return the milliseconds that the service may sleep if no message comes."""
         if self._scheduler.busy:
             return BUSY_MS
         now = time.monotonic()
@@ -187,7 +188,7 @@ class CoordinatorService:
         return int(min(limit_ms, 1 + 1000 * self._answers.due_s, 1 + pause_ms if pause_ms > 0 else limit_ms))
 
     def _look_around(self, now: float) -> None:
-        """While the run is in use, ask for beats, have memory measured, and look for overdue processes."""
+        """While the run is in use, request beats and have memory measured. Look for overdue processes."""
         requests, all_ready = self._scheduler.requests, self._scheduler.workers.all_ready(self._processes.retired())
         if requests.active or requests.waiting or self._watched or not all_ready:
             self._wakefulness.used(now)
@@ -264,7 +265,7 @@ class CoordinatorService:
             self._settle()
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
-        self._pipeline.lost(process.name)  # with what it left in its channel
+        self._pipeline.lost(process.name)  # the earlier incarnation may have left an answer in the channel
         self._welcome(process.peer)
 
     def _ready(self, process: processes.WorkerProcess) -> None:
@@ -285,7 +286,7 @@ class CoordinatorService:
         self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
 
     def _leave(self, process: processes.WorkerProcess) -> ProcessKey:
-        """Reset what is known of a lost process; return its key."""
+        """Reset the state of a lost process, publish the loss, and return the process's key."""
         self._processes.leave(process)
         self._pipeline.lost(process.name)
         self._events.send(Life(role=process.role, index=process.index, state="starting", detail="restarted"))
@@ -305,8 +306,10 @@ class CoordinatorService:
 
     # ---- the step pipeline ------------------------------------------------------------------------------------
     def _collect_answers(self) -> bool:
-        """Process the answers from the step channels, which disarms the pipeline. Returns True if there were any. If
-        the pipeline has sent a step, the scheduler decides on the same one now: no event came between."""
+        """Process the answers from the step channels, which disarms the pipeline. Returns True if there were any.
+
+        If the pipeline has sent a step, the scheduler now decides on the same step, since no event came between.
+        """
         answers = self._pipeline.collect()
         for answer in answers:
             role, index = answer.process
@@ -326,7 +329,7 @@ class CoordinatorService:
             pass
 
     def _arm(self) -> None:
-        """Prepare the step after the outstanding one."""
+        """Arm the pipeline with the step after the outstanding one, if that step is certain."""
         if self._pipeline.is_waiting and not self._pipeline.is_armed:
             self._pipeline.arm(self._scheduler.ahead(time.monotonic()))
 
@@ -417,7 +420,7 @@ class CoordinatorService:
         return TokensSampled(tokens, cost, logprobs)
 
     def _assign(self, peer: str, message: Message) -> bool:
-        """Send work to a service if it has a credit. Without one it is gone or owes an answer."""
+        """Send work to a service if it has a credit. Returns False if it has none: it is gone or owes an answer."""
         if not self._processes.credits.take(peer):
             log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
             return False
@@ -425,7 +428,7 @@ class CoordinatorService:
         return True
 
     def _tell(self, client: str, message: Message) -> None:
-        """Send a message to a client. A client that is gone or does not read loses its request."""
+        """Send a message to a client. If the client is gone or does not read, its request is cancelled."""
         self._meter.message_sent(message)
         if isinstance(message, Finished):
             message = self._meter.request_finished(client, message)

@@ -10,7 +10,7 @@ from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS
 from neuronpipe.services.coordinator.scheduling.events import Logprobs, SampleRow, TokensSampled
 
-# Each has a field of its name in np_sampling; end tokens to ignore are among the biases.
+# np_sampling has a field of the same name for each option but `ignore_end`, which becomes biases of end tokens.
 _NATIVE = [option.name for option in SAMPLING_OPTIONS if option.name != "ignore_end"]
 
 
@@ -34,7 +34,8 @@ class Sampler:
         return tokens, logprobs
 
     def sample(self, row: SampleRow) -> int:
-        """Return a token, always the same for the same row; or NOT_A_NUMBER or ALL_BANNED of `TokensSampled`."""
+        """Return a token, always the same for equal rows and logits; or NOT_A_NUMBER or ALL_BANNED of
+        `TokensSampled`."""
         keep = _fill(self._how[0], row)  # `_how` points into these arrays
         token = int(lib.np_sample(self._row(row.row), self._vocabulary, self._how, _uniform(row), self.scratch))
         del keep
@@ -43,18 +44,19 @@ class Sampler:
         return TokensSampled.ALL_BANNED if token == lib.NP_E_BANNED else TokensSampled.NOT_A_NUMBER
 
     def prepare(self, rows: Sequence[SampleRow]) -> tuple[Any, Any, list[Any]]:
-        """Return np_sampling[] and the uniform numbers of rows that native code samples, and the arrays that these
-        point to."""
+        """Return np_sampling[] and a random number for each row, for native code to sample; and the arrays to which
+        np_sampling points."""
         how = ffi.new("np_sampling[]", len(rows))
         keep = [array for number, row in enumerate(rows) for array in _fill(how[number], row)]
         return how, ffi.new("double[]", list(map(_uniform, rows))), keep
 
     def logprobs(self, row: SampleRow, token: int) -> Logprobs:
-        """Return the log-probabilities of the token and of the most likely ones in the model's own distribution."""
+        """Return the log-probabilities of the token and of the most likely tokens, before any sampling option."""
         return self._rate(row.row, token, row.ask.logprobs or 0)
 
     def rate_all(self, targets: Sequence[int], likely: int) -> tuple[Logprobs, ...]:
-        """Rate each target by the row with its index, and name the most likely tokens of the row."""
+        """Return the log-probability of target n in row n, for each n, with the `likely` most likely tokens of the
+        row."""
         return tuple(self._rate(row, target, likely) for row, target in enumerate(targets))
 
     def _rate(self, row: int, token: int, likely: int) -> Logprobs:

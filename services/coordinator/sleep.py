@@ -1,11 +1,11 @@
-"""The times for which the coordinator may sleep and at which it asks for beats. Without sockets and clock.
+"""When the coordinator wakes up and when it requests beats. This module has no sockets and no clock.
 
 use of the run      behaviour
-in use              requests, a monitor, or processes that are not ready: the coordinator looks around every
-                    BEAT_S, asks for beats, and has the supervisor measure memory
-used lately         the same for LINGER_S: borrowed memory is reclaimed, pins follow the number of sequences
-not used            it sleeps until a message or a signal comes, at most IDLE_S: unused content of KV slots is
-                    forgotten after a while
+in use              there are requests, a monitor, or processes that are not ready: the coordinator wakes up every
+                    BEAT_S, requests beats, and has the supervisor measure memory
+used lately         the same for LINGER_S, in which prefill memory is released and pins follow the number of sequences
+not used            it sleeps until a message or a signal comes, at most IDLE_S, so that unused content of KV slots is
+                    forgotten
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 import signal
 
 BOARD_CHANGED = signal.SIGURG
-"""From the supervisor to the coordinator; in the other direction it means that the run is used. A program that does not
-handle it is not disturbed."""
+"""The signal by which the supervisor announces a change of the board, and the coordinator that the run is in use. A
+program without a handler ignores it."""
 BEAT_S = 0.25
 LINGER_S = 6.0  # longer than SHRINK_AFTER_S of the cache and RELEASE_AFTER_S of `kv_reservation`
 STATUS_LINGER_S = 1.0
@@ -30,22 +30,23 @@ class Wakefulness:
         self._used_until_s = self._beats_due_s = self._tell_due_s = -math.inf
 
     def used(self, now_s: float, linger_s: float = LINGER_S) -> None:
-        """Note that the run is in use."""
+        """Note that the run is in use now and for `linger_s`."""
         self._used_until_s = max(self._used_until_s, now_s + linger_s)
 
     def patience_s(self, now_s: float) -> float:
-        """Return how long the coordinator may sleep if no message or signal comes."""
+        """Return the seconds that the coordinator may sleep if no message or signal comes."""
         return BEAT_S if now_s < self._used_until_s else IDLE_S
 
     def asks_for_beats(self, now_s: float) -> bool:
-        """Return True if beats are due, and count them as requested."""
+        """Return True if beats are to be requested now; then the next request is due BEAT_S later."""
         if now_s >= self._used_until_s or now_s < self._beats_due_s:
             return False
         self._beats_due_s = now_s + BEAT_S
         return True
 
     def tells_supervisor(self, now_s: float) -> bool:
-        """Return True if the supervisor must hear again that the run is in use, and count it as told."""
+        """Return True if BOARD_CHANGED is to be sent to the supervisor now; then the next signal is due
+        TELL_SUPERVISOR_S later."""
         if now_s >= self._used_until_s or now_s < self._tell_due_s:
             return False
         self._tell_due_s = now_s + TELL_SUPERVISOR_S

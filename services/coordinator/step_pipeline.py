@@ -1,9 +1,9 @@
 """The step pipeline: steps sent to decode workers and answered through shared memory, without messages.
 
-If all sequences of a step continue, the next step is known while it is computed, apart from the tokens. `arm` gives it
-to a native thread (native/steps/relay.c), which samples the tokens when every participant has answered and sends the
-next step at once. The coordinator processes the result by `collect` while the next step runs. Its decision must equal
-the step that the native thread has sent; otherwise that step is abandoned.
+If all sequences of a step continue, the next step is known, apart from its tokens, while the step is computed. `arm`
+passes it to a native thread (native/steps/step_pipeline.c), which samples the tokens when every participant has
+answered and sends the next step at once. Meanwhile the coordinator processes the results from `collect`. The
+scheduler's decision must equal the step that the native thread has sent; otherwise that step is abandoned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from neuronpipe.services.steps.step_shares import work_of
 class StepAnswer:
     """A participant's answer to a finished step, as in `StepDone`.
 
-    counters: the sum over participants that answered together, in the last one's
+    counters: of the answers that one call of `collect` returns, the last has the sum of all; the others have none
     """
 
     process: ProcessKey
@@ -42,9 +42,9 @@ class StepAnswer:
 class FinishedStep:
     """A step that all participants have answered.
 
-    tokens: if the native thread has sampled them; else None
-    done_ns, sampled_ns, passed_ns: when the last participant had answered, when tokens were sampled, and when the next
-    step was sent, in nanoseconds
+    tokens: those that the native thread has sampled, one for each sequence; None: it has sampled none
+    done_ns, sampled_ns, passed_ns: times, in nanoseconds, at which the last participant had answered, the tokens were
+    sampled, and the next step was sent
     """
 
     tokens: tuple[int, ...] | None
@@ -57,7 +57,7 @@ class StepPipeline:
     """The coordinator's end of the step channels. One thread uses it.
 
     wake: a descriptor that is readable when a step is finished
-    done: how the last step ended, if it was sent through the channels, until the next one is sent
+    done: the last step, if it was sent through the channels; None once the next step is sent
     """
 
     def __init__(self, memory: RunMemory, model: ModelSpec, sampler: Sampler) -> None:
@@ -79,7 +79,7 @@ class StepPipeline:
                 "wake": self._wake_end,
             },
         )
-        for lane in range(self._lanes.count):  # workers may still listen to a coordinator that has died
+        for lane in range(self._lanes.count):  # workers may still listen for a dead coordinator
             lib.np_channel_clear(self._lanes.native, lane)
         self._native = lib.np_pipeline_create(self._config) if self._lanes.count <= Lanes.MAX_COUNT else ffi.NULL
         self._native_outcome = ffi.new("np_pipeline_result *")
@@ -95,10 +95,10 @@ class StepPipeline:
         lib.np_pipeline_destroy(self._native)
         self._native = ffi.NULL
 
-    # ---- giving ----------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------
     def send(self, action: SendStep) -> bool:
-        """Send a step if all its participants listen to their channels. Returns False if nothing was sent; then
-        nobody listens."""
+        """Send a step if all its participants listen to their channels. Returns False if nothing was sent; then the
+        participants wait for messages instead."""
         message = action.message
         if self._native == ffi.NULL or not isinstance(message, Step):
             return False
@@ -114,7 +114,10 @@ class StepPipeline:
         return True
 
     def arm(self, ahead: Ahead | None) -> None:
-        """Prepare the step after the outstanding one; None: the thread only reports the end of the outstanding step."""
+        """Pass the step after the outstanding one to the native thread.
+
+        Nothing happens if `ahead` is None, the outstanding step was not sent through the channels, or a step is armed.
+        """
         if ahead is None or self._outstanding is None or self._armed_step is not None:
             return
         how, uniforms, self._native_arrays = self._sampler.prepare(ahead.rows)
@@ -136,10 +139,8 @@ class StepPipeline:
         lib.np_pipeline_arm(self._native, following)
 
     def sent_already(self, action: SendStep) -> FinishedStep | None:
-        """Return how the previous step ended if the native thread has sent this one already; else None.
-
-        In the first case this step becomes the outstanding one.
-        """
+        """Return the previous step if the native thread has sent this one already; it is now the outstanding one. Else
+        return None."""
         done, passed = self.done, self._unprocessed
         self.done = self._unprocessed = None
         if passed is None:
@@ -168,7 +169,7 @@ class StepPipeline:
         return self._armed_step is not None
 
     def collect(self) -> list[StepAnswer]:
-        """Return the new answers, and disarm the thread. After the last answer `done` tells how the step ended."""
+        """Return the new answers, and disarm the native thread. With the last answer of a step, `done` is set."""
         if self._outstanding is None:
             return []
         outcome, step = self._native_outcome, self._outstanding.message
@@ -204,23 +205,23 @@ class StepPipeline:
         self._outstanding, self._owed = None, {}
 
     def clear_wake(self) -> None:
-        """Clear the descriptor after it was readable."""
+        """Empty the descriptor `wake` after it was readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 64)
 
     # ---- processes -------------------------------------------------------------------------------------------
     def lost(self, process: ProcessKey) -> None:
-        """Expect nothing more of a process that has ended."""
+        """Clear the channel of a process that has ended, and await no answer of it."""
         self._owed.pop(process, None)
         if process[0] == "decode" and process[1] < self._lanes.count:
             lib.np_channel_clear(self._lanes.native, process[1])
 
     def answered_by_message(self, process: ProcessKey) -> None:
-        """Note that a participant has answered by a message."""
+        """Await no answer through the channel of a participant that has answered by a message."""
         self._owed.pop(process, None)
 
     def release(self, peer: str) -> None:
-        """Make a worker look for a message, which is about to be sent."""
+        """End a decode worker's wait at its channel, so that it reads the message that is about to be sent."""
         role, _, index = peer.partition("-")
         if role == "decode" and int(index) < self._lanes.count:
             lib.np_channel_release(self._lanes.native, int(index))

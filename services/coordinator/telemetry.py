@@ -38,13 +38,13 @@ from neuronpipe.services.runtime.trace import Trace
 EVERY_MS = 25
 log = logging.getLogger(__name__)
 PINS: Final[tuple[Pins, ...]] = ("held", "tried", "let_go", "held")
-"""States of pins by the word that the cache writes."""
+"""State of the pins for each value of the word that the cache writes."""
 
 
 class Meter:
     """Measurements of steps and requests, from the clock and the board.
 
-    neurons: neurons of the model, over all layers and experts
+    neurons: number of neurons of all layers and experts
     """
 
     def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents, plan: Plan) -> None:
@@ -66,7 +66,7 @@ class Meter:
         self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # the last step, its start, cost and counters
         self._sampled = 0
         self._gap_ms = 0.0
-        self._sampled_ns = 0  # end of sampling; once the next step is sent, that time
+        self._sampled_ns = 0  # time at which sampling ended or, if the next step is sent already, at which it was sent
         self._messages = 0
 
     def flash_now(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Meter:
         return int(self._slots[PIN_STATE])
 
     def memory_now(self) -> dict[str, int]:
-        """Return the bytes of the whole run, by use."""
+        """Return the memory figures of the whole run in bytes, by the names in BOARD_MEMORY."""
         return {name: int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
 
     # ---- a step ----------------------------------------------------------------------------------------------
@@ -97,7 +97,9 @@ class Meter:
     def sent(self, began_ns: int, processes: int, end_ns: int | None = None) -> None:
         """Note that a step was sent.
 
-        end_ns: the time if it is not now, as in the other methods
+        began_ns: time at which sending began
+        processes: number of participants
+        end_ns: time at which the step was sent; None: now. It is likewise an end in `step_done` and `sampled`
         """
         self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step, end_ns=end_ns)
         if self._sampled_ns:
@@ -107,7 +109,7 @@ class Meter:
         add_cost(self._counters, {**counters, "answers": 1.0})
 
     def step_done(self, end_ns: int | None = None) -> Cost:
-        """Note that every participant is done. Returns milliseconds, bytes and reads since the step was sent."""
+        """Note that every participant is done. Returns `ms`, `read_bytes` and `reads` since the step was sent."""
         assert self._sent is not None
         tokens = len(self._sent.tokens)
         done_ns = self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=tokens, step=self._step, end_ns=end_ns)
@@ -169,7 +171,7 @@ class Meter:
         self._flash_at_start.pop(f"{client}/{request}", None)
 
     def request_finished(self, client: str, finished: Finished) -> Finished:
-        """Return the final message with memory and flash figures."""
+        """Return the final message with the run's memory and the flash figures since the request's arrival."""
         bytes_now, reads_now = self.flash_now()
         bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
         total: Cost = {}
@@ -192,11 +194,11 @@ class Meter:
 class DoneStep:
     """A finished step.
 
-    sent_ns: when it was sent
+    sent_ns: time at which it was sent
     took: the result of `Meter.step_done`
-    counters: sums over the participants that answered; "answers" is their number
+    counters: sums over the participants; "answers" is the number of answers
     tokens: number of sampled tokens
-    gap_ms: the longest time between tokens of a sequence in it; 0 if all tokens were first ones
+    gap_ms: the longest time since the previous token of a sequence; 0 if every token was its sequence's first
     """
 
     message: Step | Prefill
@@ -223,7 +225,7 @@ class StepEvents:
         self._steps.append(step)
 
     def publish(self, now_ns: int) -> None:
-        """Report the steps if the first was sent EVERY_MS ago."""
+        """Report the steps if the first was sent at least EVERY_MS ago. Without monitors they are dropped."""
         if not self._steps or now_ns - self._steps[0].sent_ns < EVERY_MS * 1_000_000:
             return
         if self._events.watched:
@@ -234,7 +236,7 @@ class StepEvents:
 
 
 def step_event(steps: Sequence[DoneStep]) -> StepEvent:
-    """Return the event for steps of one kind, in their order."""
+    """Return the event for steps, which are all prefill or all decode steps, in their order."""
 
     def count(*names: str) -> int:
         return int(sum(step.counters.get(name, 0.0) for step in steps for name in names))
@@ -280,13 +282,13 @@ class Report:
     def __init__(self, job: Job, scheduler: Scheduler, processes: WorkerProcesses, meter: Meter) -> None:
         self._job, self._scheduler, self._processes, self._meter = job, scheduler, processes, meter
         self._started_at = time.monotonic()
-        self.notes: dict[ProcessKey, str] = {}  # on processes that keep the run waiting
+        self.notes: dict[ProcessKey, str] = {}  # why a process keeps the run waiting
         self._specs = {(spec.role, spec.index): spec for spec in job.plan.compute.processes}
 
     def status(self, tokens: int, *, ending: bool) -> Status:
         """Return the status.
 
-        tokens: sampled so far
+        tokens: number of tokens sampled so far
         ending: True if the run ends
         """
         now = time.monotonic()
@@ -359,7 +361,8 @@ class Report:
         )
 
     def _work(self, process: WorkerProcess, is_retired: bool) -> str:
-        """Return which blocks and matrices a process computes, in words, if the plan has an accelerator."""
+        """Return which blocks and matrices a process computes, in words; empty unless the plan offloads blocks and the
+        process is a decode worker or an accelerator."""
         compute, blocks = self._job.plan.compute, self._job.package.manifest.layout.blocks
         role = process.role
         if not compute.held_blocks or role not in ("decode", ACCELERATOR):
@@ -376,7 +379,7 @@ class Report:
         return f"decode workers compute its blocks{otherwise}{'' if is_retired else ' until it is there'}"
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:
-        """Return the status of a gateway, which is a client: all that is known is the board."""
+        """Return the status of a gateway from the board, since a gateway is a client and sends no beats."""
         line = self._processes.on_board(GATEWAY, index)
         state: State = "ready" if line.pid else "starting"
         return ProcessStatus(role=GATEWAY, index=index, pid=line.pid, state=state, core=core, restarts=line.restarts)

@@ -67,7 +67,7 @@ class Core:
             self._reader = lib.np_reader_open(path, b"threads", depth, error)
         if self._reader == ffi.NULL:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
-        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # of each cluster that of either part
+        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # two for each cluster: one of each part
         self._keep: list[Any] = [checksums]
         layout, memory_plan = manifest.layout, job.plan.memory
         places = manifest.slots(moved=memory_plan.are_scales_moved)
@@ -158,9 +158,9 @@ class Core:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
-        """Load these parts of clusters while nothing else waits, without those that are resident.
+        """Load clusters that are not resident while nothing else waits. Logs an error if an id is out of range.
 
-        clusters: ids packed as uint32
+        parts, clusters, pinned: the fields of `Warm`
         """
         ids = ffi.from_buffer("uint32_t[]", clusters)
         flags = lib.NP_ENTRY_PINNED if pinned else 0
@@ -168,12 +168,12 @@ class Core:
             log.error("a message named clusters outside the package; dropped")
 
     def grant(self, part: int, slots: bytes) -> None:
-        """Add free slots, packed as uint32."""
+        """Add free slots, packed as uint32. Raises RuntimeError if a slot does not exist or is in use."""
         if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
             raise RuntimeError("the cache granted a slot that does not exist or is in use")
 
     def trim(self, slots: tuple[int, int]) -> None:
-        """Free the memory of the slots from these numbers on.
+        """Free the memory of the slots that do not stay. Raises RuntimeError if one of them is granted.
 
         slots: the number of slots of either part that stay
         """
@@ -228,7 +228,7 @@ class LoaderService:
         self._context.close()
 
     def _counters(self) -> dict[str, float]:
-        """Return the state of the queue, for monitors."""
+        """Return the state of the queue, for heartbeats."""
         state = self._core.state()
         return {
             "in_flight": state.in_flight,
@@ -239,7 +239,8 @@ class LoaderService:
         }
 
     def _report_slot_counts(self) -> int | None:
-        """Report the free slots to the cache manager, before each wait, if they have changed."""
+        """Send the counts of slots to the cache manager if they have changed. Return the longest wait in milliseconds;
+        None: no limit. Until the first `Reset` they are sent before each wait."""
         state = self._core.state()
         counts = SlotCounts(
             generation=self._generation,
@@ -282,4 +283,4 @@ class LoaderService:
         try:
             self._cache.send("cache-0", message)
         except (Lost, Full):
-            self._reported = None  # the cache manager has not connected yet, or again; the next round repeats it
+            self._reported = None  # the cache manager is not connected; the counts are sent again later

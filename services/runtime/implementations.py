@@ -135,7 +135,7 @@ def parse_process(text: str) -> tuple[str, int | None]:
 
 
 def implementation_facts(processes: Mapping[tuple[str, int], Implementation]) -> dict[str, Sequence[str]]:
-    """Return the implementation of each process as JSON values: its text and its folder, by process name."""
+    """Return the text and the folder of each process's implementation, by process name, for JSON."""
     return {
         f"{role}.{index}": (implementation.text, implementation.folder)
         for (role, index), implementation in processes.items()
@@ -150,7 +150,7 @@ class Implementations:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Sequence[str]]) -> Implementations:
-        """Restore them from `implementation_facts`, as a supervisor answers them."""
+        """Restore implementations from the result of `implementation_facts`, which a supervisor sends."""
         processes = {name: parse_process(name) for name in facts}
         return cls(Use(*processes[name], Implementation(*facts[name])) for name in facts)
 

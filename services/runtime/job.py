@@ -1,4 +1,4 @@
-"""The job of a service process: everything that it needs to take its place in the run."""
+"""The job of a service process: everything that it needs to take part in the run."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
 
-CRASH_WEIGHT, KILL_WEIGHT, CERTAIN = 3, 2, 6  # two crashes of the coordinator, or three deaths by SIGKILL among them
+CRASH_WEIGHT, KILL_WEIGHT, CERTAIN = 3, 2, 6  # certain after two crashes, or three deaths with SIGKILL among them
 STEP_KILL_WEIGHT = 1  # a step that waits for a restarted process takes long, so that outside kills often hit it
 SAME_PLACE_TOKENS: Final = 1  # native code may be a token ahead of the ledger
 FORGET_AFTER_S: Final = 600.0  # a cause outside the request may have passed by then
@@ -123,7 +123,7 @@ class Ledger:
         return {entry[FINGERPRINT]: Suspect(*entry[PLACE:]) for entry in entries if entry[FINGERPRINT]}
 
     def keep(self, suspects: dict[int, Suspect]) -> None:
-        """Write the suspects; if there are too many, those of the latest deaths."""
+        """Write the suspects; if there are more than SUSPECTS, those of the latest deaths."""
         latest = sorted(suspects.items(), key=lambda item: -item[1].last_death_s)[:SUSPECTS]
         for number in range(SUSPECTS):
             values = (latest[number][0], *dataclasses.astuple(latest[number][1])) if number < len(latest) else (0,)
@@ -227,7 +227,7 @@ class Quarantine:
             self._ledger.keep(self._suspects)
 
     def convict(self, name: int, now: float) -> None:
-        """Refuse a request that certainly ended processes, such as one that died in a step of its own."""
+        """Refuse a request that certainly ended processes, such as the only one of a step."""
         self._suspects[name] = Suspect(0, CERTAIN, int(now))
         self._refused += 1
         self._ledger.keep(self._suspects)

@@ -34,8 +34,8 @@ WRITES: dict[str, frozenset[str]] = {
     "accelerator": frozenset({"kv", "exchange", "trace"}),
 }
 LOCKS = ("loader", "decode", "prefill")
-"""Roles that lock the memory they map, where the system allows it (`doctor` says whether). Otherwise a phone swaps out
-pages that were not used for a while, and other kernels unmap them, so that the next access is a page fault."""
+"""Roles that lock the memory they map, where the system allows it (`doctor` says whether). Otherwise systems swap out
+or unmap pages that were not used for a while, so that the next access is a page fault."""
 
 
 def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:

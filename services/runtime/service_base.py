@@ -1,4 +1,4 @@
-"""The shell of every service: it greets the coordinator, sends heartbeats, drains, and notices restarted peers.
+"""The shell of every service: it greets the coordinator, sends heartbeats, drains, and notices a new coordinator.
 
 A service has one thread, which waits for messages, does the work and answers. It sends a heartbeat when the coordinator
 asks for one, which happens only while the run is in use, so that an idle service has no timer.
@@ -35,9 +35,10 @@ log = logging.getLogger(__name__)
 class Service:
     """The shell of one service.
 
-    slots: requests that it takes at once
+    slots, numerics: as in `Hello`
     available: False delays `Ready` until `become_available`
-    numerics: as in `Hello`
+    step: number of the current step, for heartbeats
+    counters: returns the counters of heartbeats; the service sets it
     """
 
     def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True, numerics: str = "") -> None:
@@ -64,7 +65,7 @@ class Service:
         self._pulse = job.pulse
         self._hello_due = 0.0
         self.step = 0
-        self.counters: Callable[[], dict[str, float]] = dict  # of heartbeats, for monitors; set by the service
+        self.counters: Callable[[], dict[str, float]] = dict
 
     def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
         """Call `readable` whenever the channel or descriptor can be read."""
@@ -72,15 +73,15 @@ class Service:
         self._sources.append((source, readable))
 
     def answer(self, content: Message) -> None:
-        """Send a message to the coordinator. It is dropped, with a warning, if the coordinator does not read for
-        seconds: it is being restarted then, and asks again."""
+        """Send a message to the coordinator. If the coordinator does not read for seconds, the message is dropped with
+        a warning, since the coordinator is then being restarted and asks again."""
         try:
             self.control.send(content)
         except Full as error:
             log.warning("%s.%d: %s", self.role, self.index, error)
 
     def become_available(self) -> None:
-        """Send `Ready` after `Welcome`: the service has settled with other processes what it had to."""
+        """Let the service send `Ready`, now or after `Welcome`."""
         if not self._available and self._welcomed:
             self.answer(Ready(role=self.role, index=self.index))
         self._available = True
@@ -95,8 +96,8 @@ class Service:
 
         handle: gets the messages that do not concern the process's life
         idle: runs before each wait, and returns the longest wait in milliseconds, or None for no limit
-        sleep: waits in place of the poller, for one of the descriptors or for so many milliseconds; for a service that
-            has work between messages
+        sleep: waits in place of the poller, until one of the descriptors is readable or the milliseconds have passed;
+            for a service that has work between messages
         """
         while not self._draining:
             self._greet()

@@ -29,8 +29,11 @@ from neuronpipe.plans.lab.simulate.recording import Recording
 from neuronpipe.plans.lab.simulate.simulate import Result, SimulationOptions, simulate
 from neuronpipe.plans.lab.simulate.systems import SYSTEMS
 from neuronpipe.plans.lab.simulate.task_times import FileCosts
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.specs import SPECS, write_package
 
 PHONE = "oneplus-12"
 SMALL = "turbosparse-100m"
@@ -141,6 +144,16 @@ def test_a_package_without_a_predictor_is_computed_exactly_and_keeps_first_parts
     assert half.miss_rate > 0.05
     quarter, _ = simulate(phone, model, SYSTEMS["ours"], SimulationOptions(resident=0.25, tokens=12))
     assert quarter.looked_miss_rate == pytest.approx(0.25, abs=0.01)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("q4", 4.5), ("q4k", 4.5), ("q5k", 5.5), ("iq4", 4.5), ("q8", 8.5)])
+def test_a_package_is_simulated_whatever_its_quantization(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: Quantization, bits: float
+) -> None:
+    package = write_package(tmp_path / "package", dataclasses.replace(SPECS["many neurons"], width=256), quantization)
+    assert model_of(package.manifest).bits_per_weight == bits
+    assert main(["simulate", "oneplus-12", str(package.path), "--tokens", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_s"] > 0
 
 
 def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:

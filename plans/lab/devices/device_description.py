@@ -23,7 +23,7 @@ READ_BYTES = tuple(PAGE_BYTES << n for n in range(9))  # 4 KiB to 1 MiB
 PIECE_BYTES = 1024  # the device file has no speeds of smaller pieces of memory
 ENGINE = "threads"  # an app's sandbox forbids io_uring
 # Speed of multiplying weights, relative to weights of four bits: an f16 lane is as wide as two lanes of bytes.
-MULTIPLIED: dict[Quantization, float] = {"q4": 1.0, "q8": 1.0, "f16": 0.5}
+MULTIPLIED: dict[Quantization, float] = {"q4": 1.0, "q4k": 1.0, "q8": 1.0, "f16": 0.5}
 NO_DATE = 1.0  # a profile needs a date, which a description does not have
 
 

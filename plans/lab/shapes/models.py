@@ -11,7 +11,7 @@ from neuronpipe.plans.cost.activation_rates import ASSUMED_FIRED, ASSUMED_PREDIC
 from neuronpipe.plans.lab.devices.device_file import Sourced
 from neuronpipe.plans.lab.synth.shapes import SHAPES, rank_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.plans.package.layout import PAGE_BYTES, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.pull.package_library import REPOSITORY
 from neuronpipe.protocol.errors import UserError, quoted
@@ -216,7 +216,7 @@ def model_of(manifest: Manifest) -> SimulatedModel:
     if manifest.predictor is not None:
         rank = manifest.predictor.rank
         predicted = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer)) or predicted
-    bits = {"q4": BITS_PER_WEIGHT, "q8": 8.5, "f16": 16.0}[manifest.quantization]
+    bits = 8 * row_bytes(manifest.quantization, spec.width) / spec.width
     return dataclasses.replace(
         model, active=active, predicted=max(active, predicted), predictor_rank=rank, bits_per_weight=bits
     )

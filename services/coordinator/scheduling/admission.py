@@ -27,8 +27,8 @@ class Limits:
     vocabulary: int
     end_tokens: frozenset[int]
     plan_id: str
-    blocks: int = 1  # of neurons, in a layer
-    offloaded_blocks: tuple[int, ...] = ()  # by batch size: see `held_blocks` of `Compute`
+    blocks: int = 1  # of a layer
+    offloaded_blocks: tuple[int, ...] = ()  # of a layer, by number of sequences: see `held_blocks` of `Compute`
     offloaded_matrices: tuple[str, ...] = ()
 
     @classmethod
@@ -49,18 +49,19 @@ class Limits:
             offloaded_matrices=compute.held_matrices,
         )
 
-    def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
+    def shares(self, are_accelerators: Sequence[bool], sequences: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
         """Return the fields of `Step` that assign blocks and matrices to participants.
 
-        holds: for each participant True if it is an accelerator, which computes the first blocks and the offloaded
-            matrices; the others share the remaining blocks by work stealing
-        texts: the number of sequences in the step
+        are_accelerators: for each participant True if it is an accelerator, which computes the first blocks and the
+            offloaded matrices; the others share the remaining blocks by work stealing
+        sequences: number of sequences in the step
         """
-        offloaded = self.offloaded_blocks[min(texts, len(self.offloaded_blocks)) - 1] if any(holds) else 0
+        has_accelerator, sizes = any(are_accelerators), self.offloaded_blocks
+        offloaded = sizes[min(sequences, len(sizes)) - 1] if has_accelerator else 0
         return {
-            "first_blocks": tuple(0 if is_accelerator else offloaded for is_accelerator in holds),
-            "end_blocks": tuple(offloaded if is_accelerator else self.blocks for is_accelerator in holds),
-            "held_matrices": self.offloaded_matrices if any(holds) else (),
+            "first_blocks": tuple(0 if is_accelerator else offloaded for is_accelerator in are_accelerators),
+            "end_blocks": tuple(offloaded if is_accelerator else self.blocks for is_accelerator in are_accelerators),
+            "held_matrices": self.offloaded_matrices if has_accelerator else (),
         }
 
 
@@ -99,7 +100,7 @@ class Admission:
             return Refused(request=ask.request, code=refusal.code, message=str(refusal))
 
     def tokenized(self, ask: Tokenize) -> Tokenized | Refused:
-        """Return a text and its tokens. The text may have as many tokens as a prompt."""
+        """Return the tokens and the text of a text or of tokens; a refusal if they exceed the context."""
         try:
             tokens = self._tokens_of(ask, min_tokens=0)
             pieces = tuple(map(self._tokenizer.piece, tokens))
@@ -109,7 +110,7 @@ class Admission:
         return Tokenized(request=ask.request, tokens=tuple(tokens), pieces=pieces, text=text)
 
     def _check_options(self, ask: Generate) -> None:
-        """Raise _Refusal if an option of sampling or a grammar is out of range."""
+        """Raise _Refusal if an option is out of range, or a grammar or the calls are too long."""
         for name, allowed in RANGES.items():
             value = getattr(ask, name)
             if value is not None and value not in allowed:
@@ -147,10 +148,10 @@ class Admission:
         return tokens
 
     def _encode(self, ask: Generate | Score | Tokenize, limit_text: str) -> list[int]:
-        """Return the tokens of a prompt.
+        """Return the tokens of a text. Raises _Refusal.
 
-        A text that exceeds the limit for certain is refused without encoding, which takes 180 bytes of memory for each
-        of its bytes.
+        A text that certainly exceeds the limit is refused without encoding, which takes 180 bytes of memory for each
+        byte of text.
         """
         text, frame = (ask.prompt if isinstance(ask, Generate) else ask.text), ask.frame
         text_bytes = len((text or "").encode(errors="replace"))

@@ -52,7 +52,7 @@ class EpochChanged:
 class StepLeft:
     """A participant has left a step.
 
-    done: False if it abandoned the step because the epoch changed
+    done: False if it abandoned the step
     ratings: the field of `Prefilled`
     """
 
@@ -66,8 +66,8 @@ class StepLeft:
 
 @frozen
 class StepFailed:
-    """A participant cannot compute the step, for example because a bundle is damaged. The requests in it fail; the
-    run continues."""
+    """A participant cannot compute the step, for example because a bundle is damaged. The requests of its sequences are
+    refused; the run continues."""
 
     process: ProcessKey
     step: int
@@ -77,7 +77,7 @@ class StepFailed:
 
 @frozen
 class Logprobs:
-    """Log-probabilities of a token and of the most likely tokens, the latter with their ids."""
+    """The log-probability of a token, and pairs of id and log-probability of the most likely tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -109,7 +109,11 @@ class TokensScored:
 
 @frozen
 class ThrottleChanged:
-    """Pause for this share of the time, until the given time."""
+    """A client asks for pauses.
+
+    share: share of the time to spend in pauses, 0 to 1
+    until: time at which the pauses end
+    """
 
     share: float
     until: float
@@ -117,7 +121,7 @@ class ThrottleChanged:
 
 @frozen
 class Leaving:
-    """The set of processes that have successors and are to be drained. It replaces the previous set."""
+    """The processes that are to end, usually because others replace them. The set replaces the previous one."""
 
     processes: frozenset[ProcessKey]
 
@@ -136,7 +140,7 @@ class MemoryReserved:
 
 @frozen
 class AnswersKnown:
-    """The grammar process has answered for some sequences or requests, or the step has waited for it long enough."""
+    """The grammar process has answered for some sequences or requests, or the wait for its answers has ended."""
 
 
 @frozen
@@ -238,9 +242,11 @@ class Dismiss:
 
 @frozen
 class ReserveMemory:
-    """Tell the cache how much of the memory borrowed for weight slots it must give back.
+    """Reserve memory for keys, values and prefill, which the cache then does not use for weight slots.
 
-    kv_tokens: the number of tokens that have memory, for each KV slot
+    number: number of the `Reserve` message, which the answer repeats
+    reserved_bytes: all reserved memory; it replaces the previous reservation, which may have been larger
+    kv_tokens: number of tokens that have memory, for each KV slot
     """
 
     number: int
@@ -250,19 +256,19 @@ class ReserveMemory:
 
 @frozen
 class ReleaseMemory:
-    """Send `Release` to the prefill worker, which releases memory."""
+    """Send `Release` to the prefill worker: it releases its memory and that of keys and values beyond `keep_tokens`
+    in each KV slot."""
 
     keep_tokens: tuple[int, ...]
 
 
 @frozen
 class Ahead:
-    """The step after the outstanding one, except for its tokens, provided that no event comes first. It is not an
-    action.
+    """The step after the outstanding one, except for its tokens. It is valid until the next event. It is not an action.
 
-    rows: how to sample the outstanding step's tokens
+    rows: options to sample the outstanding step's tokens
     number, positions: number and positions of the next step, which has the same sequences and participants
-    ends: end tokens; if one is sampled, another step follows and this one must not be sent
+    ends: end tokens; if one is sampled, this step must not be sent
     """
 
     rows: tuple[SampleRow, ...]

@@ -1,9 +1,9 @@
-"""Memory for the KV cache and for prefill: reserved before a step needs it, lent to weight slots until then.
+"""Memory of the KV cache and of prefill. Weight slots borrow it until it is reserved for a step.
 
-    state of the step                  action
-    its positions have memory          none: it is sent
-    they have none                     `ReserveMemory`; the step is sent when the cache has answered
-    no prefill for RELEASE_AFTER_S     `ReleaseMemory`; then less is reserved
+    state                                 action
+    the next step has its memory          none: the step is sent
+    some of its memory is not reserved    `ReserveMemory`; the step is sent when the cache has answered
+    no prefill for RELEASE_AFTER_S        `ReleaseMemory`; then less is reserved
 
 This module has no sockets and no clock. The content of free KV slots stays until another sequence uses them or
 `prefix_reuse.FORGET_AFTER_S` has passed.
@@ -26,15 +26,15 @@ RELEASE_AFTER_S = 2.0  # prompts often come in series; each reclaim evicts weigh
 class Reservation:
     """The reserved memory of a run.
 
-    lendable: None if the plan lends no memory
-    kv_tokens: the number of tokens that have memory, for each KV slot, as a previous coordinator left it
+    borrowable: memory that weight slots may borrow; None: they borrow none, and every step has its memory
+    kv_tokens: number of tokens that have memory, for each KV slot, as a previous coordinator left it
     """
 
-    def __init__(self, lendable: BorrowableMemory | None, kv_tokens: Sequence[int]) -> None:
-        self._lendable = lendable
+    def __init__(self, borrowable: BorrowableMemory | None, kv_tokens: Sequence[int]) -> None:
+        self._borrowable = borrowable
         self._kv_tokens = [*kv_tokens]
-        self._stage_tokens = lendable.chunk_tokens if lendable and any(kv_tokens) else 0
-        self._number = 0
+        self._stage_tokens = borrowable.chunk_tokens if borrowable and any(kv_tokens) else 0
+        self._number = 0  # of the last `Reserve`
         self._requested = 0  # number of the last request for more memory
         self._answered = 0  # number of the last request that the cache has answered
         self._releasing: tuple[int, ...] | None = None  # `_kv_tokens` before the release
@@ -64,29 +64,29 @@ class Reservation:
         return self._releasing is not None
 
     def covers(self, message: Step | Prefill, later: int = 0) -> bool:
-        """Return True if the step has its memory, or the decode step of the same sequences `later` tokens
-        afterwards.
+        """Return True if the memory of a step is reserved. While memory is being released, a decode step may use what
+        stays reserved, and prefill has none.
 
-        While memory is released, decode steps go on within what stays.
+        later: added to the number of tokens of each sequence, to ask for a later decode step
         """
-        if self._lendable is None:
+        if self._borrowable is None:
             return True
         if self._answered < self._requested or (self._releasing is not None and isinstance(message, Prefill)):
             return False
         return not self._missing(message, later)
 
     def ask(self, message: Step | Prefill) -> list[ReserveMemory]:
-        """Reserve the memory of this step, unless an answer is outstanding."""
-        if self.waits or self._lendable is None:
+        """Return the action that reserves the memory of this step; none while an answer is outstanding."""
+        if self.waits or self._borrowable is None:
             return []
         for slot, tokens in _slot_tokens(message):
-            self._kv_tokens[slot] = max(self._kv_tokens[slot], self._lendable.granted_tokens(tokens))
+            self._kv_tokens[slot] = max(self._kv_tokens[slot], self._borrowable.granted_tokens(tokens))
         if isinstance(message, Prefill):
-            self._stage_tokens = max(self._stage_tokens, self._lendable.stage_tokens(len(message.tokens)))
+            self._stage_tokens = max(self._stage_tokens, self._borrowable.stage_tokens(len(message.tokens)))
         return [self._reserve_more()]
 
     def ask_again(self) -> list[ReserveMemory]:
-        """Repeat the last requests to a new cache process, which does not have them."""
+        """Return the action that repeats an unanswered request to a new cache process, which has not received it."""
         if self._answered < self._requested:
             return [self._reserve_more()]
         return [self._reserve()] if self._answered < self._number else []
@@ -109,30 +109,30 @@ class Reservation:
 
         used_tokens: the number of tokens to keep in each KV slot
         """
-        assert self._lendable is not None
+        assert self._borrowable is not None
         self._releasing = tuple(self._kv_tokens)
-        sizes = zip(self._kv_tokens, map(self._lendable.granted_tokens, used_tokens), strict=True)
+        sizes = zip(self._kv_tokens, map(self._borrowable.granted_tokens, used_tokens), strict=True)
         self._kv_tokens = [min(pair) for pair in sizes]
         return ReleaseMemory(tuple(self._kv_tokens))
 
     def released(self) -> list[ReserveMemory]:
-        """Process the prefill worker's answer."""
+        """Process the prefill worker's answer: tell the cache that less is reserved."""
         if self._releasing is None:
             return []
         self._releasing, self._stage_tokens = None, 0
         return [self._reserve()]
 
     def prefill_lost(self) -> None:
-        """Restore the sizes before the release: the prefill worker died with it, and its successor is asked again
-        later."""
+        """Restore the reservation from before a release that the lost prefill worker has not answered. Its successor
+        is asked again later."""
         if self._releasing is not None:
             self._kv_tokens, self._releasing = [*self._releasing], None
 
     def _missing(self, message: Step | Prefill, later: int = 0) -> bool:
-        assert self._lendable is not None
+        assert self._borrowable is not None
         if any(tokens + later > self._kv_tokens[slot] for slot, tokens in _slot_tokens(message)):
             return True
-        return isinstance(message, Prefill) and self._lendable.stage_tokens(len(message.tokens)) > self._stage_tokens
+        return isinstance(message, Prefill) and self._borrowable.stage_tokens(len(message.tokens)) > self._stage_tokens
 
     def _reserve_more(self) -> ReserveMemory:
         action = self._reserve()
@@ -140,9 +140,9 @@ class Reservation:
         return action
 
     def _reserve(self) -> ReserveMemory:
-        assert self._lendable is not None
+        assert self._borrowable is not None
         self._number += 1
-        reserved_bytes = self._lendable.reserved_bytes(self._kv_tokens, self._stage_tokens)
+        reserved_bytes = self._borrowable.reserved_bytes(self._kv_tokens, self._stage_tokens)
         return ReserveMemory(self._number, reserved_bytes, tuple(self._kv_tokens))
 
 

@@ -1,10 +1,9 @@
 """Processes that keep the run waiting: those that have not greeted, are not ready, or owe an answer.
 
-The run stands still while it awaits something and nobody works: every process that could act sleeps, and no flash reads
-happen. Each look adds at most MAX_GAP_S to that time, so that neither a suspended machine nor a slow load makes a
-process overdue. After SAY_S clients see the reason (`ProcessStatus.note`). A process is replaced after REPLACE_S if the
-run was ready, and after GIVE_UP_S while it starts: the supervisor reads its name on the board and the reason in the run
-directory.
+The run stands still while it awaits a process, every process sleeps, and no flash reads happen. Each look adds at most
+MAX_GAP_S to that time, so that neither a suspended machine nor a slow load makes a process overdue. After SAY_S clients
+see the reason (`ProcessStatus.note`). A process is replaced after REPLACE_S, or after GIVE_UP_S if any process is not
+ready: the supervisor reads its name on the board and the reason in the run directory.
 
 This module only judges; the service observes the processes.
 """
@@ -22,7 +21,7 @@ from neuronpipe.services.coordinator.scheduling.events import ProcessKey
 
 LOOK_S, MAX_GAP_S = 0.5, 1.0
 SAY_S, REPLACE_S, GIVE_UP_S = 5.0, 10.0, 30.0
-WORKS_SHARE = 0.03  # of a core; signs of life take a tenth of that
+WORKS_SHARE = 0.03  # of a core: a process that uses more works; beats take a tenth of that
 PARTS = ("trigger", "value")
 
 Phase = Literal["absent", "greeted", "ready"]
@@ -48,14 +47,17 @@ class Observation:
 
 @frozen
 class Delay:
-    """The time for which the run has stood still, and the reason for each process that causes it."""
+    """The time for which the run has stood still, and the reason for each process that it awaits.
+
+    starting: True if any process is not ready
+    """
 
     seconds: float
     reasons: Mapping[ProcessKey, str]
     starting: bool
 
     def notes(self) -> dict[ProcessKey, str]:
-        """Return what clients see of the processes; empty before SAY_S."""
+        """Return the note on each process that clients see; empty before SAY_S."""
         if self.seconds < SAY_S:
             return {}
         return {name: f"{reason} for {self.seconds:.0f} s" for name, reason in self.reasons.items()}
@@ -66,7 +68,10 @@ class Delay:
 
 
 class Delays:
-    """The previous observations, and the time since anything happened."""
+    """The previous observations, and the time for which the run has stood still.
+
+    due_at: when to look again, by the clock of `look`
+    """
 
     def __init__(self) -> None:
         self._observations: Mapping[ProcessKey, Observation] = {}
@@ -75,7 +80,6 @@ class Delays:
         self._stood_s = 0.0
         self.delay = Delay(0.0, {}, starting=True)
         self.due_at = 0.0
-        """When to look again, by the clock of `look`."""
 
     def look(self, observations: Mapping[ProcessKey, Observation], flash_reads: int, now_s: float) -> Delay:
         """Return the delay now.
@@ -99,17 +103,18 @@ class Delays:
 
 
 def _works(before: Observation | None, now: Observation, passed_s: float) -> bool:
-    """Return True if a process has come, progressed, or used the processor since the previous look."""
+    """Return True if a process has started, ended, progressed, or used the processor since the previous look."""
     if before is None or (before.pid, before.phase, before.owes) != (now.pid, now.phase, now.owes):
         return True
     return now.pid == 0 or now.counters.get("in_flight", 0.0) > 0 or now.cpu_s - before.cpu_s > WORKS_SHARE * passed_s
 
 
 def reasons_to_wait(observations: Mapping[ProcessKey, Observation]) -> dict[ProcessKey, str]:
-    """Return the processes that the run waits for, with reasons.
+    """Return the processes that the run waits for, with reasons; empty if it waits for none.
 
-    Decode and prefill workers greet after the loader has loaded the fixed tensors. If several have not greeted, only
-    the loader is named.
+    Workers send Hello after the loader has loaded the fixed tensors, so that only the loader is named while it has not
+    sent Hello either. If the loader has clusters to read for a step, the loader is named, or the cache if the loader
+    has no free slot.
     """
     absent = [name for name, process in observations.items() if process.phase == "absent"]
     if absent:

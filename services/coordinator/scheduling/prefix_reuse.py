@@ -31,15 +31,15 @@ FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
 class Provenance:
     """The numerics that computed a sequence's keys and values.
 
-    runs: (end position, numerics), ascending
+    runs: pairs of end position and numerics, ascending; each begins where the previous one ends
     """
 
     runs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
     def computed(self, first: int, end: int, numerics: str) -> None:
-        """Note that the positions [first, end) are computed now, and that later positions are void.
+        """Note that the positions [first, end) are computed, and that later positions are void.
 
-        No position before `first` may be missing.
+        All positions before `first` must have been computed.
         """
         runs = [(min(old_end, first), old) for old_end, old in self.runs]
         runs = [run for n, run in enumerate(runs) if run[0] > (runs[n - 1][0] if n else 0)]
@@ -64,7 +64,7 @@ class SlotContent(NamedTuple):
 
 
 class TakenSlot(NamedTuple):
-    """A slot for a new sequence, and how many of its tokens have keys and values already."""
+    """A slot for a new sequence, and how many of the sequence's first tokens have keys and values in it already."""
 
     slot: int
     kept_tokens: int
@@ -105,7 +105,7 @@ class FreeSlots:
 
     def __init__(self, count: int) -> None:
         self._contents = {slot: SlotContent([], Provenance()) for slot in range(count)}  # in order of last use
-        self._used_at_s = [0.0] * count  # when a request last computed or shared what a slot holds
+        self._used_at_s = [0.0] * count  # when a request last computed or copied the slot's content
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -123,6 +123,9 @@ class FreeSlots:
 
         The slot with the longest match is taken if the match is at least half of its content. Otherwise more would be
         lost than shared, and the least recently used slot is taken; the match can be copied into it.
+
+        numerics: numerics in which the sequence will be computed
+        shares: False if the sequence may not reuse keys and values
         """
         if not self._contents:
             return None
@@ -165,7 +168,7 @@ class Shares:
     """
 
     def __init__(self) -> None:
-        self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
+        self._ended: dict[Owner, int] = {}  # tokens of sequences that have ended
 
     def add_request(self, owner: Owner, present: Mapping[Owner, int]) -> None:
         """Note a request of an owner.
@@ -184,15 +187,20 @@ class Shares:
                 del self._ended[absent_owner]
 
     def ended(self, owner: Owner, tokens: int) -> None:
-        """Note that a sequence has ended, for which this many tokens were computed."""
+        """Add the tokens that were computed for a sequence that has ended."""
         self._ended[owner] = self._ended.get(owner, 0) + tokens
 
     def next(self, waiting: Iterable[Owner], slots: Counter[Owner], present: Mapping[Owner, int], count: int) -> int:
         """Return the index of the waiting request that gets the next slot: that of the owner with the fewest
         computed tokens.
 
-        waiting: the owners in order of arrival. Owners with more than an equal share of the `count` slots come after
-        the others, so that nobody is without a slot for long.
+        Owners with more than an equal share of the slots come after the others, so that nobody is without a slot for
+        long.
+
+        waiting: owner of each waiting request, in order of arrival
+        slots: number of slots that each owner has
+        present: as in `add_request`
+        count: number of all slots
         """
         order, share = list(waiting), count / len(present)
         return min(range(len(order)), key=lambda n: (slots[order[n]] > share, self._total(order[n], present), n))

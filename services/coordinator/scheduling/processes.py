@@ -33,12 +33,12 @@ SILENT_AFTER_S = 5.0
 PREFILL: ProcessKey = ("prefill", 0)
 CACHE: ProcessKey = ("cache", 0)
 Participants = tuple[ProcessKey, ...]
-TAKE_NO_WORK = ("coordinator", GATEWAY)  # roles that the coordinator sends no steps
+TAKE_NO_WORK = ("coordinator", GATEWAY)  # roles to which the coordinator sends no steps
 
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerProcess:
-    """A service: what it sent about itself, and whether it owes a beat."""
+    """The state of a service, from its messages."""
 
     role: str
     index: int
@@ -49,7 +49,7 @@ class WorkerProcess:
     greeted_at: float = -math.inf
     state: State = "starting"
     step: int = 0
-    asked_at: float | None = None  # time of the request for a beat that has not come yet
+    asked_at: float | None = None  # time of the unanswered request for a beat, in seconds; None: none is unanswered
     counters: dict[str, float] = dataclasses.field(default_factory=dict)  # of its last beat
 
     @property
@@ -62,9 +62,10 @@ class WorkerProcess:
         return f"{self.role}-{self.index}"
 
     def verdict(self, now: float, outstanding: int) -> State:
-        """Return its state, or "silent" if it neither works nor beats.
+        """Return the state that clients see. A ready process is "silent" if a signal has stopped it, "busy" while it
+        owes answers, and "silent" if it has not sent a requested beat for SILENT_AFTER_S.
 
-        A process that owes an answer may compute for long, unless a signal has stopped it.
+        outstanding: number of messages that it has not answered
         """
         if self.state == "ready" and _is_stopped(self.pid):
             return "silent"
@@ -87,8 +88,9 @@ class BoardLine(NamedTuple):
     """The supervisor's record of a process.
 
     pid: 0 while there is no process
+    restarts: number of lost incarnations, without replaced ones
     gone: 1 if it will not be started again
-    signal: the signal that ended the previous incarnation; 0: it ended by itself
+    signal: the signal that ended the previous incarnation; 0: it exited
     """
 
     pid: int
@@ -99,8 +101,8 @@ class BoardLine(NamedTuple):
 
 
 class WorkerProcesses:
-    """The processes that receive steps, by their names on the control link, with their credits; and the board, which
-    has a line for every process of the run."""
+    """The services, by their names on the control link, with their credits; and the board, which has a line for every
+    process of the run."""
 
     def __init__(self, compute: Compute, memory: RunMemory) -> None:
         self._lines: dict[ProcessKey, int] = {
@@ -125,7 +127,7 @@ class WorkerProcesses:
     def __iter__(self) -> Iterator[WorkerProcess]:
         return iter(self._processes.values())
 
-    # ---- what they say ---------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------
     def heard(self, peer: str) -> WorkerProcess:
         """Note a sign of life, and return the process."""
         process = self._processes[peer]
@@ -133,9 +135,9 @@ class WorkerProcesses:
         return process
 
     def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
-        """Request a beat of each process that owes none.
+        """Request a beat of each process that has no unanswered request.
 
-        send: raises Lost or Full
+        send: sends a message to a peer; raises Lost or Full
         """
         for process in self:
             if process.asked_at is not None:
@@ -147,13 +149,13 @@ class WorkerProcesses:
                 process.asked_at = None  # it is not connected; the board shows when it is lost
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
-        """Take on an incarnation that has sent Hello. It reports later that it is ready."""
+        """Record the incarnation that has sent Hello. It is "starting" until it sends Ready."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
         process.numerics, process.state = hello.numerics, "starting"
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
-        """Mark the process as ready, also on the board for the supervisor."""
+        """Mark the process as ready, also on the board, which the supervisor reads."""
         process.state = "ready"
         self._ready[self._lines[process.name]] = process.incarnation + 1
 
@@ -163,9 +165,9 @@ class WorkerProcesses:
         process.counters = {}
         self.credits.forget(process.peer)
 
-    # ---- what the board says ---------------------------------------------------------------------------------
+    # ---- the board -------------------------------------------------------------------------------------------
     def line(self, role: str, index: int) -> int:
-        """Return the process's line on the board: its place in the plan."""
+        """Return the index of the process's line on the board, which is its index in the plan."""
         return self._lines[role, index]
 
     def on_board(self, role: str, index: int) -> BoardLine:
@@ -178,7 +180,7 @@ class WorkerProcesses:
         return frozenset(process.name for process in self if self.on_board(*process.name).gone)
 
     def lost(self) -> list[WorkerProcess]:
-        """Return the processes whose incarnation differs from that on the board."""
+        """Return the processes that have sent Hello and whose incarnation differs from that on the board."""
         return [
             process for process in self if process.incarnation not in (-1, self.on_board(*process.name).incarnation)
         ]
@@ -188,18 +190,18 @@ class WorkerProcesses:
         return bool(self._leaving[self._lines[role, index]])
 
     def accuse(self, names: Iterable[ProcessKey]) -> None:
-        """Have the supervisor replace these processes, which keep the run waiting."""
+        """Name these processes on the board as overdue, so that the supervisor replaces them."""
         for name in names:
             self._overdue[self._lines[name]] = self.on_board(*name).incarnation + 1
 
     def owing_steps(self, step: int) -> dict[ProcessKey, str]:
-        """Return the processes that have not answered the step with this number."""
+        """Return the processes that owe an answer, each with the text "step N" for the current step."""
         return {process.name: f"step {step}" for process in self if self.credits.outstanding(process.peer)}
 
     def observe(self, owed: Mapping[ProcessKey, str]) -> dict[ProcessKey, Observation]:
         """Observe all processes but retired ones.
 
-        owed: the answers that they owe, in words
+        owed: the answer that a process owes, in words
         """
         retired = self.retired()
         return {
@@ -217,7 +219,7 @@ class WorkerProcesses:
         return Observation(phase, owes, pid, cpu_s, process.counters)
 
     def by_name(self, by_peer: Mapping[str, str]) -> dict[ProcessKey, str]:
-        """Convert a mapping from peers to one from processes. Other peers are dropped."""
+        """Return the mapping with process keys in place of peers. Peers that are no services are dropped."""
         return {process.name: by_peer[process.peer] for process in self if process.peer in by_peer}
 
     def new_leaving(self) -> frozenset[ProcessKey] | None:
@@ -230,10 +232,10 @@ class WorkerProcesses:
 
 
 class DelayWatch:
-    """The search for processes that keep the run waiting: it writes notes and has the supervisor replace them.
+    """The search for processes that keep the run waiting. Clients see notes on them, and the supervisor replaces them.
 
-    directory: directory of the run
-    notes: receives what clients see of the processes
+    directory: directory of the run, for the reasons that the supervisor reads
+    notes: receives the note on each of these processes
     """
 
     def __init__(self, processes: WorkerProcesses, directory: Path, notes: dict[ProcessKey, str]) -> None:
@@ -241,17 +243,18 @@ class DelayWatch:
         self._delays = Delays()
 
     def is_due(self, now: float, *, awaits: bool) -> bool:
-        """Return True if it is time to look.
+        """Return True if `look` is to be called now.
 
         awaits: True if the run awaits something of a process
         """
         return now >= self._delays.due_at and (awaits or bool(self._delays.delay.reasons))
 
     def look(self, owed: Mapping[ProcessKey, str], dropped: Mapping[str, str], flash_reads: int, now: float) -> None:
-        """Look once.
+        """Update the notes, and have overdue processes replaced.
 
-        owed: the answers that processes owe
-        dropped: why a peer's last message could not be read
+        owed: the answer that a process owes, in words
+        dropped: why a peer's last message could not be read, by peer
+        flash_reads: number of the loader's reads so far
         """
         delay = self._delays.look(self._processes.observe(owed), flash_reads, now)
         reasons = self._processes.by_name(dropped)
@@ -272,7 +275,7 @@ def why_rejected(process: WorkerProcess, hello: Hello) -> str | None:
 class Workers:
     """The ready processes of the run, and the choice of participants.
 
-    ready: the numerics in which each ready process computes; empty if it computes nothing
+    ready: the ready processes, each with its numerics, which are empty if it computes nothing
     complete: True once all were ready at the same time. No step is sent earlier, so that a process that cannot start is
     noticed
     memory_served: True while the loader and the cache, which every step needs, are ready
@@ -311,7 +314,7 @@ class Workers:
         self._changed()
 
     def _changed(self) -> None:
-        """Precompute what every step needs."""
+        """Compute what every step needs, when the ready processes have changed."""
         served = all(process in self.ready for process in self._processes if process[0] in ("loader", "cache"))
         self.memory_served = self.complete and served
         self._decoders = self._find_decoders()
@@ -340,7 +343,7 @@ class Workers:
         return self.ready[accelerator].rpartition("+")[2] == self.ready[decoder]
 
     def numerics_of(self, participants: Participants) -> str:
-        """Return the numerics of a step with these participants: that of the accelerator, if there is one."""
+        """Return the numerics of a step with these participants: those of the accelerator, if there is one."""
         return self.ready[participants[-1]]
 
     def participants(self, message: Step | Prefill) -> Participants:

@@ -1,4 +1,4 @@
-"""The requests of a run, from arrival to end: those that wait for a KV slot, and the sequences that have one."""
+"""The requests of a run, from arrival to end: those that wait for a KV slot, and the sequences that have a slot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LAST_WORDS = Finished | ScoreFinished | Refused
 
 
 class Queued(NamedTuple):
-    """A request without a KV slot, accepted or with a grammar that is being compiled."""
+    """A request without a KV slot: it is accepted, or its grammar is being compiled.
+
+    answer: follows the grammar or the calls; None without either
+    """
 
     client: bytes
     ask: Generate | Score
@@ -43,11 +46,11 @@ class Queued(NamedTuple):
 
     @property
     def owner(self) -> Owner:
-        """The client and the owner that it names."""
+        """The client and the owner that its request names."""
         return self.client, self.ask.owner
 
     def refused(self, code: RefusalCode, message: str) -> Tell:
-        """Refuse the request before its start."""
+        """Stop following the answer, and return the refusal."""
         if self.answer is not None:
             self.answer.close()
         return Tell(self.client, Refused(request=self.ask.request, code=code, message=message))
@@ -99,8 +102,8 @@ class Requests:
         return [used[slot] for slot in sorted(used)]
 
     def going_on(self) -> list[Sequence] | None:
-        """Return the active sequences if all of them continue in any case and no other request can get a slot; else
-        None."""
+        """Return the active sequences if all of them certainly have a next decode step, end tokens aside, and no
+        queued request can get a slot; else None."""
         if self.queued and len(self._free):
             return None
         generations = [
@@ -112,7 +115,7 @@ class Requests:
 
     # ---- arrival ---------------------------------------------------------------------------------------------
     def received(self, event: RequestReceived, now: float) -> list[Tell]:
-        """Process a message of a client."""
+        """Process a message of a client; return the answers."""
         message = event.message
         match message:
             case Generate() | Score() | Tokenize():
@@ -124,9 +127,9 @@ class Requests:
         return []
 
     def _examine(self, client: bytes, ask: Generate | Score | Tokenize, now: float) -> list[Tell]:
-        """Answer a request, unless it ended processes before.
+        """Answer a request, or refuse it if it has ended processes.
 
-        The ledger names it meanwhile, so that the next coordinator knows if it ends this one.
+        The ledger names the request meanwhile, so that the next coordinator knows it if the request ends this one.
         """
         name = fingerprint(ask)
         if self._ended_processes(ask, name, now):
@@ -140,7 +143,7 @@ class Requests:
         return answers
 
     def _ended_processes(self, ask: Generate | Score | Tokenize, name: int, now: float) -> bool:
-        """Return True if this sequence, or another one of its request, ended processes."""
+        """Return True if this sequence, or another sequence of its request, has ended processes."""
         request = request_fingerprint(ask)
         if self._quarantine.is_refused(request, now):
             return True
@@ -150,7 +153,8 @@ class Requests:
         return True
 
     def _admit(self, client: bytes, ask: Generate | Score, name: int, now: float) -> list[Tell]:
-        """Check a request and queue it. A client that is not sure may repeat a request; the repetition is ignored."""
+        """Check a request and queue it. A client may repeat a request under the same name; the repetition is
+        ignored."""
         known_requests = [(sequence.client, sequence.request) for sequence in self.active]
         known_requests += [(queued.client, queued.ask.request) for queued in (*self.queued, *self.compiling)]
         if (client, ask.request) in known_requests:
@@ -181,7 +185,7 @@ class Requests:
         return Tell(queued.client, Accepted(request=queued.ask.request, prompt_tokens=len(queued.tokens)))
 
     def _continue_score(self, client: bytes, request: str, now: float) -> list[Tell]:
-        """Note that the client has copied the logits of its score's last step."""
+        """Note that the client has copied the logits of its score's last step; the score ends if all are copied."""
         for sequence in self._active_of(client, request):
             if isinstance(sequence, Scoring):
                 sequence.client_reads = False
@@ -190,7 +194,7 @@ class Requests:
         return []
 
     def _cancel(self, client: bytes, request: str) -> list[Tell]:
-        """Cancel a request. An active one ends when no step is outstanding."""
+        """Cancel a request. An active sequence ends when no step is outstanding."""
         for sequence in self._active_of(client, request):
             sequence.cancelled = True
         waiting = (*self.queued, *self.compiling)
@@ -206,7 +210,7 @@ class Requests:
     def give_slots(self, numerics: str) -> None:
         """Give free KV slots to queued requests, with equal shares for all owners.
 
-        The content of a slot is reused as far as prompts are computed in the same numerics now.
+        numerics: numerics in which prompts are computed now; content of slots in other numerics is not reused
         """
         while len(self._free) and (startable := self._startable()):
             slots = Counter((sequence.client, sequence.owner) for sequence in self.active)
@@ -261,9 +265,10 @@ class Requests:
         return {} if ask.calls is None else self._constraints.marks(ask.calls)
 
     def prefix_source(self, sequence: Generation, numerics: str) -> Match | None:
-        """Return the slot that has more of the prompt than was computed, in the numerics of prompts.
+        """Return the slot that has more of the prompt, in these numerics, than the sequence has computed; None if there
+        is none or the request shares no prefix.
 
-        Called before every chunk, since sequences that arrived together may have progressed since admission.
+        It is called before every chunk, since sequences that arrived together may have progressed since admission.
         """
         if not sequence.ask.share_prefix or sequence.provenance.tokens_of(numerics) < sequence.computed_tokens:
             return None
@@ -279,7 +284,7 @@ class Requests:
         return match
 
     def computes(self, step: OutstandingStep) -> None:
-        """Record the places of the step's sequences for the quarantine."""
+        """Record in the quarantine's ledger how far each sequence of a step, which is being sent, has come."""
         message = step.action.message
         positions = (message.position,) if isinstance(message, Prefill) else message.positions
         for sequence, position in zip(step.sequences, positions, strict=True):
@@ -304,10 +309,8 @@ class Requests:
         return Tell(sequence.client, message)
 
     def end_cancelled(self, now: float) -> list[Tell]:
-        """End the sequences that are cancelled or have their final message.
-
-        That includes scores whose client has not returned the logits in time.
-        """
+        """End the sequences that are cancelled or have their final message, and the scores whose client has not copied
+        the logits within MAX_READING_S. No step may be outstanding."""
         for sequence in self.active:
             if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
                 sequence.cancelled = True
@@ -322,7 +325,7 @@ class Requests:
         return sequence.refused("cancelled", "cancelled")
 
     def end_all(self, now: float) -> list[Tell]:
-        """Refuse every request: the run ends."""
+        """Refuse every request, also later ones, since the run ends."""
         self._ending = True
         queued, self.queued, self.compiling = [*self.queued, *self.compiling], [], []
         actions = [

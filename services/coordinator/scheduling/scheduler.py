@@ -67,7 +67,7 @@ class Scheduler:
     It has the known processes, the requests, the epoch, and the outstanding step: at most one at a time.
 
     processes: the processes of the run, which are not ready yet
-    reservation: the memory that the plan lends; None: it lends none
+    reservation: the reserved memory; None: weight slots borrow no memory
     quarantine: the suspected and refused requests of earlier coordinators; None: none
     """
 
@@ -88,9 +88,9 @@ class Scheduler:
         self._reservation = reservation or Reservation(None, ())
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
-        self._dismissed: frozenset[ProcessKey] = frozenset()  # but still running
+        self._dismissed: frozenset[ProcessKey] = frozenset()  # drained, and their successors are not ready
         self._step: OutstandingStep | None = None
-        self.awaited: list[Answer] = []  # pending answers that the logits of the step wait for until AnswersKnown
+        self.awaited: list[Answer] = []  # grammar answers; the step's logits are not sampled before AnswersKnown
 
     @property
     def busy(self) -> bool:
@@ -113,11 +113,12 @@ class Scheduler:
         return self._builder.steps
 
     def wants_tick(self, now: float) -> bool:
-        """Return True if something may be due without an event: a sequence that can continue, or memory to release."""
+        """Return True if a `Tick` may cause actions: a sequence can continue, or memory can be released."""
         return not self.busy and (bool(self.requests.active) or self._reservation.may_release(now))
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Process an event. Returns actions in order: steps first, so that workers compute while clients are told."""
+        """Process an event at the time `now`, in seconds. Returns actions in order: messages to clients are last, so
+        that workers compute while they are sent."""
         actions = self._take(event, now) + self._proceed(now)
         return sorted(actions, key=lambda action: isinstance(action, Tell))
 
@@ -182,8 +183,8 @@ class Scheduler:
         return []
 
     def _tell(self, outcomes: list[Outcome], now: float) -> list[Action]:
-        """Tell clients. A sequence of the outstanding step ends when that step has ended, since participants may still
-        write to its KV slot."""
+        """Return the messages to clients. The final message of a sequence in the outstanding step is postponed until
+        that step has ended, since participants may still write to its KV slot."""
         actions: list[Action] = []
         for sequence, message in outcomes:
             if isinstance(message, LAST_WORDS) and self._step is not None and sequence in self._step.sequences:
@@ -204,7 +205,8 @@ class Scheduler:
             self._step.epoch_changed(event.lost, event.killed)
 
     def _step_left(self, event: StepLeft) -> list[Action]:
-        """Note that a participant has left a step. Only the outstanding step in its own epoch counts as done."""
+        """Note that a participant has left a step. The step is computed once all its participants have answered the
+        attempt that was sent last."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
@@ -217,7 +219,7 @@ class Scheduler:
         return [] if self.awaited else self._read_step(event.ratings)
 
     def _read_step(self, ratings: tuple[Rating, ...] = ()) -> list[Action]:
-        """Have the logits of the step read if every participant is done."""
+        """Return the action that reads the step's logits, if every participant is done."""
         step = self._step
         if step is None or not step.is_unread:
             return []
@@ -245,7 +247,7 @@ class Scheduler:
 
     # ---- the next step ---------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:
-        """Send the next step, or the void one again, if possible."""
+        """Send the next step, or the abandoned step again, if possible."""
         if self._step is not None and not self._step.abandoned:
             return []
         if self._leaving and self._step is None:
@@ -275,9 +277,9 @@ class Scheduler:
         return [Dismiss(process) for process in sorted(dismissed)]
 
     def _isolate(self, step: OutstandingStep, now: float) -> list[Action]:
-        """Drop a step that processes died of.
+        """Drop a step that has ended processes.
 
-        Its sequence is refused; if there are several, each is computed alone.
+        A single sequence is refused; of several, each is computed alone.
         """
         self._step = None
         refused: list[Action] = []
@@ -330,19 +332,18 @@ class Throttle:
         self.resume_at = 0.0
 
     def share(self, now: float) -> float:
-        """Return the share of time spent in pauses, 0 to 1."""
+        """Return the share of the time to spend in pauses, 0 to 1; 0 once it has expired."""
         return self._share if now < self._until else 0.0
 
     def set(self, share: float, until: float) -> None:
-        """Pause for this share of the time, until the given time."""
+        """Set the share of the time to spend in pauses, 0 to 1, until the given time."""
         self._share, self._until = share, until
         self.resume_at = self.resume_at if share else 0.0
 
     def step_begins(self, now: float) -> None:
-        """Note the start of a step."""
         self._began_at = now
 
     def step_ends(self, now: float) -> None:
-        """Start the pause after a step."""
+        """Set `resume_at`, before which no step may start, from the time that the step took."""
         share = self.share(now)
         self.resume_at = now + (now - self._began_at) * share / (1 - share) if share else 0.0

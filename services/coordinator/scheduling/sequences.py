@@ -1,4 +1,4 @@
-"""The state of a sequence on a KV slot, generated or scored; and the estimate when a busy run has room again."""
+"""The state of a sequence on a KV slot, generated or scored; and an estimate when a busy run can take a request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sequence:
     provenance: Provenance = dataclasses.field(default_factory=Provenance)
     cancelled: bool = False
     last_message: Message | None = None  # ends it as soon as it is in no outstanding step
-    isolated: bool = False  # its next step has no other sequence, since a sequence of the last step ends processes
+    isolated: bool = False  # its next step has no other sequence, since its last step has ended processes
 
     def advance(self, position: int, tokens: int, numerics: str) -> None:
         """Note that a step in this numerics has computed this many tokens from the position on."""
@@ -80,7 +80,7 @@ class Sequence:
 
     @property
     def memory_tokens(self) -> int:
-        """Number of tokens that have keys and values after the next decode step."""
+        """Number of tokens that need memory for keys and values."""
         return len(self.tokens)
 
     @property
@@ -93,12 +93,11 @@ class Sequence:
         return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
-        """Return the refusal that its client receives if it cannot continue."""
         return Refused(request=self.request, code=code, message=message)
 
 
 class Sampled(NamedTuple):
-    """A sampled token, the time in seconds, and its log-probabilities if requested."""
+    """A sampled token, the time of sampling in seconds, and its log-probabilities if requested."""
 
     token: int
     now: float
@@ -130,8 +129,8 @@ class Generation(Sequence):
     def is_blocked(self) -> bool:
         """See `Sequence`.
 
-        While the answer is pending, a step computes the sampled token all the same, unless the sequence ends with that
-        token in any case or the previous attempt was in vain.
+        While the answer is pending, a step may compute the sampled token, unless the sequence certainly ends with it or
+        the answer came too late for a step before.
         """
         return self.sampled is not None and (self.missed_step or len(self.tokens) + 1 >= self.max_total_tokens)
 
@@ -156,7 +155,7 @@ class Generation(Sequence):
         return self.computed_tokens < self.prompt_tokens
 
     def advance(self, position: int, tokens: int, numerics: str) -> None:
-        """See `Sequence`. Positions before the first one were copied from another slot, in the same numerics."""
+        """See `Sequence`. Positions between `computed_tokens` and `position` were copied from another slot."""
         self.cached_tokens += position - self.computed_tokens
         super().advance(position, tokens, numerics)
 
@@ -176,7 +175,7 @@ class Generation(Sequence):
         return open_ended and not self.cancelled and len(self.tokens) + 1 < self.max_total_tokens
 
     def finished(self, reason: FinishReason, limits: Limits) -> Finished:
-        """Return the final message. The service adds memory and flash figures."""
+        """Return the final message, to which the service adds memory and flash figures."""
         times = self.token_times
         span_s = times[-1] - times[0] if len(times) > 1 else 0.0
         return Finished(
@@ -203,10 +202,10 @@ class Scoring(Sequence):
     """A sequence whose tokens are rated."""
 
     ask: Score
-    reported_tokens: int = 0  # whose rows the client has received
-    total_nll: float = 0.0
+    reported_tokens: int = 0  # number of tokens whose rows the client has received
+    total_nll: float = 0.0  # sum of the negative log-probabilities of all rated tokens
     client_reads: bool = False  # the client copies the logits of the last step
-    reads_since: float = 0.0
+    reads_since: float = 0.0  # time in seconds
 
     @property
     def prefilling(self) -> bool:
@@ -219,8 +218,8 @@ class Scoring(Sequence):
     def next_chunk(self, rated: int, rows: int) -> tuple[list[int], tuple[int, ...], Literal["none", "all"]]:
         """Return the tokens of the next prefill step, the targets that the worker rates, and which logits it writes.
 
-        rated: maximum number of tokens
-        rows: number of logit rows, which limits the chunk if the client reads logits
+        rated: maximum number of tokens if the worker rates them
+        rows: maximum number of tokens if the client reads logits
         """
         first = self.computed_tokens
         if self.ask.logits:
@@ -229,7 +228,7 @@ class Scoring(Sequence):
         return chunk, tuple(self.tokens[first + 1 : first + 1 + len(chunk)]), "none"
 
     def finished(self, now: float) -> ScoreFinished:
-        """Return the final message with the mean over all targets."""
+        """Return the final message with the mean negative log-probability of all targets."""
         targets = len(self.tokens) - 1
         mean = self.total_nll / targets if targets else 0.0
         seconds = round(now - self.arrived_at, 3)
@@ -237,7 +236,7 @@ class Scoring(Sequence):
 
 
 def answers_to_sampled(sequences: Iterable[Sequence]) -> list[Answer]:
-    """Return the answers to tokens that these sequences have sampled, pending or not processed yet."""
+    """Return the grammars' answers to sampled tokens of these sequences that have not been processed."""
     sampled = [sequence for sequence in sequences if isinstance(sequence, Generation) and sequence.sampled is not None]
     return [sequence.answer for sequence in sampled if sequence.answer is not None]
 
@@ -255,8 +254,8 @@ def gap_quantiles_ms(times: list[float]) -> dict[str, float]:
 def retry_after_s(sequences: Iterable[Sequence]) -> int:
     """Return the seconds after which a client that was refused as busy may try again.
 
-    A sequence ends after its remaining tokens at the latest, at its recent pace. That pace includes pauses and the
-    steps of other sequences.
+    It is the time until the first sequence ends: its remaining tokens at its recent pace, which includes pauses and the
+    steps of other sequences. The result is between MIN_RETRY_S and MAX_RETRY_S.
     """
     generations = [sequence for sequence in sequences if isinstance(sequence, Generation)]
     ends_s = [end_s for generation in generations if (end_s := _ends_in_s(generation)) is not None]
@@ -264,7 +263,7 @@ def retry_after_s(sequences: Iterable[Sequence]) -> int:
 
 
 def _ends_in_s(sequence: Generation) -> float | None:
-    """Return the seconds until the sequence ends; None if it has no pace yet."""
+    """Return the seconds until the sequence ends at the latest; None before it has two tokens."""
     times = sequence.token_times[-RECENT_TOKENS:]
     if len(times) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The results of a step: how to sample its rows, and what a token or a rating means for its sequence."""
+"""The results of a step: how to sample its rows, and how tokens and ratings change its sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Outcome = tuple[Sequence, Message]
 
 
 class SamplingFailed(Exception):
-    """A reason why a request cannot continue: there is no token that may come next."""
+    """No token can come next; the request is refused with `code` and the message."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class SamplingFailed(Exception):
 
 
 class Results:
-    """The transition of sequences by the results of a step, and the messages for their clients."""
+    """Changes of sequences by the results of a step, and the messages for their clients."""
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
         self._limits = limits
@@ -49,8 +49,8 @@ class Results:
     ) -> SampleTokens | ScoreTokens:
         """Return what to read from the logits of a finished step, whose sequences have advanced.
 
-        rows: the sequences by their rows of logits
-        ratings: those of the prefill worker, if it made them
+        rows: sequence of each row of logits
+        ratings: the prefill worker's ratings, if it has rated the targets
         """
         first = rows.get(0)
         if isinstance(first, Scoring):
@@ -64,7 +64,8 @@ class Results:
         return SampleTokens(tuple(sample_row(row, sequence, self._limits.end_tokens) for row, sequence in generations))
 
     def sampled(self, sequences: Iterable[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
-        """Process a token for each sequence. After a chunk that is not the last of its prompt there are none."""
+        """Process the sampled token of each sequence; return the messages. There are no tokens after a chunk that is
+        not the last of its prompt."""
         outcomes: list[Outcome] = []
         for number, (sequence, token) in enumerate(zip(sequences, event.tokens, strict=False)):
             assert isinstance(sequence, Generation)
@@ -82,7 +83,7 @@ class Results:
         return outcomes
 
     def process_answers(self, sequences: Iterable[Sequence]) -> list[Outcome]:
-        """Process the sampled tokens whose answers have arrived."""
+        """Process the sampled tokens whose answers have arrived; return the messages."""
         outcomes: list[Outcome] = []
         for sequence in sequences:
             if not isinstance(sequence, Generation) or sequence.sampled is None:
@@ -100,7 +101,7 @@ class Results:
     def _token_messages(self, sequence: Generation, sampled: Sampled, *, complete: bool) -> list[Outcome]:
         """Add a token to its sequence and return the messages.
 
-        complete: nothing can follow it
+        complete: the grammar allows nothing after the token
         """
         message, reason = self._add(sequence, sampled.token, complete, sampled.now)
         if sampled.logprobs is not None:
@@ -109,7 +110,7 @@ class Results:
         return [(sequence, message), *ended]
 
     def scored(self, sequence: Sequence, event: TokensScored, now: float) -> list[Outcome]:
-        """Process the ratings of a step."""
+        """Process the ratings of a score's step; return the messages."""
         assert isinstance(sequence, Scoring)
         last = sequence.computed_tokens >= len(sequence.tokens)
         position, nll = sequence.reported_tokens, tuple(-rating.logprob for rating in event.ratings)

@@ -24,8 +24,9 @@ class OutstandingStep:
     often it is sent.
 
     sequences: its sequences in the order of the logit rows; empty if all were refused
-    rows: the sequence whose next token is sampled from each row of logits
+    rows: the sequence of each row of logits that is read
     numerics: numerics of its participants
+    death_weight: evidence that the step ends processes; it is dropped when the weight reaches CERTAIN
     """
 
     def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str) -> None:
@@ -33,13 +34,13 @@ class OutstandingStep:
         self.numerics = numerics
         self.sequences = sequences
         self.rows = dict(enumerate(sequences))
-        self._done = False  # every participant is done before any epoch change
+        self._done = False  # every participant was done before the epoch changed
         self._read = False
         self._void = False
         self._busy: set[ProcessKey] = set(action.processes)
         self._cost: Cost = {}  # since it was last sent
         isolated = any(sequence.isolated for sequence in sequences)
-        self.death_weight = ISOLATED_WEIGHT if isolated else 0  # evidence that it ends processes
+        self.death_weight = ISOLATED_WEIGHT if isolated else 0
 
     @property
     def abandoned(self) -> bool:
@@ -53,7 +54,7 @@ class OutstandingStep:
 
     @property
     def undisturbed(self) -> bool:
-        """True if it is a decode step that is under way and counts."""
+        """True if it is a decode step that is under way and not void."""
         return isinstance(self.action.message, Step) and not self._void and not self._done
 
     @property
@@ -65,7 +66,7 @@ class OutstandingStep:
         """Return the same step for the current epoch and these participants."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
-            message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
+            message = dataclasses.replace(message, **builder.shares(participants, sequences=len(message.tokens)))
         repeated = OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
         repeated.death_weight = self.death_weight
         return repeated
@@ -75,14 +76,15 @@ class OutstandingStep:
         self._busy, self._void = set(), True
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
-        """Return True if the event concerns this step, as last sent, and a participant that has not left it."""
+        """Return True if the event concerns the last attempt at this step, and a participant that has not left it."""
         attempt = self.action.message.step, self.action.message.epoch
         return (event.step, event.epoch) == attempt and event.process in self._busy
 
     def epoch_changed(self, lost: Iterable[ProcessKey], killed: bool = True) -> None:
         """Void the step, unless every participant was done.
 
-        killed: True if SIGKILL ended the lost processes
+        lost: processes that have ended
+        killed: True if SIGKILL ended all of them
         """
         if lost and self._busy and not self._void:
             self.death_weight += STEP_KILL_WEIGHT if killed else CRASH_WEIGHT
@@ -90,22 +92,22 @@ class OutstandingStep:
         self._void = not self._done
 
     def left(self, event: StepLeft) -> None:
-        """Note that a participant has left the step."""
+        """Note that a participant has left the step. If it is not done, the step is void."""
         self._busy.discard(event.process)
         self._void |= not event.done
         self._done = self.computed
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
     def failed(self, process: ProcessKey) -> None:
-        """Note that a participant cannot compute the step. The clients of its sequences are refused."""
+        """Note that a participant cannot compute the step, and remove the sequences, whose requests are refused."""
         self.sequences, self.rows = [], {}
         self._busy.discard(process)
 
     def read(self) -> None:
-        """Count the keys and values that the step has computed; afterwards `rows` are the rows to sample from.
+        """Advance the sequences by the tokens that the step has computed, and reduce `rows` to those to sample.
 
-        A sequence whose answer is still pending cannot be sampled. It does not advance: a later step computes the same
-        position again, with the same result.
+        A sequence whose grammar's answer is still pending cannot be sampled and does not advance: a later step computes
+        the same position again, with the same result.
         """
         self._read = True
         message = self.action.message
@@ -122,9 +124,9 @@ class OutstandingStep:
                 del self.rows[row]
 
     def account(self, measured: Cost) -> None:
-        """Add the cost of the step to that of every sequence in it.
+        """Add the cost of the step to that of every generated sequence in it.
 
-        measured: figures of the service
+        measured: figures that the service has measured, as `TokensSampled.cost`
         """
         message = self.action.message
         add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
@@ -137,7 +139,9 @@ class StepBuilder:
     """The choice of the next step: prefill and decode in turn, scores in steps of their own.
 
     workers: the processes that can take part
-    prefix_source: returns the slot from which the next chunk of a prompt may copy keys and values of these numerics
+    prefix_source: returns the KV slot from which the next chunk of a prompt may copy keys and values of the given
+    numerics; None: nothing can be copied
+    steps: number of steps so far
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class StepBuilder:
         self.steps = 0
 
     def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
-        """Return the next step for these sequences in this epoch; None if nothing can be computed."""
+        """Return the next step for some of these sequences in this epoch; None if none can continue."""
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [sequence for sequence in sequences if sequence.prefilling]
         decodes = (
@@ -166,21 +170,18 @@ class StepBuilder:
         batch = self._decode_batch(decodes)
         return self._decode(batch, epoch, decoders) if batch else None
 
-    def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
+    def shares(self, participants: Participants, *, sequences: int) -> dict[str, Any]:
         """Return the fields of `Step` that divide the work between participants.
 
-        texts: number of sequences
+        sequences: number of sequences in the step
         """
-        holds = [role == ACCELERATOR for role, _ in participants]
+        are_accelerators = [role == ACCELERATOR for role, _ in participants]
         names = tuple(f"{role}.{index}" for role, index in participants)
-        return {"participants": names, **self._limits.shares(holds, texts)}
+        return {"participants": names, **self._limits.shares(are_accelerators, sequences)}
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Return the sequences of the next decode step: all generated ones, a single score, or a single isolated
-        sequence.
-
-        The logits of a score are read row by row, so it has a step of its own.
-        """
+        """Return the sequences of the next decode step: generated ones, as many as there are logit rows, or a single
+        score, or a single isolated sequence. Empty if there are none."""
         if isolated := [sequence for sequence in decodes if sequence.isolated]:
             return isolated[:1]
         scores = [sequence for sequence in decodes if isinstance(sequence, Scoring)]
@@ -221,7 +222,7 @@ class StepBuilder:
         message = Step(
             step=self.steps,
             epoch=epoch,
-            **self.shares(participants, texts=len(batch)),
+            **self.shares(participants, sequences=len(batch)),
             sequences=tuple(sequence.slot for sequence in batch),
             positions=tuple(sequence.computed_tokens for sequence in batch),
             tokens=tuple(sequence.next_token for sequence in batch),

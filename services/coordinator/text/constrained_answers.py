@@ -2,12 +2,12 @@
 
     state of an answer          until                          the scheduler
     pending, being compiled     the first mask or a refusal    has not accepted the request yet
-    pending, after a token      the next mask                  computes the token, samples no other
+    pending, after a token      the next mask                  computes the token, and samples none after it
     not pending                 its next token is sampled      samples its row
 
-Tokens come before compilations, of which one is under way at a time. A compilation that has waited for WAITING_S is
-refused, so that expensive grammars form no long queue. When the helper process dies, its answers are followed again
-from their sources and tokens.
+Masks after tokens come before compilations, of which one is under way at a time. A request whose compilation has waited
+for WAITING_S is refused, so that expensive grammars form no long queue. When the helper process dies, its answers are
+followed again from their grammars and tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from neuronpipe.services.untrusted.helper import Helper, Outcome, UntrustedError
 
 WITHIN_S = 2.0
 WAITING_S = 10.0
-PATIENCE_S = 0.002  # of a finished step for pending masks, before the rows of late sequences are discarded
+PATIENCE_S = 0.002  # for which a finished step waits for masks; then the rows without a mask are discarded
 REPLAYED_TOKENS_PER_S = 2000
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class Answer(Protocol):
     """The state of an answer in its grammar.
 
     pending: True while the mask is not known
-    allowed: one bit for each token id that may come next, the lowest bit of a byte first
+    allowed: the mask: one bit for each token id, 1 if it may come next, the lowest bit of a byte first
     complete: True if nothing can follow
-    failure: the reason why the answer cannot continue
+    failure: the reason why the answer cannot continue; None: it can
     """
 
     pending: bool
@@ -80,11 +80,11 @@ class Constraints(Protocol):
     """The interface that starts answers with a grammar or calls."""
 
     def start(self, ask: Generate) -> Answer:
-        """Start a request's answer; it may be pending."""
+        """Start the answer to a request with a grammar or calls. It may be pending."""
         ...
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """Return the special tokens that are text in an answer with these calls, with that text."""
+        """Return the text of each special token that counts as text in an answer with these calls."""
         ...
 
 
@@ -112,7 +112,6 @@ class ConstrainedAnswer:
         self.closed = True
 
     def settle(self, failure: Failure | None = None) -> None:
-        """End the pending state, with a mask or with a failure."""
         self.pending, self.failure, self.attempts = False, failure, 0
         self._owner.settled = True
 
@@ -120,8 +119,8 @@ class ConstrainedAnswer:
 class ConstrainedAnswers:
     """`Constraints` by a helper process, which starts with the first request.
 
-    memory_bytes: the bytes by which grammars may make the process grow
-    vocabulary_bytes: the bytes of the vocabulary, in addition
+    memory_bytes: limit of the memory of all grammars
+    vocabulary_bytes: memory of the vocabulary, in addition
     descriptor, due_s: when to call `receive`, as in `Helper`
     """
 
@@ -131,7 +130,7 @@ class ConstrainedAnswers:
         self._helper = Helper(work, memory_bytes=memory_bytes, setup_bytes=vocabulary_bytes)
         self._numbers = 0
         self.settled = False  # True if an answer has arrived since the last `receive`
-        self._served = 0  # answers of the current process
+        self._served = 0  # number of answers of the current process
         self._submitted: dict[int, ConstrainedAnswer] = {}  # by job
         self._to_continue: list[ConstrainedAnswer] = []  # not submitted yet: see `submit`
         self._to_open: deque[ConstrainedAnswer] = deque()
@@ -145,7 +144,7 @@ class ConstrainedAnswers:
 
     @property
     def due_s(self) -> float:
-        """Seconds until `receive` must be called; infinity while nothing is requested."""
+        """Seconds until `receive` must be called; infinity while no answer is outstanding."""
         if self.settled:
             return 0.0
         due_s = self._helper.due_s
@@ -153,7 +152,7 @@ class ConstrainedAnswers:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the helper process, if there is one."""
+        """Process id of the helper process; None while there is none."""
         return self._helper.pid
 
     def marks(self, calls: Calls) -> dict[int, str]:
@@ -173,8 +172,8 @@ class ConstrainedAnswers:
     def submit(self) -> None:
         """Send the helper process the tokens that answers have taken.
 
-        Apart from `take`, so that the workers of the next step wake before the helper process does: a wake-up costs as
-        much as the mask.
+        `take` does not send them, so that the workers of the next step wake before the helper process does: a wake-up
+        costs as much as the mask.
         """
         for answer in self._to_continue:
             request = packed_continuation(answer.number, len(answer.tokens) - 1, answer.tokens[-1])
@@ -182,7 +181,7 @@ class ConstrainedAnswers:
         self._to_continue.clear()
 
     def receive(self) -> bool:
-        """Process what the helper process has sent. Returns True if an answer has arrived."""
+        """Process the results of the helper process. Returns True if any answer is no longer pending."""
         self.submit()
         for outcome in self._helper.receive():
             self._take(outcome)
@@ -191,20 +190,21 @@ class ConstrainedAnswers:
         return settled
 
     def wait(self, answers: Iterable[Answer], timeout_s: float = PATIENCE_S) -> None:
-        """Wait until none of these answers is pending, at most for the timeout."""
+        """Wait until none of these answers is pending, at most for the timeout. The caller must then look at all
+        answers, since the next `receive` does not report those that have arrived."""
         self.submit()
         deadline, answers = time.monotonic() + timeout_s, list(answers)
         while any(answer.pending for answer in answers) and (left_s := deadline - time.monotonic()) > 0:
             for outcome in self._helper.wait(left_s):
                 self._take(outcome)
             self._open_next()
-        self.settled = False  # the caller looks at every answer now
+        self.settled = False
 
     def close(self) -> None:
         self._helper.dispose()
 
     def _open_next(self) -> None:
-        """Submit a compilation if nothing is under way, so that a token waits for one compilation at most."""
+        """Submit a compilation if nothing is under way, so that a mask waits for at most one compilation."""
         while self._to_open and not self._submitted and not self._to_continue:
             answer = self._to_open.popleft()
             if answer.closed:

@@ -16,8 +16,8 @@ from neuronpipe.services.coordinator.text.json_schemas import as_followed
 
 MAX_CALLS_BYTES = 256 << 10
 WILD = "\0"
-# Options of the library for white space as chat templates write it in arguments. A call that returns as part of the
-# conversation is then the same text, so that its keys and values can be reused.
+# White space as chat templates write it in arguments. A call that returns as part of the conversation is then the same
+# text, so that its keys and values can be reused.
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYTHING = r"(.|\n)*"
 
@@ -53,7 +53,10 @@ def atoms(text: str, special: Mapping[str, int]) -> list[Atom]:
 
 
 def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
-    """Return the special tokens that are text in an answer with these calls."""
+    """Return the text of each special token that counts as text in an answer with these calls.
+
+    special: ids of special tokens by their names
+    """
     texts = (calls.before, calls.between, calls.next, calls.after)
     return {atom.token: atom.text for text in texts for atom in atoms(text, special) if atom.token is not None}
 
@@ -67,7 +70,8 @@ def require_short_calls(calls: Calls) -> None:
 def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str:
     """Return the grammar. Raises CallsError.
 
-    answer: JSON schema of the answer if there are no calls; None: any text
+    answer: JSON schema of an answer without calls; None: any text
+    special: ids of special tokens by their names
     """
     require_short_calls(calls)
 

@@ -18,8 +18,7 @@ from neuronpipe.services.coordinator.text.tokenizer import Tokenizer
 MAX_GRAMMAR_BYTES = 64 << 10
 KEPT_COMPILED = 8
 LINE = "\n"  # tokenizers join it with nothing that follows
-# White space between parts of JSON: a space or an indented line. Without a limit a confused model writes spaces
-# for ever.
+# White space between parts of JSON: a space or an indented line. Without a limit, a model may write spaces for ever.
 BETWEEN = r" |\r?\n[ \t]{0,16}"
 
 
@@ -34,7 +33,7 @@ class LibraryFault(Exception):
 class Grammar(Protocol):
     """The state of a sequence in its grammar.
 
-    allowed: one bit for each token id that may come next, the lowest bit of a byte first
+    allowed: one bit for each token id, 1 if it may come next, the lowest bit of a byte first
     """
 
     allowed: bytes
@@ -47,7 +46,7 @@ class Grammar(Protocol):
 class Grammars:
     """The grammars for the tokens of a package.
 
-    tokenizer: gives the bytes of tokens. The library must not read `tokenizer.json` itself, since it would keep a
+    tokenizer: returns the bytes of tokens. The library must not read `tokenizer.json` itself, since it would store a
     second copy
     vocabulary: number of ids, including those without a token
     end_tokens: allowed where the text may end, and nowhere else
@@ -71,11 +70,11 @@ class Grammars:
         return _Matcher(self._compiled_calls(calls, grammar).deep_copy())
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """Return the special tokens that are text in such an answer, with that text."""
+        """See `Constraints`."""
         return marks(calls, self._special)
 
     def spelled(self, text: bytes) -> list[int]:
-        """Return the tokens in which this text is forced. Raises GrammarError."""
+        """Return the tokens of a text that is the only one a grammar allows. Raises GrammarError."""
         assert self._tokens is not None
         return self._names(text)
 
@@ -85,7 +84,7 @@ class Grammars:
         self._compiled_calls.cache_clear()
 
     def read_vocabulary(self) -> None:
-        """Do what only the first grammar needs. Raises GrammarError."""
+        """Import the library and read the vocabulary, which otherwise delays the first grammar. Raises GrammarError."""
         _library()
         assert self._tokens is not None
 
@@ -166,9 +165,9 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Return tokens that spell exactly these bytes as the continuation of an answer.
 
-        The tokenizer's encoding of a separate text may begin with a mark (Llama's "\u2581"), be normalized (NFC), or
-        contain a special token with that name. The text is then encoded after a line break, and if that does not help
-        by the longest token first.
+        The tokenizer's encoding of a text may begin with a mark (Llama's "\u2581"), be normalized (NFC), or contain a
+        special token of the same name. If it does not spell the bytes, the text is encoded after a line break, and then
+        with the longest token first.
         """
         for before in ("", LINE):
             tokens = self._tokenizer.encode(before + text.decode(), frame=False)
@@ -191,7 +190,7 @@ class _Vocabulary:
 
 
 class _Matcher:
-    """The matcher of a sequence. It computes each mask at once, so that errors occur where callers expect them."""
+    """A `Grammar` by the library's matcher. It computes each mask at once, so that `take` raises the errors of it."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher

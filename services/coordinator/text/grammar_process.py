@@ -1,10 +1,10 @@
 """The helper process that compiles grammars and follows answers through them. Requests and answers are bytes.
 
     request     `packed_beginning` or `packed_continuation`, from the service that forked this process
-    answer      a byte, FOLLOWED, COMPLETE, REFUSED or UNKNOWN; then the mask or the reason
+    answer      a byte, FOLLOWED, COMPLETE, REFUSED or UNKNOWN; then the mask, the reason, or nothing
 
-A continuation of an answer that this process does not follow, or that has another number of tokens, is UNKNOWN: the
-service then sends the answer's source and all its tokens. Compiled grammars are shared, and dropped when memory runs
+UNKNOWN means that this process does not follow the answer, or has it with another number of tokens: the service then
+sends the answer's source and all its tokens. Sequences share compiled grammars, which are dropped when memory runs
 short.
 """
 
@@ -29,7 +29,7 @@ _CONTINUATION = struct.Struct("<cQQI")
 
 
 class Source(NamedTuple):
-    """The fields of `Generate` that say which grammar or calls an answer follows."""
+    """The fields of `Generate` that determine which grammar or calls an answer follows."""
 
     calls: Calls | None
     grammar: str | None
@@ -44,19 +44,19 @@ class Source(NamedTuple):
 
 
 def packed_beginning(number: int, source: Source, tokens: list[int]) -> bytes:
-    """Pack the request to follow a new answer through its first tokens."""
+    """Return the request to follow an answer from its start through these tokens."""
     return _BEGINNING + pickle.dumps((number, source, tokens))
 
 
 def packed_continuation(number: int, position: int, token: int) -> bytes:
-    """Pack the request to continue an answer that has `position` tokens with another one."""
+    """Return the request to continue an answer that has `position` tokens with this token."""
     return _CONTINUATION.pack(b"c", number, position, token)
 
 
 def preparing(grammars: Grammars, spare_bytes: int) -> Prepare:
-    """Return the preparation of a fork of the coordinator.
+    """Return the preparation of the helper process.
 
-    spare_bytes: if private memory has grown by more when a grammar is to be compiled, the others are dropped first
+    spare_bytes: growth of private memory beyond which all grammars are dropped before the next one is compiled
     """
 
     def prepare(_: bytes) -> Work:

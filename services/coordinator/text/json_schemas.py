@@ -1,11 +1,10 @@
-"""JSON schemas as answers follow them: stricter in one point than they are written, and looser in another.
+"""The changes to a JSON schema before it becomes a grammar.
 
-An object that names its properties and does not mention others has no others. By the standard it could have any, and a
-confused model would write them without end.
+If a schema lists properties and does not mention other ones, the object has no other ones. By the standard it could
+have any, and a model might write them without end.
 
-`uniqueItems` is ignored: no grammar can express it, and schemas with it are common. Annotations do not concern validity
-and are ignored too: formats that the grammar library does not know, and anchors, which nothing that the library knows
-can refer to.
+`uniqueItems` is ignored, since no grammar can express it and schemas with it are common. Formats that the grammar
+library does not know are ignored as annotations, and anchors because the library knows no references to them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ KNOWN_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "ho
 
 
 def as_followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema that answers follow. The argument is not changed."""
+    """Return the changed schema. The argument stays as it is."""
     joined = {id(joined_part) for part_schema in _schemas(schema) for joined_part in _joined(part_schema, schema)}
     rewritten = _followed(schema, joined)
     assert isinstance(rewritten, dict)
@@ -65,9 +64,9 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _joined(schema: dict[str, Any], document: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas that describe an object together with others.
+    """Yield the parts of a schema that must hold for the same object.
 
-    They stay open: if each were closed, no object would satisfy all of them.
+    They allow other properties: if each allowed only its own, no object would satisfy all of them.
     """
     parts = schema.get("allOf")
     together = list(parts) if isinstance(parts, list) else []

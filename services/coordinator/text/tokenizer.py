@@ -1,6 +1,6 @@
 """A package's tokenizer: encoding, decoding, and incremental detokenization.
 
-The name of a token in tokenizer.json is text, while a token may be half a character: `Spelling` finds its bytes, and
+A token may be half a character, but its name in tokenizer.json is text: `Spelling` finds the token's bytes, and
 `TextStream` holds incomplete characters back.
 """
 
@@ -19,11 +19,11 @@ BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer. `tokenizer.json` alone decides about special tokens."""
+    """The interface of a tokenizer. `tokenizer.json` alone determines which tokens are special."""
 
     @property
     def longest_token_bytes(self) -> int:
-        """Upper bound for the bytes of text of a token."""
+        """Upper bound for the number of bytes of text that become one token."""
         ...
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
@@ -70,22 +70,14 @@ class FileTokenizer:
         return self._longest_token_bytes
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        frame: include the tokens of the file's post-processor
-        """
         with panics_are_errors():
             return list(self._library.encode(text, add_special_tokens=frame).ids)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD.
-
-        special: include the names of special tokens
-        """
+        """See `Tokenizer`. Invalid UTF-8 becomes U+FFFD."""
         return str(self._library.decode(list(tokens), skip_special_tokens=not special))
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token: its name, read as the file's decoder spells bytes."""
         if self._spelling is None:
             self._spelling = Spelling.of(self._library)
         name = self._library.id_to_token(token)
@@ -103,7 +95,8 @@ class FileTokenizer:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """The byte-level alphabet: a printable byte is its own character, the others follow from U+0100 on, in order."""
+    """Return the byte of each character of the byte-level alphabet: a printable byte is its own character, the others
+    follow from U+0100 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
@@ -114,9 +107,9 @@ class Spelling:
     """The rules by which the file's decoder turns names into bytes.
 
     alphabet: the byte of each character of a name, if names are spelled byte by byte
-    byte_names: True if <0x0A> is a byte
-    replaced: replacements in names ("\u2581" by a space)
-    plain: names that spell no bytes, those of added tokens; characters are replaced in them too (Gemma's blanks)
+    byte_names: True if a name like <0x0A> means a byte
+    replaced: replacements in names, such as "\u2581" by a space
+    plain: names of added tokens, which spell no bytes; `replaced` may apply to them (Gemma's blanks)
     """
 
     alphabet: Mapping[str, int] | None
@@ -145,7 +138,7 @@ class Spelling:
 
     @property
     def every_byte(self) -> bool:
-        """True if names can spell any byte, so that no rule is unknown here."""
+        """True if the rules are known by which names spell all bytes; otherwise `bytes_of` may be wrong."""
         return self.alphabet is not None or self.byte_names
 
     def bytes_of(self, name: str) -> bytes:
@@ -171,9 +164,11 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class TextStream:
     """Incremental detokenization. It holds back incomplete UTF-8 and what may become a stop string.
 
-    For each token only a short tail of the ids is decoded, so that the work per token does not grow.
+    For each token only the last ids are decoded, so that the work per token does not grow.
 
-    marks: special tokens that are text here, with that text
+    marks: the text of each special token that counts as text
+    shown: all text released so far
+    stopped: True once a stop string was found
     """
 
     TAIL_TOKENS = 16
@@ -186,12 +181,12 @@ class TextStream:
         self._ids = list(prompt[-self.TAIL_TOKENS :])
         self._decoded = tokenizer.decode(self._ids)
         self._pending = ""
-        self.shown = ""  # all text released so far
+        self.shown = ""
         self._stop = tuple(s for s in stop if s)
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that may be shown. Sets `stopped` at a stop string."""
+        """Add a token; return the text that it releases."""
         self._ids.append(token)
         self._pending += self._marks.get(token, "")
         text = self._tokenizer.decode(self._ids)
@@ -212,7 +207,7 @@ class TextStream:
         return remainder
 
     def _release(self) -> str:
-        """Cut the pending text at a stop string; hold back its longest end that is the beginning of one."""
+        """Release the pending text up to a stop string, or without the longest end that may begin a stop string."""
         for stop in self._stop:
             at = self._pending.find(stop)
             if at >= 0:
