@@ -47,8 +47,8 @@ def guessed_experts(chosen: NDArray[np.int32], experts: int) -> tuple[Shares, Sh
 def _conditional_shares(
     before: NDArray[np.float32], hits: NDArray[np.float32], frequency: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the table [expert of the layer before, expert]: the share of tokens with the former that choose the
-    latter."""
+    """Return the table [expert of the layer before, expert of the layer]: of the tokens that chose the first expert,
+    the share that chooses the second one."""
     together = before.T @ hits + PRIOR_TOKENS * frequency
     return np.asarray(together / (before.sum(axis=0)[:, None] + PRIOR_TOKENS), np.float32)
 

@@ -154,7 +154,7 @@ class RecordingFolder:
         return sum(map(len, self._windows)) * self._token_bytes
 
     def add(self, window: Sequence[NDArray[np.void]]) -> None:
-        """Append the records of the next context window."""
+        """Append the records of the next context window. Raises ValueError if their number is wrong."""
         if len(window) != len(self._windows[self.windows_done]):
             raise ValueError(f"{len(window)} tokens of {len(self._windows[self.windows_done])}")
         try:

@@ -73,9 +73,10 @@ class Static(Policy):
 
 
 class Lru(Policy):
-    """Eviction of the least recently used cluster. A reference: the cache has one word per cluster, too little for it.
+    """Eviction of the least recently used cluster. Only for comparison: a cache with one word per cluster cannot
+    implement it.
 
-    The queue has all uses; uses that a later one followed are skipped.
+    The queue contains every use. A use is skipped if the cluster was used again later.
     """
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
@@ -104,8 +105,8 @@ class Lru(Policy):
 
 
 class Lfu(Policy):
-    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps. A reference,
-    since it needs an order of all clusters."""
+    """Eviction of the least frequently used cluster; the weight of a use halves after half_life_steps. Only for
+    comparison, since it needs an order of all clusters."""
 
     def __init__(self, order: Ids, slots: int, half_life_steps: float) -> None:
         super().__init__(order, slots)
@@ -188,8 +189,8 @@ class Queues(Clock):
     """S3-FIFO. New clusters enter a first queue of a tenth of the slots.
 
     At the end of this queue, clusters that were accessed again move to the main part (a clock of two bits), and others
-    are evicted. Of the latter, the last ones are remembered, for as many loads as there are slots; if one is loaded
-    again, it enters the main part directly.
+    are evicted. An evicted cluster is remembered for as many loads as there are slots. If it is loaded again in this
+    time, it enters the main part directly.
     """
 
     FIRST_SHARE = 0.1

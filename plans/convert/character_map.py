@@ -153,8 +153,8 @@ def _steps(
 
 
 def _separators(values: Mapping[str, str], sequences: Iterable[str]) -> tuple[str, str]:
-    """Return two punctuation marks for boundary and gap: the map replaces them by ASCII that it does not replace, and
-    they are in no sequence. Raises ValueError if there are none."""
+    """Return two punctuation marks for boundary and gap. The map replaces them by ASCII characters that it does not
+    replace, and no sequence contains them. Raises ValueError if there are none."""
     unusable = {*"".join(sequences), *_decomposable()}
     free = (
         key
@@ -195,7 +195,8 @@ def _unused(values: Mapping[str, str]) -> str:
 
 
 def _wrong_values(steps: list[normalizers.Normalizer], expected: Mapping[str, str], between: str) -> dict[str, str]:
-    """Return key -> result of `steps` for the keys whose result differs from the expected value.
+    """Return key -> result of `steps` for the keys whose result differs from the expected value. Raises ValueError if
+    the results cannot be separated.
 
     between: a character that the steps do not change
     """

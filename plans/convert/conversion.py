@@ -60,7 +60,7 @@ from neuronpipe.protocol.errors import UserError
 
 WEIGHED: tuple[Quantization, ...] = (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
 """Quantizations whose encoding uses the importance of columns."""
-PACKAGE_PLACE = "package"  # folder of the unfinished package in `place`
+PACKAGE_PLACE = "package"  # folder of the unfinished package in the `place` of Conversion.write
 RETAINED_BYTES = 8 << 20  # half of the free memory that the C library may retain
 MAX_UNSAVED_WEIGHTS = 1 << 27  # after a kill, at most this number and the weights of one piece are converted again
 
@@ -121,7 +121,7 @@ def convert(
     frequencies: a .npy file of firing shares [layers, experts, neurons], by which neurons are ordered, hot first
     predictor: convert the source's predictors, if it has any
     overwrite: an existing package at `target` may be replaced
-    importance: measures by which importance errors are weighed; None: all columns equally
+    importance: returns the importance by which errors are weighed; None: all columns count equally
     chosen: is called with the choice of quantizations before anything is written
 
     Configuration, headers and shapes are checked before anything is written. Raises UserError for errors of source,
@@ -317,7 +317,7 @@ def _retain_freed_memory() -> None:
     """Make glibc retain the memory of a block's arrays for the next block.
 
     Otherwise it returns the memory to the kernel, and fresh pages take a third of the time of a conversion. Freeing a
-    large array raises the thresholds (mallopt(3), M_MMAP_THRESHOLD). Other C libraries are not affected.
+    large array raises the thresholds (mallopt(3), M_MMAP_THRESHOLD).
     """
     np.empty(RETAINED_BYTES, dtype=np.uint8)
 

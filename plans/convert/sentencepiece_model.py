@@ -1,8 +1,8 @@
 """Builds a tokenizer.json from sentencepiece's file tokenizer.model, for checkpoints without tokenizer.json.
 
 tokenizer_config.json and added_tokens.json beside it have begin and end tokens, and pieces that were added later. The
-result encodes like LlamaTokenizer of transformers, the class of all known models with such a file. Settings with which
-it would not are refused.
+result encodes like LlamaTokenizer of transformers, the class of all known models with such a file. Settings that would
+make the encoding differ are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BPE = 2  # TrainerSpec.ModelType
 
 
 class _Added(NamedTuple):
-    """A piece that the other files add to tokenizer.model, or that is there and special."""
+    """A piece that the files beside tokenizer.model add, or mark as special."""
 
     text: str
     special: bool

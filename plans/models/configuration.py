@@ -75,7 +75,7 @@ def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: 
     """Return each layer's attention window in tokens; 0: none. `sliding_window` applies from `first_layer` on, unless
     `layer_types` says otherwise.
 
-    reads_layer_types: the class obeys `layer_types`; otherwise it must not contradict `first_layer`
+    reads_layer_types: the class obeys `layer_types`; otherwise a contradiction to `first_layer` raises UserError
     """
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has("sliding_window"):
@@ -105,8 +105,8 @@ def windows_of_qwen(config: Record) -> list[int]:
 def gated_activation(
     config: Record, has: Callable[[str], bool], requested: Activation | None, *, relu_may_mean_drelu: bool = False
 ) -> Activation:
-    """Return the requested activation, or the one that `hidden_act` names. Raises UserError if that is unknown or
-    ambiguous, or contradicts the tensors."""
+    """Return the requested activation, or the one that `hidden_act` names ("relu" for FATReLU). Raises UserError if the
+    name is unknown or ambiguous, or contradicts `hidden_act_param` or the predictors in the checkpoint."""
     if requested is not None:
         return requested
     if is_fatrelu(config):
@@ -126,7 +126,7 @@ def is_fatrelu(config: Record) -> bool:
 
 
 def threshold(config: Record, choices: Choices) -> float:
-    """Return `activation_threshold`. An activation that the user chooses has threshold 0."""
+    """Return `activation_threshold` of ModelSpec: 0, except for a FATReLU that the user does not override."""
     fat = choices.activation is None and is_fatrelu(config)
     return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
@@ -141,7 +141,7 @@ def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
 
 
 class Mixture(NamedTuple):
-    """The fields of a ModelSpec that describe a mixture; names as there."""
+    """The fields of a ModelSpec that describe a mixture."""
 
     experts: int
     experts_per_token: int

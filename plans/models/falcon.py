@@ -39,7 +39,7 @@ DEFAULTS = {
     "eos_token_id": 11,
 }
 
-# With one norm, a package stores it twice: at most 65 KB a layer, which is simpler than a further kind of layer.
+# A package stores a single norm twice: at most 65 KB a layer, and simpler than another kind of layer.
 ONE_NORM = TensorNames(
     embedding="transformer.word_embeddings",
     output="lm_head",
@@ -68,8 +68,8 @@ def _key_heads(config: Record, query_heads: int) -> int:
 
 
 def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
-    """Return the rows of queries, keys and values in the joined tensor. That stores each key head's group together: its
-    queries, its key, its value. With multi_query there is one group; without it each head is a group."""
+    """Return the numbers of the joined tensor's rows in the order queries, keys, values. The tensor has one group for
+    each key head: its queries, its key, its value."""
     group = model.query_heads // model.key_heads
     group_rows = (group + 2) * model.head_width  # of one key head
     queries, keys, values = range(group), range(group, group + 1), range(group + 1, group + 2)

@@ -31,7 +31,7 @@ class TensorNames:
     number of the expert precedes gate, up and down too.
 
     stacked: one tensor has the matrices of all experts of a layer, one after the other
-    query_key_value: the tensor of queries, keys and values, if they have none each
+    query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
     first_position: number of rows of `positions` before the row of position 0
     predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
     """
@@ -71,7 +71,7 @@ class Architecture:
     names: names of the tensors, or a function of the configuration that returns them
     joined_rows: (configuration, model) -> the rows of the tensor `query_key_value` in the order in which packages
         store them: queries, keys, values
-    harmless: a regular expression of tensors that change nothing and may be present
+    harmless: a regular expression of the names of tensors that may be present and are ignored
     norm_offset: added to the stored weight of every norm
     partial_rotary: only a part of each head is rotated, from the first element on: `partial_rotary_factor`
     """
@@ -100,7 +100,7 @@ class GgufArchitecture:
     activation: used if a file names none; None: GELU, which is not supported
     router: used for mixtures if a file names none
     router_reads: the field of ModelSpec
-    harmless: a regular expression of tensors that change nothing and may be present
+    harmless: a regular expression of the names of tensors that may be present and are ignored
     norm: norm of the layers; weights of LayerNorm have no offset, unlike those of checkpoints (`norm_offset`)
     gated: the feed-forward has Gate beside Up and Down
     parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
@@ -124,7 +124,11 @@ class GgufArchitecture:
 
 @frozen(kw_only=True)
 class Family:
-    """Models that are read in the same way. The keys of `architectures` and `gguf` are the names in their files."""
+    """Models that are read in the same way.
+
+    architectures: the architectures by the name of their class in config.json
+    gguf: the architectures by `general.architecture` of GGUF files
+    """
 
     name: str
     architectures: Mapping[str, Architecture]
@@ -153,8 +157,8 @@ def sounds_like_relu(*names: str) -> str | None:
 def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
     """Return the activation that a field names. Raises UserError if the name is unknown or ambiguous.
 
-    relu_may_mean_drelu: refuse relu, since SparseQwen2's files say relu, mean drelu and differ in nothing else from
-        files of a Qwen2 with relu
+    relu_may_mean_drelu: the name relu raises UserError, since SparseQwen2's files say relu, mean drelu and cannot be
+        distinguished from files of a Qwen2 with relu
     """
     if (name := record.text(field)) not in ACTIVATION_NAMES:
         record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")

@@ -1,8 +1,8 @@
 """Llama and models built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
 
-transformers writes every key that it knows into config.json. Files by hand or from other programs lack some, and the
-defaults of missing keys change results: a Mistral without `sliding_window` has an attention window of 4096. Tests
-compare the defaults below with those of transformers (tests/conformance/golden).
+transformers writes every key that it knows into config.json. Files from other programs lack some, and the defaults of
+missing keys change results: a Mistral without `sliding_window` has an attention window of 4096 tokens. Tests compare
+the defaults below with those of transformers (tests/conformance/golden).
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
 
 
 def _layout(config: Record, field: str, default: int) -> list[int]:
-    """Return the 0 or 1 of each layer; `default` without the field."""
+    """Return a field's flag, 0 or 1, for each layer; `default` if the field is missing. Raises UserError for other
+    values."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has(field):
         return [default] * layers

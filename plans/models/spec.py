@@ -55,7 +55,7 @@ SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale")
 
 
 class SpecError(ValueError):
-    """A field of a description that contradicts another or is out of its range."""
+    """A ModelSpec whose field `field` is out of range or contradicts another. `complaint` says how."""
 
     def __init__(self, field: str, complaint: str) -> None:
         super().__init__(f"{field}: {complaint}")
@@ -192,7 +192,7 @@ class ModelSpec:
 
     @property
     def ffns(self) -> int:
-        """Number of feed-forwards in all layers, of which each expert is one."""
+        """Number of feed-forwards in all layers. Each expert is one."""
         return self.layers * self.experts
 
     @property
@@ -233,7 +233,7 @@ LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if fiel
 
 
 def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:
-    """Return the runs of layers that are alike.
+    """Return `layer_kinds` of ModelSpec: consecutive layers with equal properties form one run.
 
     windows_tokens: attention window of each layer, from the first to the last; 0: none
     rotary: for each layer, True if its heads are rotated; None: all are

@@ -40,7 +40,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 def neuron_bin_ends(neurons: int) -> tuple[int, ...]:
-    """Return EDGES as numbers of neurons, of a feed-forward with `neurons`."""
+    """Return EDGES as numbers of neurons, for a feed-forward with `neurons` neurons."""
     return tuple(round(edge * neurons) for edge in EDGES)
 
 
@@ -63,15 +63,15 @@ class ActivityProfile:
     source: measured by `profile`, or powerinfer: imported counts
     text: name of the text
     tokens: number of tokens of the text
-    curve: share of the neurons -> their share of the needed neurons; mean over feed-forwards. Neurons are in the
+    curve: share of the neurons -> their share of the needed neurons, over all feed-forwards. Neurons are in the
         package's order if that is by frequency, else most frequent first
-    wanted_by_layer: share of the neurons of a token's experts that the token needs
+    wanted_by_layer: mean share of the neurons of a token's experts that the token needs
     reuse_by_layer: share of a token's needed neurons that the token before needed too; empty in an imported profile
     misses: unit of residency -> policy -> (resident share of all units, share of the needed units that are absent);
         None in an imported profile
-    experts_by_frequency: in a mixture, the share of a token's experts that are among the most frequent experts, of
-        which as many are guessed as a token has. Measured on the last quarter of the text, with counts of the rest;
-        empty if it was not measured
+    experts_by_frequency: in a mixture, the share of a token's experts that are predicted, if the prediction is always
+        the most frequent experts, as many as a token has. Measured on the last quarter of the text, with counts of the
+        rest; empty if it was not measured
     experts_by_layer_before: the same for the experts that most often follow the token's experts of the layer before
     """
 

@@ -59,7 +59,7 @@ class PartialDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _take_over(self) -> bool:
-        """Rename a killed process's directory whose work can be continued to `path`. Return False if there is none."""
+        """Rename to `path` a directory of a killed process whose work can be continued; False if there is none."""
         partial_folders = [path for path, kind in _leftovers(self.target) if kind == "partial"]
         for path in filter(self._can_resume, (self.path, *partial_folders)):
             with contextlib.suppress(OSError):  # another process may have taken it over
@@ -78,7 +78,8 @@ class PartialDirectory:
             raise UserError(f"{self.target}: is no package, so it is not overwritten; choose another name")
 
     def publish(self) -> None:
-        """Rename the directory to the target, after its content is on disk. Raises UserError or OSError."""
+        """Rename the directory to the target, after its content is on disk. Raises UserError if the target may not be
+        replaced, OSError if the file system refuses."""
         for file in self.path.iterdir():
             _sync(file)
         _sync(self.path)

@@ -16,11 +16,11 @@ from neuronpipe.protocol.frozen import frozen
 PAGE_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
-BLOCK_WEIGHTS = 256  # a row's scales and minima are stored by blocks of this many weights
-BLOCK_SCALE_BYTES, BLOCK_HALVES_BYTES = 16, 32  # of a block, if they have six bits, and if they are fp16
+BLOCK_WEIGHTS = 256  # quantizations with minima store scales and minima by blocks of this many weights
+BLOCK_SCALE_BYTES, BLOCK_HALVES_BYTES = 16, 32  # a block's scales and minima with six bits each, and in fp16
 MAX_CLUSTER_NEURONS = 64
-MAX_WASTE = 0.25
-MAX_WHOLE_WASTE = 0.03  # if nearly all clusters of an expert are needed together, padding is read too
+MAX_WASTE = 0.25  # share of a cluster's pages that may be padding
+MAX_WHOLE_WASTE = 0.03  # the same if an expert's clusters are read together, because padding is then read, too
 MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
@@ -74,13 +74,13 @@ def row_bytes(quantization: Quantization, weights: int) -> int:
 
 def reads_inputs_of(quantization: Quantization, other: Quantization) -> bool:
     """Return True if rows of one quantization can be multiplied with vectors that were prepared for the other, so that
-    a layer may have both. As np_reads_inputs_of of the native library."""
+    a layer may have both. Equals np_reads_inputs_of of the native library."""
     return quantization == other or any({quantization, other} <= same for same in _SAME_INPUTS)
 
 
 def is_quantized_with(quantization: Quantization, other: Quantization) -> bool:
     """Return True if the embedding, output or down matrix may have `quantization` in a package of `other`. Their input
-    vectors are prepared separately, so only f16 and others cannot be mixed; q3 is for gates only."""
+    vectors are prepared separately, so all go together, except f16 with another one, and q3, which is for gates."""
     return (quantization == "f16") == (other == "f16") and quantization != "q3"
 
 
@@ -240,8 +240,8 @@ class _RowBytes:
 
 
 def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
-    """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons, with fewest
-    pages in all."""
+    """Return (trigger pages, value pages, part with the values' scales) for clusters of `count` neurons. The scales
+    lie in the part where fewer pages are needed."""
     trigger, values, scales = row.trigger + row.trigger_scales, sum(row.values), sum(row.value_scales)
     with_triggers = pages(count * (trigger + scales)), pages(count * values)
     with_values = pages(count * trigger), pages(count * (values + scales))

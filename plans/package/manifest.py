@@ -210,15 +210,15 @@ class Manifest:
     layout: Layout
     files: Mapping[str, FileEntry]
     quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
-    fired_by_layer: tuple[float, ...] | None  # mean share of neurons that fire, when measured; `activity` in the file
+    fired_by_layer: tuple[float, ...] | None  # mean share of neurons that fire; None: not measured; `activity` in JSON
     trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, on the same text
     predictor: Predictor | None = None
-    silent: Silent | None = None  # of a SiLU model with thresholds
+    silent: Silent | None = None  # None: no thresholds
     profiles: tuple[ActivityProfile, ...] = ()  # one for each measured mode, in the order of activity.bin
     npu: NpuProfile | None = None  # measured loss of a neural processor's arithmetic
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
-    quantizations: Mapping[str, Quantization] = field(default_factory=dict)  # of fixed matrices, if not the package's
+    quantizations: Mapping[str, Quantization] = field(default_factory=dict)  # of fixed matrices that differ
     id: str = ""
 
     @cached_property

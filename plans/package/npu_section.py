@@ -1,6 +1,6 @@
 """The manifest's section `npu`: the measured loss of a neural processor's arithmetic, and the ranges of its integers.
 
-It compares two ways to turn activations into 16-bit integers: each token's vector with its own scale, within ranges
+Two ways to turn activations into 16-bit integers are compared: each token's vector with its own scale, within ranges
 that follow from the shape (`token`), or all tokens within ranges measured on a calibration text (`static`).
 """
 
@@ -120,7 +120,7 @@ def matrix_sizes(model: ModelSpec) -> tuple[tuple[int, int], ...]:
 
 
 def parse_npu(record: Record, model: ModelSpec) -> NpuProfile:
-    """Parse the section and check it against the model. Raises UserError naming the file and the field."""
+    """Return the parsed section. Raises UserError, which names file and field, if it does not fit the model."""
     try:
         return _parsed(record, model)
     except UserError as error:

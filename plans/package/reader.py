@@ -135,7 +135,7 @@ class Package:
         return self.read_activity()
 
     def read_activity(self) -> Activity:
-        """Return the content of activity.bin, which the package does not keep in memory then, unlike `activity`."""
+        """Return the content of activity.bin. Unlike `activity`, the package does not keep it in memory."""
         return Activity(self.manifest.model, self.manifest.profiles, self._verified(ACTIVITY))
 
     def _verified(self, name: str) -> bytes:

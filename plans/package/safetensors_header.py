@@ -73,8 +73,8 @@ def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
 
 
 def _plain_entry(values: object, data_start: int) -> TensorEntry | None:
-    """Return the entry of a tensor as `_entry` in a fifth of the time; None if it may be wrong, so that `_entry` has to
-    raise the error."""
+    """Return the same entry as `_entry`, in a fifth of the time; None if the values may be wrong, so that `_entry`
+    raises the error."""
     if not (isinstance(values, dict) and values.keys() == _FIELDS):
         return None
     dtype, shape, offsets = values["dtype"], values["shape"], values["data_offsets"]

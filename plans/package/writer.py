@@ -69,9 +69,9 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
     start = ffi.from_buffer("uint8_t[]", clusters)
     checksums = np.empty((len(clusters), 2), dtype="<u4")
     for cluster in range(len(clusters)):
-        gate = start + cluster * layout.cluster_stride_bytes
-        checksums[cluster, 0] = lib.np_crc32c(0, gate, layout.trigger_part_bytes)
-        checksums[cluster, 1] = lib.np_crc32c(0, gate + layout.trigger_part_bytes, layout.value_part_bytes)
+        trigger = start + cluster * layout.cluster_stride_bytes
+        checksums[cluster, 0] = lib.np_crc32c(0, trigger, layout.trigger_part_bytes)
+        checksums[cluster, 1] = lib.np_crc32c(0, trigger + layout.trigger_part_bytes, layout.value_part_bytes)
     return checksums
 
 
@@ -95,7 +95,7 @@ def disk_usage_bytes(folder: Path) -> int:
 
 
 class _TensorFile:
-    """A safetensors file that is written tensor by tensor, each from its start on, in pieces of any size."""
+    """A safetensors file whose tensors are written in pieces of any size, each tensor from its start on."""
 
     def __init__(self, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         self._header, self._entries = build_header(tensors)

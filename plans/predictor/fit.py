@@ -1,12 +1,12 @@
 """A predictor without training: low-rank factors of Gate (and Up) weighted by a calibration text, and thresholds.
 
-A side is Gate or Up, its values are the products of its rows G [neurons, width] with the inputs. The values [tokens,
-neurons] are centred and divided by their deviation (1 / D). Their leading directions over neurons, V [neurons, rank],
-give the truncated singular value decomposition of the rows whitened by the inputs, without forming a covariance: score
-= V · (V^T D G) · x. If the predictor reads another vector than the feed-forward does, V^T D G is transferred to that
-vector by regression. Thresholds are fitted last, on the scores of the quantized factors: a neuron is predicted if it is
-active with a probability above c, which is chosen for the requested recall over all neurons of the layer. Neurons need
-no samples of firing, since all tokens determine the deviation of their values.
+A side is Gate or Up. Its values are the products of its rows G [neurons, width] with the inputs. The values [tokens,
+neurons] are centred and multiplied by D, the inverse of their deviations. Their leading directions over neurons, V
+[neurons, rank], give the truncated singular value decomposition of the rows whitened by the inputs, without forming a
+covariance: score = V · (V^T D G) · x. If the predictor reads another vector than the feed-forward does, V^T D G is
+transferred to that vector by regression. Thresholds are fitted last, on the scores of the quantized factors: a neuron
+is predicted if it is active with a probability above c, which is chosen for the requested recall over all neurons of
+the layer. A neuron need not fire on the text, since all tokens determine the deviation of its values.
 """
 
 from __future__ import annotations

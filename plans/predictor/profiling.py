@@ -282,7 +282,7 @@ class _Progress:
 
     def __init__(self, progress: Progress | None, model: ModelSpec, total_tokens: int, held_out: int) -> None:
         self._progress, self._model, self._total_tokens, self._held_out = progress, model, total_tokens, held_out
-        self._rated = 0
+        self._logit_tokens = 0
 
     def layer(self, layer: int, share: float) -> None:
         self._report(int((layer + share) * self._total_tokens))
@@ -300,8 +300,8 @@ class _Progress:
         self._report(self._model.layers * self._total_tokens + tokens)
 
     def logits_computed(self, tokens: int) -> None:
-        self._rated += tokens
-        self.held_out_pass(self._model.layers * self._held_out + self._rated)
+        self._logit_tokens += tokens
+        self.held_out_pass(self._model.layers * self._held_out + self._logit_tokens)
 
     def _report(self, tokens: int) -> None:
         if self._progress is not None:

@@ -149,7 +149,8 @@ def _finite(measured: float, text: str) -> float:
 
 
 def _write_thresholds(package: Package, silent: Silent | None) -> Package:
-    """Write a manifest with other thresholds, which changes its id. None: without thresholds."""
+    """Write a manifest with other thresholds, or without (None), and remove the activity profile of thresholded mode.
+    Return the package with its new id."""
     with whole_file(package.path / MANIFEST) as place, place.open("wb") as file:
         file.write(replace(package.manifest, silent=silent).sealed().to_bytes())
         file.flush()

@@ -81,7 +81,8 @@ class Downloads:
         return self._fetches[file]
 
     def download_file(self, entry: RemoteFile) -> Path:
-        """Download a file, unless it is there, compare it with its checksum, and return its path."""
+        """Return the path of a file. If it is not there, download it and compare its checksum. If that is wrong after a
+        resumed download, the whole file is downloaded again."""
         self.require_checksum(entry)
         path = self.path(entry)
         if path.exists():
@@ -124,7 +125,6 @@ class Downloads:
             )
 
     def read(self, entry: RemoteFile, start: int, count: int) -> bytes:
-        """Read bytes of the file, as `Hub.read` does."""
         return self._hub.read(self._snapshot, entry, start, count)
 
     def path(self, entry: RemoteFile) -> Path:

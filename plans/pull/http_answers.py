@@ -57,7 +57,8 @@ class Refused(UserError):
 
 
 class Answer:
-    """The content of an answer, from byte `start` of the file on. Raises UserError if the range is not stated."""
+    """The content of an answer, from byte `start` of the file on. Raises UserError if an answer with a part of the file
+    does not state which."""
 
     def __init__(self, answer: Any, what: str, endpoint: str, network: tuple[type[Exception], ...]) -> None:
         self._answer, self._what, self._endpoint, self._network = answer, what, endpoint, network
@@ -149,7 +150,7 @@ class Web:
         headers = dict(self._headers)
         if start is not None:
             headers["Range"] = f"bytes={start}-" + ("" if stop is None else str(stop - 1))
-        answer = self._willing(address, headers, what)
+        answer = self._successful(address, headers, what)
         try:
             encoding = answer.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
@@ -162,7 +163,7 @@ class Web:
             with contextlib.suppress(*self._network):
                 answer.close()
 
-    def _willing(self, address: str, headers: dict[str, str], what: str) -> Any:
+    def _successful(self, address: str, headers: dict[str, str], what: str) -> Any:
         """Return a successful answer, after as much waiting as the hub asks for. Raises Refused for other errors, or
         after MAX_WAIT_S."""
         waited_s, next_wait_s = 0.0, FIRST_WAIT_S
@@ -171,11 +172,11 @@ class Web:
             status = answer.status_code
             if status in (200, 206):
                 return answer
-            code, asked_s = answer.headers.get("x-error-code", ""), _retry_after_s(answer.headers)
+            code, requested_s = answer.headers.get("x-error-code", ""), _retry_after_s(answer.headers)
             answer.close()
-            if status != 429 and (status != 503 or asked_s is None):
+            if status != 429 and (status != 503 or requested_s is None):
                 raise Refused(f"{what}: {self.endpoint} answered {status}; try again, {AGAIN}", status, code)
-            wait_s = next_wait_s if asked_s is None else asked_s
+            wait_s = next_wait_s if requested_s is None else requested_s
             if waited_s + wait_s > MAX_WAIT_S:
                 raise Refused(
                     f"{what}: {self.endpoint} answered {status} and asks to wait {_duration(wait_s)}; try again then, "
@@ -188,7 +189,7 @@ class Web:
             waited_s, next_wait_s = waited_s + wait_s, 2 * next_wait_s
 
     def _redirected(self, address: str, headers: dict[str, str], what: str) -> Any:
-        """Follow redirects, and return the answer that is none. Raises UserError for forbidden or too many ones."""
+        """Follow redirects, and return the answer after them. Raises UserError for forbidden or too many redirects."""
         home = _origin(address)
         for _ in range(MAX_REDIRECTS + 1):
             answer = self._head(address, headers, what)

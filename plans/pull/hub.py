@@ -69,8 +69,8 @@ class Hub:
 
     def download(self, snapshot: Snapshot, file: RemoteFile, target: BinaryIO) -> None:
         """Write the rest of a file to `target`, which is positioned after the bytes already received. Reconnects if the
-        connection breaks off. Raises ConnectionBroken after MAX_TRIES connections without progress, UserError, and
-        errors of writing."""
+        connection breaks off. Raises ConnectionBroken after MAX_TRIES connections without progress, UserError for other
+        errors of the hub, and errors of `target.write`."""
         tries, counted_from = 0, target.tell()
         while (start := target.tell()) < file.bytes:
             try:

@@ -1,8 +1,8 @@
 """The user's packages by name, and the working folders of pulls.
 
     DATA/packages/NAME/  a complete package
-    DATA/pulls/NAME/     the working folder of a pull, or of a conversion (source_models.py, which this module calls a
-                         pull, too); it stays if it was interrupted
+    DATA/pulls/NAME/     the working folder of a pull, which stays after an interruption, or of a conversion by
+                         source_models.py, which stays after a kill. This module calls both a pull.
 
 DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder.
 """
@@ -31,7 +31,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 MAX_SHOWN = 12
 FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""A small model to try first: a chat model of 270 MB, under the Apache licence. The page names it too."""
+"""A small model to try first: a chat model of 270 MB, under the Apache licence. The gateway's page names it, too."""
 
 EXAMPLE = f", e.g. `neuronpipe pull {FIRST_MODEL}`"
 _HUB = re.compile(r"(?:https?:/+[^/]+/|hf\.co/|huggingface\.co/)?(?P<reference>[\w.-]+/[\w.-]+(?::[^:]*)?)", re.ASCII)
@@ -89,8 +89,8 @@ def name_like(text: str) -> str:
 
 
 def package_path(text: str) -> Path:
-    """Return `text` as a path if it exists, or the folder of the package of that name, in any case if only one matches.
-    If there is neither, return `text` as a path, which `refuse_unknown` refuses."""
+    """Return `text` as a path if it exists, else the folder of the package of that name; case is ignored if only one
+    name matches then. If there is neither, return `text` as a path, which `refuse_unknown` refuses."""
     if os.path.exists(text) or not NAME.fullmatch(text):
         return Path(text)
     names = package_names()
@@ -99,8 +99,8 @@ def package_path(text: str) -> Path:
 
 
 def refuse_unknown(path: Path) -> None:
-    """Raise UserError, which lists packages or names the next command, for a path that does not exist. Not for paths
-    that can be no name of a package, repository or GGUF file."""
+    """Raise UserError, which lists packages or names the next command, for a path that does not exist and that can be
+    the name of a package, repository or GGUF file."""
     if os.path.exists(path):
         return
     text = str(path)

@@ -1,8 +1,7 @@
 """A pull: first determines the requirements from small files and headers, then downloads and converts at the same time.
 
 A shard is one of the files with weights; the parts of a GGUF model are its shards. While a shard is converted, the next
-one is downloaded. A shard is deleted when no later layer needs it, so that the disk has the package and a few shards.
-A model with a single file is an exception: every layer needs it.
+one is downloaded. A shard is deleted when no later layer needs it. Every layer needs the file of a model with only one.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class RemoteFile:
 
     name: its path within the repository
     sha256: checksum of the content, if the hub stores the file outside git
-    blob: git's checksum
+    blob: git's checksum, which is compared if sha256 is None
     """
 
     name: str

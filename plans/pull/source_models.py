@@ -170,10 +170,10 @@ def make(
 ) -> Package:
     """Return the package of a model on this disk. Convert the model first if there is no package of its current state.
 
-    The package is named like the model's file or folder. While another command works on that name, wait, then use its
-    package or convert. Raises UserError for errors of model or disk, or if `convert` made the package of an earlier
-    state. The working folder is removed after every exception, including Ctrl-C. After a kill it stays, and the next
-    command continues.
+    The package is named like the model's file or folder. While another command works on that name, `make` waits, and
+    then uses its package or converts. Raises UserError for errors of model or disk, or if `convert` made the package of
+    an earlier state. The working folder is removed after every exception, including Ctrl-C. After a kill it stays, and
+    the next command continues.
 
     agree: is called with the requirements before a conversion writes anything; raises UserError to cancel it
     waiting: is called with the package's name every WAIT_S seconds while another command works on it
@@ -184,7 +184,7 @@ def make(
         name = _name_for(source)
         _refuse_requested(source, name)
         try:
-            with working_folder(name) as folder, _emptied(folder):
+            with working_folder(name) as folder, _removed_at_exit(folder):
                 # Another command may have made the package before this one got the lock.
                 if name == _name_for(source) and existing_package(source) is None:
                     return _make(source, name, folder, PackageRequest(options=options), agree, progress, report)
@@ -211,7 +211,7 @@ def make_as_requested(
             with working_folder(name) as folder:
                 # Another command may have made a package before this one got the lock.
                 _refuse_name_in_use(source, name, overwrite=request.overwrite)
-                with _emptied(folder):
+                with _removed_at_exit(folder):
                     return _make(source, name, folder, request, agree, progress, report)
         except Busy:
             waiting(name)
@@ -219,7 +219,7 @@ def make_as_requested(
 
 
 @contextmanager
-def _emptied(folder: Path) -> Iterator[None]:
+def _removed_at_exit(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:

@@ -154,25 +154,25 @@ class ReferenceEngine:
         hidden, fired = self.hidden([tokens])
         return Result(self.logits(hidden), fired)
 
-    def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
+    def hidden(self, sequences: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
         """Return the residual stream after the last layer [tokens of all sequences, width], and the firing counts of
         Result. Raises UserError for token ids that the model lacks, and for empty or too long sequences.
 
-        texts: sequences, each from position 0
+        sequences: token ids of each sequence, from position 0 on
         """
         model = self._model
-        for tokens in texts:
+        for tokens in sequences:
             self._check(tokens, model)
-        x = self._weights.rows("embedding", np.concatenate([np.asarray(tokens) for tokens in texts]))
+        x = self._weights.rows("embedding", np.concatenate([np.asarray(tokens) for tokens in sequences]))
         x = x * np.float32(model.embedding_scale)
         if model.positions == "learned":
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
-            x = x + np.concatenate([table[: len(tokens)] for tokens in texts])
+            x = x + np.concatenate([table[: len(tokens)] for tokens in sequences])
         scale = np.float32(model.residual_scale)
         fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
             attention_input, layer_input = self._normed(f"layers.{layer}.attention_norm", x), x
-            x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in sequences])
             residual = layer_input if model.parallel else x
             normed = self._normed(f"layers.{layer}.ffn_norm", residual)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
@@ -217,8 +217,9 @@ class ReferenceEngine:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
         mixed = []
         ends = np.cumsum(lengths)
-        for end, text in zip(ends, np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1]), strict=True):
-            queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+        heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
+        for end, part in zip(ends, heads, strict=True):
+            queries, keys, values = np.split(part, (model.query_heads, model.query_heads + model.key_heads), axis=1)
             rotary = model.rotary_layers[layer]
             queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
             keys = self._placed(f"{name}.key_norm", keys, rotary)

@@ -44,11 +44,8 @@ def measure_importance(checkpoint: Checkpoint, text: str, origin: str, progress:
 
 
 def calibration_windows(checkpoint: Checkpoint, text: str, origin: str) -> Sequence[Sequence[int]]:
-    """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError if the text is too
-    short.
-
-    origin: name of the text
-    """
+    """Return context windows of the first CALIBRATION_TOKENS tokens of a text. Raises UserError, which starts with
+    `origin`, if the text is too short."""
     tokenizer = open_tokenizer(checkpoint.tokenizer.decode(), f"{checkpoint.source.name}: tokenizer")
     ids = tokenizer.encode(text).ids[:CALIBRATION_TOKENS]
     if len(ids) < MIN_CALIBRATION_TOKENS:

@@ -118,7 +118,7 @@ class CheckpointWeights:
         return np.concatenate([part.vector() for part in self._checkpoint.vectors[name]])
 
     def rows(self, name: str, numbers: NDArray[np.int64]) -> Array:
-        """Return some rows of a matrix, [len(numbers), columns]. Not for qkv, which is several tensors."""
+        """Return some rows of a matrix other than qkv, which is several tensors."""
         (stored,) = self._checkpoint.matrices[name]
         return stored.values(numbers)
 

@@ -96,7 +96,6 @@ class Pinning:
 
     @property
     def any_planned(self) -> bool:
-        """True if the plan pins any cluster."""
         return any(any(counts) for entry in self._planned for counts in entry)
 
     @property
@@ -174,7 +173,7 @@ class CacheService:
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
-        self._exhausted = [False, False]  # for either part: the loader has been told that no slot can be freed
+        self._exhausted = [False, False]  # for either part: the loader knows that no slot can be freed
         self._follow_next_s = 0.0
         self._follow_until_s: float | None = None  # pins are checked at least until then
 

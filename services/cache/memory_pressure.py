@@ -32,7 +32,7 @@ class Pressure:
     """The decision how much memory slots give back, from the state of the machine's memory.
 
     slots_bytes: memory of all slots
-    follows: as in the module's docstring
+    follows: see the module's docstring
     withheld_bytes: memory to give back
     is_changing: True if `withheld_bytes` is about to change, so that `look` must be called again soon
     """

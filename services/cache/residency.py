@@ -53,7 +53,6 @@ class Region:
 
     @property
     def clusters_per_ffn(self) -> int:
-        """The number of clusters of one feed-forward."""
         return self.clusters // len(self.pinned)
 
     def warm(self) -> tuple[int, ...]:
@@ -80,7 +79,6 @@ class WarmUp:
     pinned: bool
 
     def __len__(self) -> int:
-        """Return the number of clusters."""
         return sum(map(len, self.ranges))
 
     def __iter__(self) -> Iterator[int]:
@@ -187,7 +185,6 @@ class PinTrial:
 
     @property
     def holds(self) -> bool:
-        """True if the plan's pins hold."""
         return self.state in (self.HOLD, self.PROVED)
 
     def look(self, now: Misses) -> bool:

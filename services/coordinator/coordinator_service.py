@@ -179,7 +179,6 @@ class CoordinatorService:
                 self._take(*received)
 
     def _patience_ms(self) -> int:
-        """Return the milliseconds that the service may sleep if no message comes."""
         if self._scheduler.busy:
             return BUSY_MS
         now = time.monotonic()
@@ -329,7 +328,6 @@ class CoordinatorService:
             pass
 
     def _arm(self) -> None:
-        """Arm the pipeline with the step after the outstanding one, if that step is certain."""
         if self._pipeline.is_waiting and not self._pipeline.is_armed:
             self._pipeline.arm(self._scheduler.ahead(time.monotonic()))
 

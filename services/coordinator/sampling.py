@@ -73,7 +73,6 @@ class Sampler:
 
 
 def as_logprobs(ratings: Sequence[Rating]) -> tuple[Logprobs, ...]:
-    """Convert a prefill worker's ratings."""
     return tuple(
         Logprobs(rating.logprob, tuple(zip(rating.likely, rating.logprobs, strict=False))) for rating in ratings
     )

@@ -1,4 +1,4 @@
-"""When the coordinator wakes up and when it requests beats. This module has no sockets and no clock.
+"""The times at which the coordinator wakes up and requests beats. This module has no sockets and no clock.
 
 use of the run      behaviour
 in use              there are requests, a monitor, or processes that are not ready: the coordinator wakes up every

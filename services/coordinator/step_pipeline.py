@@ -29,7 +29,7 @@ from neuronpipe.services.steps.step_shares import work_of
 class StepAnswer:
     """A participant's answer to a finished step, as in `StepDone`.
 
-    counters: of the answers that one call of `collect` returns, the last has the sum of all; the others have none
+    counters: the sum over all answers of one call of `collect`, in the last of them; the others have none
     """
 
     process: ProcessKey
@@ -91,7 +91,6 @@ class StepPipeline:
         self.done: FinishedStep | None = None
 
     def close(self) -> None:
-        """End the native thread of the pipeline."""
         lib.np_pipeline_destroy(self._native)
         self._native = ffi.NULL
 

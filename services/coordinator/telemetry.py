@@ -82,7 +82,6 @@ class Meter:
         return self._misses.recent
 
     def pin_state_now(self) -> int:
-        """Return the state of the pins, a word that the cache writes."""
         return int(self._slots[PIN_STATE])
 
     def memory_now(self) -> dict[str, int]:
@@ -91,7 +90,6 @@ class Meter:
 
     # ---- a step ----------------------------------------------------------------------------------------------
     def sending(self, message: Step | Prefill) -> None:
-        """Note that a step is about to be sent, or sent again."""
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
     def sent(self, began_ns: int, processes: int, end_ns: int | None = None) -> None:
@@ -163,11 +161,9 @@ class Meter:
 
     # ---- a request -------------------------------------------------------------------------------------------
     def request_came(self, client: str, request: str) -> None:
-        """Note the flash counters at a request's arrival."""
         self._flash_at_start.setdefault(f"{client}/{request}", self.flash_now())
 
     def request_refused(self, client: str, request: str) -> None:
-        """Forget the counters of a refused request."""
         self._flash_at_start.pop(f"{client}/{request}", None)
 
     def request_finished(self, client: str, finished: Finished) -> Finished:
@@ -218,7 +214,6 @@ class StepEvents:
 
     @property
     def waiting(self) -> bool:
-        """True if there are steps to report."""
         return bool(self._steps)
 
     def add(self, step: DoneStep) -> None:
@@ -320,7 +315,6 @@ class Report:
         )
 
     def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
-        """Return the statuses of the processes in the order of the plan."""
         gateways = [spec for spec in self._job.plan.compute.processes if spec.role == GATEWAY]
         statuses = [
             self._coordinator(ending),
@@ -386,7 +380,6 @@ class Report:
 
 
 def _blocks(first: int, last: int, of: int) -> str:
-    """Return a range of blocks of a feed-forward network in words."""
     if first > last:
         return f"none of {of} blocks"
     return f"all {of} blocks" if (first, last) == (1, of) else f"blocks {first} to {last} of {of}"

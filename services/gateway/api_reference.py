@@ -120,7 +120,6 @@ def _by_status(codes: dict[str, tuple[int, str]]) -> list[tuple[str, tuple[int, 
 
 
 def _is_reachable(name: str, schemas: dict[str, Any], roots: list[str]) -> bool:
-    """Return True if a root's fields refer to this schema, directly or not."""
     reached, pending = set[str](), list(roots)
     while pending:
         schema = pending.pop()

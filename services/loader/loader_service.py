@@ -144,7 +144,6 @@ class Core:
         self._state = ffi.new("np_loader_state *")
 
     def _attach(self, memory: RunMemory, doorbell: Path, trace: Trace) -> None:
-        """Attach the participants' request rings to the native loader."""
         rings = Rings(memory, doorbell)
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
         participants = ffi.new("np_requests[]", [rings.of(participant)[0] for participant in range(rings.participants)])

@@ -59,7 +59,7 @@ class Processes:
 
 
 def processor_s(pid: int) -> float | None:
-    """Return the processor time of a process in seconds, over all threads; None if it does not exist."""
+    """Return the processor time of a process in seconds, over all threads; None if it cannot be read."""
     import psutil  # the supervisor imports this module and needs only `process_memory`
 
     try:

@@ -52,7 +52,7 @@ class Monitor:
         self._status, self._heard_at = status, now_s
 
     def take_event(self, event: Any, now_s: float) -> None:
-        """Store a published event, if it is of steps or the heartbeat of the loader."""
+        """Store a published event if it is a `StepEvent` or the heartbeat of the loader."""
         if isinstance(event, StepEvent):
             self._events.append((now_s, event))
         elif isinstance(event, Beat) and event.role == "loader":
@@ -148,10 +148,8 @@ class Monitor:
         )
 
     def _of_steps(self, events: Sequence[StepEvent]) -> dict[str, Any]:
-        """Return the hit rate over all steps; bytes per token and shares of waiting over decode steps.
-
-        Figures without data are left out.
-        """
+        """Return the hit rate over all steps, and bytes per token and shares of waiting over decode steps, without
+        figures that have no data."""
         looked_up = sum(event.looked_up for event in events)
         decodes = [event for event in events if not event.prefill]
         tokens, ms = sum(event.tokens for event in decodes), sum(event.ms for event in decodes)

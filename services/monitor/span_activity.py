@@ -84,12 +84,12 @@ class Activity:
         neurons: number of neurons of a layer
         """
         decodes = [spans for (role, _), spans in zip(self._processes, self._spans, strict=True) if role == "decode"]
-        kept_ns = max((int(spans["start_ns"][0]) for spans in decodes if len(spans)), default=0)
+        stored_from_ns = max((int(spans["start_ns"][0]) for spans in decodes if len(spans)), default=0)
         tokens = 0
         whole = set()
         computed = {step for spans in decodes for step in np.unique(spans["step"]).tolist()}
         for spans in self._of("coordinator"):
-            ended = spans[(spans["kind"] == NUMBER["await"]) & (spans["start_ns"] >= kept_ns)]
+            ended = spans[(spans["kind"] == NUMBER["await"]) & (spans["start_ns"] >= stored_from_ns)]
             for step, count in zip(ended["step"].tolist(), ended["value"].tolist(), strict=True):
                 if step in computed and step not in whole:
                     whole.add(step)

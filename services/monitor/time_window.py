@@ -25,7 +25,6 @@ class TimeWindow:
         return max(MIN_NS, self.to_ns - self.from_ns)
 
     def shows(self, span: Span) -> bool:
-        """Return True if part of the span lies in the window."""
         return span.end_ns > self.from_ns and span.start_ns < self.to_ns
 
 
@@ -36,13 +35,13 @@ def last_steps(rows: Sequence[Row], max_steps: int = MAX_STEPS) -> TimeWindow:
 
     max_steps: number of steps in the window
     """
-    kept_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
+    stored_from_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
     sent = {span.step: span for row in rows for span in row.spans if span.kind == NUMBER["send"]}
     ended = {span.step: span for row in rows for span in row.spans if span.kind in (NUMBER["await"], NUMBER["tell"])}
     steps = sorted(sent.keys() & ended.keys())
     if not steps:
         spans = [span for row in rows for span in row.spans]
         return TimeWindow(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=MIN_NS))
-    whole = [step for step in steps if sent[step].start_ns >= kept_ns] or steps[-1:]
+    whole = [step for step in steps if sent[step].start_ns >= stored_from_ns] or steps[-1:]
     last = whole[-max_steps:]
     return TimeWindow(sent[last[0]].start_ns, ended[last[-1]].end_ns)

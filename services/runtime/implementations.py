@@ -155,7 +155,6 @@ class Implementations:
         return cls(Use(*processes[name], Implementation(*facts[name])) for name in facts)
 
     def of(self, role: str, index: int) -> Implementation:
-        """Return the implementation of one process."""
         for use in reversed(self._uses):
             if use.role == role and use.index in (None, index):
                 return use.implementation

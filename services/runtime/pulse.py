@@ -41,7 +41,6 @@ def shared_words(count: int) -> memoryview:
 
 
 def unwatched() -> Pulse:
-    """Return a pulse in private memory, which no watchdog reads."""
     return Pulse(memoryview(bytearray(WORD_BYTES)).cast("Q"), 0)
 
 
@@ -53,7 +52,6 @@ class _PulseSelector(selectors.DefaultSelector):
         self._pulse = pulse
 
     def select(self, timeout: float | None = None) -> Any:
-        """Wait as the base class does, with the pulse at waiting."""
         self._pulse.waits()
         try:
             return super().select(timeout)

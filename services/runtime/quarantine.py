@@ -95,7 +95,6 @@ class Ledger:
             self._words[at + place] = values[place]
 
     def get(self, entry: int) -> tuple[int, ...]:
-        """Return the words of an entry."""
         at = entry * self._width
         return tuple(self._words[at : at + self._width])
 
@@ -113,7 +112,6 @@ class Ledger:
         return places
 
     def clear(self) -> None:
-        """Mark every entry as unused."""
         for entry in range(self.slots + 1):
             self.set(entry, 0)
 
@@ -199,7 +197,6 @@ class Quarantine:
 
     # ---- requests --------------------------------------------------------------------------------------------
     def is_refused(self, name: int, now: float) -> bool:
-        """Return True if the request ended processes and must not run."""
         suspect = self._suspects.get(name)
         return suspect is not None and suspect.is_certain and now - suspect.last_death_s < FORGET_AFTER_S
 
@@ -218,7 +215,7 @@ class Quarantine:
     def computes(self, name: int, slot: int, place: int) -> None:
         """Record that a step is sent for the request in this KV slot.
 
-        place: the number of tokens of the request that are computed after this step
+        place: 1 + the number of its tokens that were computed before this step
         """
         self._ledger.set(slot, name, place)
         suspect = self._suspects.get(name)

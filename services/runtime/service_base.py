@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Service:
     """The shell of one service.
 
-    slots, numerics: as in `Hello`
+    slots, numerics: fields of `Hello`
     available: False delays `Ready` until `become_available`
     step: number of the current step, for heartbeats
     counters: returns the counters of heartbeats; the service sets it

@@ -32,7 +32,6 @@ class Trace:
 
     @classmethod
     def of(cls, job: Job, memory: RunMemory) -> Trace:
-        """Return the ring of the job's process."""
         return cls(memory, job.plan.compute.processes.index(job.process))
 
     def put(self, kind: int, start_ns: int, *, value: int = 0, step: int = 0, end_ns: int | None = None) -> int:

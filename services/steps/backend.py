@@ -149,7 +149,6 @@ def create_backend(text: str, phase: Phase = "decode") -> Backend:
 
 
 def phase_of(role: str) -> Phase:
-    """Return the phase that processes of a role compute."""
     phases: dict[str, Phase] = {"prefill": "prefill", "accelerator": "accelerator"}
     return phases.get(role, "decode")
 

@@ -55,7 +55,6 @@ class Outcome:
     error: UntrustedError | None = None
 
     def result(self) -> bytes:
-        """Return the answer. Raises the error, if any."""
         if self.error is not None:
             raise self.error
         return self.answer
@@ -76,7 +75,8 @@ class Helper:
         object, which forks the service. See README.md
     setup: passed to that function in each new process
     memory_bytes: the bytes by which jobs may make a prepared process grow
-    setup_bytes: the bytes by which a process may grow, in addition, while it is prepared
+    setup_bytes: the bytes by which a process may grow in addition while it is prepared
+    starts: number of processes started so far
     """
 
     def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"", setup_bytes: int = 0) -> None:

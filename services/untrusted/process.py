@@ -1,6 +1,7 @@
 """The helper process: runs requests one after the other, within limits that the kernel enforces.
 
-It ends with the service, at the first request that exceeds its time limit, and when no request comes for IDLE_S.
+It ends with the service, at the first request that exceeds its time limit, and when no request comes for IDLE_S (see
+`Work`).
 """
 
 from __future__ import annotations

@@ -57,11 +57,9 @@ class CpuBackend:
         return f"cpu:{self._isa}"
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
-        """Support every package in decode and prefill, and no accelerator process."""
         return "an accelerator's backend is opencl or onnx" if phase == "accelerator" else None
 
     def load(self, placement: Placement) -> None:
-        """Create an engine for each participant."""
         lib.np_isa_select(self._isa.encode())
         job, memory = placement.job, placement.memory
         self._rings, self._trace = Rings(memory, job.doorbell), Trace.of(job, memory)
@@ -80,7 +78,6 @@ class CpuBackend:
         ]
 
     def compute(self, work: StepWork) -> dict[str, float]:
-        """Compute the step with one native call per participant."""
         if self._alone:
             self._compute_together(work)
         else:
@@ -94,7 +91,6 @@ class CpuBackend:
             self._own.give_back()
 
     def serve_lane(self, lane: Lane) -> None:
-        """Serve the step channel of a decode worker, as Participant does."""
         self._participants[0].serve_lane(lane)
 
     def close(self) -> None:
@@ -171,8 +167,8 @@ class CpuBackend:
         )
 
     def _compute_together(self, work: StepWork) -> None:
-        """Compute with all participants, a thread each. The first failure is raised at once; the new epoch that follows
-        makes the other participants leave their barriers."""
+        """Compute with all participants, a thread each. The first failure is raised at once. The coordinator then
+        advances the epoch, which makes the other participants leave their barriers."""
         wait(self._working)
         claims = self._stage("claims")
         claims[:] = bytes(len(claims))
@@ -221,7 +217,6 @@ class PrivateStage:
         self._view = memoryview(self._memory)
 
     def buffer(self, name: str) -> memoryview:
-        """Return the bytes of one stage."""
         field = self._layout[name]
         return self._view[field.offset_bytes : field.offset_bytes + field.total_bytes]
 

@@ -15,10 +15,12 @@ from neuronpipe.services.worker.worker import Outcome, Worker
 
 
 class DecodeService:
-    """The process of role `decode`. Subclasses may override `compute` or `backend`."""
+    """The process of role `decode`. Subclasses may override `compute` or `backend`.
+
+    activity: as in `Placement`; with it every step comes as a message
+    """
 
     def __init__(self, job: Job, activity: Activity | None = None) -> None:
-        """activity: as in `Placement`; with it every step comes as a message."""
         self._name = f"{job.process.role}.{job.process.index}"
         backend = self.backend(job)
         self._worker = Worker(job, backend, activity)
@@ -51,7 +53,8 @@ class DecodeService:
                 self._lane.listens = True
 
     def _listen(self) -> int | None:
-        """Compute steps from the step channel while they keep coming. Messages are read in between."""
+        """Compute the steps that arrive on the step channel. Return the longest wait for a message, in milliseconds:
+        0 while the channel is in use; None: no limit."""
         if self._lane is None or not self._lane.listens:
             return None
         if (outcome := self._worker.serve(self._lane)) is not None:

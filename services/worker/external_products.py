@@ -1,5 +1,5 @@
-"""Interfaces of what computes in place of a participant's engine: matrix products of layers, offloaded blocks, and rows
-of offloaded matrices."""
+"""Interfaces for computing matrix products of layers, offloaded blocks and offloaded matrices in place of a
+participant's engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Multiply(Protocol):
 
 
 class ComputeBlocks(Protocol):
-    """The computation of a participant's offloaded blocks, by what has their weights."""
+    """The computation of a participant's offloaded blocks."""
 
     def __call__(self, request: Any, /) -> NDArray[np.float32]:
         """Return the sums that an np_offloaded_blocks of native/neuronpipe.h requests: [pairs][nodes][width]. The

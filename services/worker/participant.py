@@ -202,7 +202,7 @@ class Participant:
     def compute(self, work: StepWork, multiply: Multiply | None = None) -> None:
         """Compute this participant's share of a step.
 
-        multiply: computes the external matrix products, for the first participant; None if there are none.
+        multiply: computes the external matrix products, for the first participant; None if there are none
 
         Raises Abandoned if the epoch changed, Damaged if a cluster cannot be read, ValueError for arguments out of
         range.
@@ -248,7 +248,6 @@ class Participant:
             self._check(done)
 
     def _take(self, work: StepWork) -> Any:
-        """Fill the np_step of this work."""
         self._read_counters()  # clears the counters of a step that was abandoned
         self._step_arrays = [
             ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)
@@ -282,7 +281,6 @@ class Participant:
         self._check(lib.np_engine_open_rows(self._engine, rows))
 
     def close_rows(self) -> None:
-        """End reading of the opened rows, so that their slots may be evicted."""
         lib.np_engine_close_rows(self._engine)
 
     def product(self, product: Any, rows: Any, tokens: Any, out: Any) -> None:
@@ -299,7 +297,7 @@ class Participant:
         self._check(lib.np_engine_compute_product(self._engine, product, rows, number, len(number), room, stride))
 
     def counters(self) -> dict[str, float]:
-        """Return the counters of the last `compute`: the fields of np_engine_counters, times in milliseconds."""
+        """Return the counters of the last step: the fields of np_engine_counters, times in milliseconds."""
         return counters_by_name(self._read_counters())
 
     def _check(self, result: int) -> int:
@@ -336,7 +334,6 @@ class Participant:
         return ffi.cast(kind, pinned)
 
     def _pointers(self, kind: str, buffers: Any) -> Any:
-        """Return the pointer of a buffer, or those of both parts."""
         if isinstance(buffers, tuple):
             return [self._pointer(kind, buffer) for buffer in buffers]
         return self._pointer(kind, buffers)
@@ -363,7 +360,6 @@ class Participant:
         return shared
 
     def _predictors(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
-        """Return the predictors of a layer's feed-forwards, if the run uses any."""
         predictor, model = self._manifest.predictor, self._manifest.model
         if not self._config.predicts or predictor is None:
             return {}

@@ -1,8 +1,8 @@
 """A decode worker that records what each neuron did in the last step, in a mapped file of the run directory.
 
 `neuronpipe profile --activity` uses it (launch/profile/activity.py). The engine writes directly to the file, a byte per
-neuron. A reader must know that no step is under way: while a client reads the logits of a score, the coordinator sends
-none.
+neuron. The file must be read only while no step is under way: the coordinator sends none while a client reads the
+logits of a score.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ RECORDING = "neuronpipe.services.worker.recording:RecordingDecode"
 
 
 def activity_file(directory: Path, index: int) -> Path:
-    """Return the file in which a decode worker records activity."""
     return directory / f"activity.{index}"
 
 

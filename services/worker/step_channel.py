@@ -1,7 +1,7 @@
 """The worker's end of its step channel, words of shared memory through which the coordinator sends steps.
 
-A worker listens on the channel for a moment after every step. Steps that arrive there are computed and answered in
-native code. A step that is abandoned or fails is answered by a message, as is every step that arrived as one.
+A worker listens on the channel for IDLE_MS after every step. Steps that arrive there are computed and answered in
+native code. Steps that are abandoned or fail are answered by a message, as are steps that arrived as messages.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.services.runtime.run_memory import Lanes, RunMemory
 
-SPIN_FACTOR = 4  # times the spinning within a step: the next step comes within a tenth of a millisecond, or much later
-IDLE_MS = 20  # without a step for so long, the worker waits for messages
+SPIN_FACTOR = 4  # spin longer than at a barrier: the next step comes within a tenth of a millisecond, or much later
+IDLE_MS = 20  # after this time without a step, the worker waits for messages
 SERVE_MS = 1000  # messages are read at least this often, however many steps come
 
 
 class Lane:
     """The step channel of one worker.
 
+    spin_us: how long the participants of a step spin at a barrier; the wait for a step spins longer
     listens: True while steps may arrive here
     step, epoch: number and epoch of the last step that arrived here
     """
 
     def __init__(self, memory: RunMemory, index: int, spin_us: int) -> None:
-        """spin_us: how long the participants of a step spin at a barrier; the wait for a step spins longer."""
         self._lanes = Lanes(memory)
         self._index, self._spin_us = index, SPIN_FACTOR * spin_us
         self._served = ffi.new("np_channel_progress *")

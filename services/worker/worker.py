@@ -1,4 +1,4 @@
-"""The part that decode and prefill workers share: a backend over the process's memory, and the outcome of a step."""
+"""The common part of decode and prefill workers: a backend over the process's memory, and the outcome of a step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
 
 
 class Worker:
-    """A worker process and its backend."""
+    """A worker process and its backend. Raises UserError if the backend does not support the model.
+
+    activity: as in `Placement`
+    """
 
     def __init__(self, job: Job, backend: Backend, activity: Activity | None = None) -> None:
-        """activity: as in `Placement`. Raises UserError if the backend does not support the model."""
         require(backend, job.package.manifest, phase_of(job.process.role), f"{job.process.role}.{job.process.index}")
         self.memory = RunMemory.open(job.process.role, job.segments)
         self._job, self._backend, self._activity = job, backend, activity
@@ -62,14 +64,14 @@ class Worker:
 
     def lane(self) -> Lane | None:
         """Return this worker's step channel. It is None if all steps come as messages: the process is no decode worker,
-        or its backend is not the native engine."""
+        its index is beyond the channels, or its backend is not the native engine."""
         process, compute = self._job.process, self._job.plan.compute
         if process.role != "decode" or type(self._backend) is not CpuBackend or process.index >= Lanes.MAX_COUNT:
             return None
         return Lane(self.memory, process.index, compute.spin_us)
 
     def serve(self, lane: Lane) -> Outcome | None:
-        """Serve the step channel. Return the outcome of a step that the native code did not answer, if there is one."""
+        """Serve the step channel. Return the outcome of a step that was abandoned or failed; None if there is none."""
         assert isinstance(self._backend, CpuBackend)
         try:
             self._backend.serve_lane(lane)

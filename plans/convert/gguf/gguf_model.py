@@ -142,7 +142,7 @@ def _activation(
     path: Path, metadata: Record, name: str, architecture: GgufArchitecture, requested: Activation | None
 ) -> Activation:
     """Return the requested activation, or the one that the file names, or the architecture's. Raises UserError if the
-    latter is None, or is SiLU and a name sounds like a ReLU model."""
+    architecture has none, or has SiLU and a name sounds like a ReLU model."""
     if requested is not None:
         return requested
     field = f"{name}.hidden_activation"
@@ -360,6 +360,7 @@ def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArc
 
 
 def interleaved_order(heads: int, head_width: int) -> RowNumbers:
-    """Return the order of the rows of a query or key matrix that stores the elements of a pair next to each other."""
+    """Return the order of the rows of a query or key matrix that turns neighbouring elements of a head, which form a
+    pair in the file, into elements j and j + head_width / 2."""
     rows = np.arange(heads * head_width, dtype=np.int64).reshape(heads, head_width // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

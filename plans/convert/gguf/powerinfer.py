@@ -43,8 +43,8 @@ def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int |
     context_tokens: the requested context; None: all positions
     """
 
-    # Context length and epsilon in the file are constants of the converter, or missing. The former follows from the
-    # table of positions, the latter from the model's class.
+    # Context length and epsilon in the file are constants of the converter, or missing. The table of positions gives
+    # the context length, the model's class the epsilon.
     def integer(key: str, maximum: int) -> int:
         return metadata.integer(f"opt.{key}", 1, maximum)
 

@@ -143,11 +143,12 @@ class DeviceModel:
     def random_bytes_per_s(self, read_bytes: float, range_bytes: float, issuer: Issuer) -> float:
         """Return the speed of random reads in bytes per second, with many reads in flight.
 
-        `flash_random` has the speed for the size. Range and issuer add the time by which they slow down reads of the
-        smallest size, which hardly slows down large reads.
+        `flash_random` has the speed for the size. Range and issuer add to each read the time by which they slow down a
+        read of the smallest size, so that large reads are hardly slower.
 
         read_bytes: size of a read
         range_bytes: size of the part of the file over which reads are spread
+        issuer: class of the core that issues the reads, or several cores
         """
         speed = self.flash_random.bytes_per_s(read_bytes)
         slower = self.flash_ranges.share(range_bytes) * float(getattr(self.flash_issuers, issuer))

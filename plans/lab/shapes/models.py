@@ -29,7 +29,7 @@ class SimulatedModel:
     """A model without its weights.
 
     active: share of an expert's neurons that fire for a token that it computes
-    predicted: share of these neurons that are predicted
+    predicted: share of an expert's neurons that are predicted; not less than `active`
     predictor_rank: 0 without a predictor
     """
 
@@ -162,7 +162,7 @@ def shape_named(text: str) -> str | None:
 
 
 def refuse_shape(text: str) -> None:
-    """Raise UserError if `text` names a shape. Callers need a package."""
+    """Raise UserError if `text` names a shape."""
     if (name := shape_named(text)) is not None:
         raise UserError(
             f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "

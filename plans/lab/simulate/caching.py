@@ -53,7 +53,7 @@ class Traffic:
     hot_share: share of a feed-forward that is computed densely
     streamed_share: share of a feed-forward that is hot and read for every token
     looked: cold (not hot) neurons that are looked up
-    fire: those that fire
+    fire: looked up cold neurons that fire
     trigger_misses, value_misses: trigger and value parts to read
     fire_misses: firing neurons that are not resident
     all_fire: firing neurons, hot ones included
@@ -144,8 +144,6 @@ class _Nothing:
 
 
 class _Everything(_Nothing):
-    """A cache that has all neurons."""
-
     def look(self, demand: LayerDemand) -> tuple[int, int, int]:
         return 0, 0, 0
 

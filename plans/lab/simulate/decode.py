@@ -178,8 +178,8 @@ class _Token:
             return self._on_cores("neurons", layer, all_bytes, after, value=round(fire), tokens=repeat)
         if self._costs.gates_name_values:
             return self._named_by_gates(layer, reads_from, computes_from)
-        here_bytes = max(0.0, all_bytes - self._computed_bytes(triggers, values))
-        ends = self._on_cores("neurons", layer, here_bytes, computes_from, value=round(fire), tokens=repeat)
+        resident_bytes = max(0.0, all_bytes - self._computed_bytes(triggers, values))
+        ends = self._on_cores("neurons", layer, resident_bytes, computes_from, value=round(fire), tokens=repeat)
         return ends + self._pipelined(layer, triggers, values, reads_from, computes_from)
 
     def _computed_bytes(self, looked: float, fire: float) -> float:

@@ -113,7 +113,7 @@ def simulate(
     """Simulate decode and a prompt. Raises UserError for impossible options.
 
     recording: the workload; None: it is generated
-    progress: receives the numbers of simulated tokens and of all tokens
+    progress: as in `decode`
     """
     _check(options)
     system, model = system.on(device), _as_computed(model, system)
@@ -179,7 +179,7 @@ def simulate_plan(
     Sequences are generated one after the other. Raises UserError if the device was not measured.
 
     skipped_sequences: number of first sequences, which only fill the cache
-    sampled: number of clusters of a feed-forward in the sequences; None: all of the package's
+    sampled: as in `planned_traffic`
     context_tokens: mean number of tokens before a generated one
     prompt_tokens: tokens of a prompt, whose speed is that of the cost model, or simulated on an NPU
     """

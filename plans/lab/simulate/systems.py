@@ -36,7 +36,7 @@ class System:
     reads: reads of a missing neuron: each row (matrices); gate, then up and down together (row-column); all rows in one
         read (whole); trigger part, then value part if it fires (two-phase)
     pipeline: an I/O thread reads, and clusters are computed as they arrive; without it, all reads of a layer come first
-    early: the predictor reads the input of attention, so that flash works during attention
+    early: the predictor reads the input of attention
     all_layers: prefill reads whole layers, resident or not
     mapped: layers are dense and read from mapped pages
     cores: number of computing cores; 0: `compute_cores` decides

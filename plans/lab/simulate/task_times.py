@@ -1,6 +1,7 @@
 """Times of tasks on a device: by the values of a device file, or by the planner's costs for a package under its plan.
 
-The latter include the kernels of the run, the loader's processor time, and the speed of flash for each number of reads.
+The planner's costs include the kernels of the run, the loader's processor time, and the speed of flash for each number
+of reads.
 """
 
 from __future__ import annotations

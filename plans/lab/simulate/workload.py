@@ -111,7 +111,8 @@ class _Sequence:
 
 
 def _router_biases(spec: ModelSpec) -> NDArray[np.float64]:
-    """Return biases [layers, experts] that give experts the frequencies of the family's; the same for each sequence."""
+    """Return biases [layers, experts] with which experts are as frequent as in the family. They do not depend on the
+    sequence."""
     routing = routing_of(spec)
     if not routing.hot.share:
         return np.zeros((spec.layers, spec.experts))

@@ -171,14 +171,14 @@ class NeuronMaker:
         self,
         model: ModelSpec,
         places: Coordinates,
-        texts: CalibrationSequences,
+        sequences: CalibrationSequences,
         block_neurons: int,
         seed: int,
         pool: ThreadPoolExecutor,
         gates: Quantization = "q4",
     ) -> None:
         self._gates = gates
-        self._model, self._places, self._sequences = model, places, texts
+        self._model, self._places, self._sequences = model, places, sequences
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
     def begin(self, ffn: int, layer: LayerInput, chosen: NDArray[np.bool_]) -> Pending:

@@ -71,7 +71,7 @@ SHAPES = {
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }
 
-# ModelSpec has no base, since packages have the table that follows from it. These are published.
+# Published bases of rotary positions. ModelSpec has no base, since packages have the table that follows from it.
 _ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0}
 
 

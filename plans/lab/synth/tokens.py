@@ -16,7 +16,7 @@ from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-# Shares of a token's squared length; the rest comes from the layers.
+# Shares of the squared length of a token's embedding.
 STATE_POWER, STEADY_POWER, IDENTITY_POWER = 0.55, 0.25, 0.2
 # The state's spectrum falls exponentially over its coordinates, plus an even part that no low rank can express. With an
 # even spectrum alone, low-rank predictors would be useless. With this spectrum rank 352 has the published quality:

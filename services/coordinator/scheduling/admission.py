@@ -33,7 +33,6 @@ class Limits:
 
     @classmethod
     def of(cls, job: Job) -> Limits:
-        """Return the limits of a run."""
         manifest, compute = job.package.manifest, job.plan.compute
         return cls(
             mode=compute.mode,

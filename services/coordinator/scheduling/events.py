@@ -220,7 +220,7 @@ class ScoreTokens:
 
     targets: logit row n rates target n; a row without a target is not read
     likely: how many of the most likely tokens to name for each target
-    ratings: the prefill worker's ratings, if it made them; then there are no logits
+    ratings: the prefill worker's ratings, if it has rated the targets; then there are no logits
     """
 
     targets: tuple[int, ...]
@@ -235,7 +235,7 @@ class Abandon:
 
 @frozen
 class Dismiss:
-    """Drain the process. No step is outstanding, and none is sent until the successor is ready."""
+    """Drain the process. No step is outstanding, and none is sent until the process has ended."""
 
     process: ProcessKey
 

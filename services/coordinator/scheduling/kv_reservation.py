@@ -42,7 +42,6 @@ class Reservation:
 
     @classmethod
     def of(cls, manifest: Manifest, plan: Plan, kv_tokens: Sequence[int]) -> Self:
-        """Return the reservation for a plan's run of a package."""
         borrowable = (
             BorrowableMemory.of(manifest, plan.compute, plan.memory) if plan.memory.has_borrowed_slots else None
         )
@@ -50,7 +49,6 @@ class Reservation:
 
     @property
     def waits(self) -> bool:
-        """True while an answer of the cache or the prefill worker is outstanding."""
         return self.awaits_cache or self.awaits_prefill
 
     @property
@@ -96,7 +94,6 @@ class Reservation:
         self._answered = max(self._answered, number)
 
     def sent(self, message: Step | Prefill, now: float) -> None:
-        """Note that a step is sent."""
         if isinstance(message, Prefill):
             self._prompt_at = now
 

@@ -90,7 +90,7 @@ class BoardLine(NamedTuple):
     pid: 0 while there is no process
     restarts: number of lost incarnations, without replaced ones
     gone: 1 if it will not be started again
-    signal: the signal that ended the previous incarnation; 0: it exited
+    signal: the signal that ended the previous incarnation; 0: it exited or was killed for lack of memory
     """
 
     pid: int
@@ -171,7 +171,6 @@ class WorkerProcesses:
         return self._lines[role, index]
 
     def on_board(self, role: str, index: int) -> BoardLine:
-        """Return the supervisor's record of a process."""
         at = self._lines[role, index] * LINE_WORDS
         return BoardLine(*self._board[at : at + len(BOARD_WORDS)])
 
@@ -293,7 +292,6 @@ class Workers:
 
     @property
     def has_prefill(self) -> bool:
-        """True if the prefill worker is ready."""
         return PREFILL in self.ready
 
     @property
@@ -302,7 +300,6 @@ class Workers:
         return self.ready.get(PREFILL)
 
     def is_ready(self, process: ProcessKey, numerics: str) -> None:
-        """Add a process to the ready ones."""
         self.ready[process] = numerics
         self.complete |= self.all_ready()
         self._changed()
@@ -314,7 +311,6 @@ class Workers:
         self._changed()
 
     def _changed(self) -> None:
-        """Compute what every step needs, when the ready processes have changed."""
         served = all(process in self.ready for process in self._processes if process[0] in ("loader", "cache"))
         self.memory_served = self.complete and served
         self._decoders = self._find_decoders()

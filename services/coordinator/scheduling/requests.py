@@ -46,7 +46,6 @@ class Queued(NamedTuple):
 
     @property
     def owner(self) -> Owner:
-        """The client and the owner that its request names."""
         return self.client, self.ask.owner
 
     def refused(self, code: RefusalCode, message: str) -> Tell:
@@ -143,7 +142,6 @@ class Requests:
         return answers
 
     def _ended_processes(self, ask: Generate | Score | Tokenize, name: int, now: float) -> bool:
-        """Return True if this sequence, or another sequence of its request, has ended processes."""
         request = request_fingerprint(ask)
         if self._quarantine.is_refused(request, now):
             return True
@@ -153,8 +151,7 @@ class Requests:
         return True
 
     def _admit(self, client: bytes, ask: Generate | Score, name: int, now: float) -> list[Tell]:
-        """Check a request and queue it. A client may repeat a request under the same name; the repetition is
-        ignored."""
+        """Check a request and queue it. A repetition of a known request is ignored."""
         known_requests = [(sequence.client, sequence.request) for sequence in self.active]
         known_requests += [(queued.client, queued.ask.request) for queued in (*self.queued, *self.compiling)]
         if (client, ask.request) in known_requests:

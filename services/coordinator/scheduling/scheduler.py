@@ -12,10 +12,9 @@ One step is outstanding at a time, a prefill chunk or a decode step with every g
 A constrained sequence is in the step after its token although the grammar's answer to the token may be pending. The
 logits of that step wait for pending answers until `AnswersKnown`.
 
-Once all processes have been ready, every step needs the loader and the cache, a prompt the prefill worker, and a decode
-step the decode workers that are ready: nobody waits for a process that restarts or is replaced. `Workers` chooses
-participants, `StepBuilder` the next step; `OutstandingStep` is the state of the current one, and `Throttle` inserts
-pauses.
+Once all processes have been ready, a step needs the loader, the cache, and the prefill worker or any decode workers; it
+does not wait for decode workers that restart or are replaced. `Workers` chooses participants, `StepBuilder` the next
+step; `OutstandingStep` is the state of the current step, and `Throttle` inserts pauses.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Scheduler:
         self._reservation = reservation or Reservation(None, ())
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
-        self._dismissed: frozenset[ProcessKey] = frozenset()  # drained, and their successors are not ready
+        self._dismissed: frozenset[ProcessKey] = frozenset()  # drained, and have not ended yet
         self._step: OutstandingStep | None = None
         self.awaited: list[Answer] = []  # grammar answers; the step's logits are not sampled before AnswersKnown
 
@@ -142,7 +141,7 @@ class Scheduler:
                 return [*self.requests.received(event, now)]
             case ProcessReady(process, numerics):
                 self.workers.is_ready(process, numerics)
-                self._dismissed -= {process}  # it is the successor
+                self._dismissed -= {process}  # it has a successor, so it has ended
                 return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
                 self._epoch_changed(event)
@@ -227,7 +226,6 @@ class Scheduler:
         return [self._results.reading_of(step.action.message, step.rows, ratings)]
 
     def _step_failed(self, event: StepFailed, now: float) -> list[Action]:
-        """Refuse the requests of a step that cannot be computed."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []

@@ -28,7 +28,6 @@ Cost = dict[str, float]
 
 
 def add_cost(total: Cost, more: Cost) -> None:
-    """Add `more` to `total`, name by name."""
     for name, value in more.items():
         total[name] = total.get(name, 0.0) + value
 
@@ -89,7 +88,6 @@ class Sequence:
         return 0
 
     def content(self) -> SlotContent:
-        """Return the content of the KV slot."""
         return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
@@ -122,7 +120,6 @@ class Generation(Sequence):
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens of the completion so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -255,7 +252,7 @@ def retry_after_s(sequences: Iterable[Sequence]) -> int:
     """Return the seconds after which a client that was refused as busy may try again.
 
     It is the time until the first sequence ends: its remaining tokens at its recent pace, which includes pauses and the
-    steps of other sequences. The result is between MIN_RETRY_S and MAX_RETRY_S.
+    steps of other sequences.
     """
     generations = [sequence for sequence in sequences if isinstance(sequence, Generation)]
     ends_s = [end_s for generation in generations if (end_s := _ends_in_s(generation)) is not None]

@@ -138,7 +138,6 @@ class ConstrainedAnswers:
 
     @classmethod
     def of(cls, manifest: Manifest, tokenizer: Tokenizer, end_tokens: Iterable[int], memory_bytes: int) -> Self:
-        """Return the answers for a package, within the memory of the plan."""
         grammars = Grammars(tokenizer, manifest.model.vocabulary, end_tokens)
         return cls(grammars, memory_bytes, vocabulary_bytes(manifest))
 
@@ -152,7 +151,6 @@ class ConstrainedAnswers:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the helper process; None while there is none."""
         return self._helper.pid
 
     def marks(self, calls: Calls) -> dict[int, str]:

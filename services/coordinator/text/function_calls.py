@@ -62,7 +62,6 @@ def marks(calls: Calls, special: Mapping[str, int]) -> dict[int, str]:
 
 
 def require_short_calls(calls: Calls) -> None:
-    """Raise CallsError if the schemas of the arguments are too long."""
     if sum(len(function.arguments.encode(errors="replace")) for function in calls.functions) > MAX_CALLS_BYTES:
         raise CallsError(f"the schemas of arguments are longer than {MAX_CALLS_BYTES} bytes together")
 
@@ -100,7 +99,6 @@ def as_lark(calls: Calls, answer: str | None, special: Mapping[str, int]) -> str
 
 
 def _alternatives(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    """Yield the rules for an answer without calls."""
     if not calls.text:
         return
     if answer is not None:
@@ -121,7 +119,6 @@ def _beginning(calls: Calls, answer: str | None, special: Mapping[str, int]) -> 
 
 
 def _texts(calls: Calls, answer: str | None, special: Mapping[str, int]) -> Iterator[str]:
-    """Yield the rules for free text."""
     if not calls.text or answer is not None:
         return
     if not calls.marker:

@@ -70,7 +70,6 @@ class Grammars:
         return _Matcher(self._compiled_calls(calls, grammar).deep_copy())
 
     def marks(self, calls: Calls) -> dict[int, str]:
-        """See `Constraints`."""
         return marks(calls, self._special)
 
     def spelled(self, text: bytes) -> list[int]:
@@ -79,7 +78,6 @@ class Grammars:
         return self._names(text)
 
     def forget(self) -> None:
-        """Drop all compiled grammars, to free their memory."""
         self._compiled.cache_clear()
         self._compiled_calls.cache_clear()
 
@@ -114,7 +112,6 @@ class Grammars:
             raise GrammarError(_one_line(error)) from None
 
     def _matcher(self, source: str) -> Any:
-        """Compile a grammar in the library's own description."""
         library = _library()
         limits = library.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
         matcher = library.LLMatcher(self._tokens, source, log_level=0, limits=limits)
@@ -233,7 +230,6 @@ def _as_part(grammar: str) -> str:
 
 
 def require_short(grammar: str) -> None:
-    """Raise GrammarError if the grammar is too long."""
     if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES} bytes")
 

@@ -119,7 +119,6 @@ class Spelling:
 
     @classmethod
     def of(cls, library: Any) -> Self:
-        """Return the spelling of a `tokenizers.Tokenizer`."""
         decoder = library.decoder
         steps = list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
         kinds = {step.get("type") for step in steps}
@@ -142,7 +141,6 @@ class Spelling:
         return self.alphabet is not None or self.byte_names
 
     def bytes_of(self, name: str) -> bytes:
-        """Return the bytes of the token with this name."""
         if self.alphabet is not None and name in self.plain:
             return name.encode(errors="replace")
         if self.alphabet is not None and all(character in self.alphabet for character in name):

@@ -29,7 +29,6 @@ class FairQueue(Generic[Owner, Item]):
         return sum(len(queue) for owners in self._waiting.values() for queue in owners.values())
 
     def __contains__(self, owner: Owner) -> bool:
-        """Return True if an item of this owner waits."""
         return owner in self._client
 
     @property
@@ -72,7 +71,6 @@ class FairQueue(Generic[Owner, Item]):
             del self._taken[client]
 
     def drop(self, owner: Owner) -> None:
-        """Remove all waiting items of this owner."""
         client = self._client.pop(owner, None)
         if client is not None:
             del self._waiting[client][owner]

@@ -19,10 +19,11 @@ class Mailbox:
     charge: the memory charge of the HTTP request; waiting messages count towards it
     blocked: True while the client does not read what is sent to it
     overflow: called when a blocked client has more than MAX_WAITING_BYTES waiting or the memory account is full
+    can_wait: True once a sequence was accepted or queued; then a busy run makes it wait instead of refusing it
     """
 
     def __init__(self) -> None:
-        self.can_wait = False  # once a sequence was accepted or queued here, a busy run makes it wait, not fail
+        self.can_wait = False
         self.charge: MemoryCharge | None = None
         self.blocked = False
         self.overflow: Callable[[], object] = lambda: None

@@ -56,9 +56,9 @@ ASK_AGAIN_S = 0.25
 LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 BUSY_AGAIN_S = 1.0
-MAX_SENT = 64  # sequences at the coordinator; every run accepts so many
+MAX_SENT = 64  # sequences at the coordinator; every run accepts this many
 EXTRA_SENT = 4  # beyond MAX_SENT, for clients that have no sequence at the coordinator
-MAX_CLIENT_REQUESTS = 1024  # sequences of one client, running or waiting; with so many its next request is refused
+MAX_CLIENT_REQUESTS = 1024  # sequences of one client, running or waiting; from there on its requests are refused
 MAX_REQUESTS = 4096  # sequences of all clients
 MAX_UNANSWERED = 200  # messages sent since the last reply; below the link's limit, so that a send never blocks
 log = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ _ids = itertools.count(1)
 
 
 def new_request_id() -> str:
-    """Return an id that no other request of this process has."""
     return f"r{next(_ids)}"
 
 
@@ -230,7 +229,6 @@ class CoordinatorClient:
         return self._status
 
     async def _await_status(self) -> bool:
-        """Return True if a status arrived within ASK_AGAIN_S."""
         self._ask_status()
         self._loop.call_soon(self._receive)
         try:
@@ -276,7 +274,7 @@ class CoordinatorClient:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _send_waiting(self) -> bool:
-        """Send waiting requests while the coordinator has room. Returns True if any was sent."""
+        """Send waiting requests while the coordinator has room. Returns True if any request was sent."""
         sent = False
         while (
             self._has_room()

@@ -175,7 +175,6 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _host_and_port(origin: str) -> str | None:
-    """Return host and port of an origin; None if it is malformed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -199,7 +198,6 @@ def _host_name(host: str) -> str:
 
 
 def respond(problem: ApiError) -> Response:
-    """Return the HTTP response that carries this error as JSON."""
     return Response(problem.body(), problem.status, headers=dict(problem.headers), media_type="application/json")
 
 

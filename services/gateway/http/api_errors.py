@@ -92,7 +92,6 @@ class ApiError(Exception):
 
 
 def from_refusal(refused: Refused) -> ApiError:
-    """Return the HTTP error for a refusal by the coordinator."""
     status, kind, code = REFUSALS[refused.code]
     retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
     message = refused.message

@@ -104,7 +104,6 @@ class BoundedProtocol(H11Protocol):
         self._head_due = self.loop.call_later(HEAD_S, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers and release the memory charges of the connection."""
         for timer in (self._head_due, self._stalled_due):
             if timer is not None:
                 timer.cancel()
@@ -189,13 +188,11 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """Start the timer for a client that does not read."""
         super().pause_writing()
         self._unsent.set(self.transport.get_write_buffer_size())
         self._stalled_due = self.loop.call_later(STALLED_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Cancel the timer for a client that does not read."""
         if self._stalled_due is not None:
             self._stalled_due.cancel()
         self._unsent.set(0)

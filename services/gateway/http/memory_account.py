@@ -23,7 +23,7 @@ SCOPE_KEY = "neuronpipe.charge"
 # Upper bounds for parsed values, measured over all request models: an item of a list; an object, a list or a field.
 ITEM_BYTES, CONTAINER_BYTES = 112, 272
 MAX_WIDTH = 4  # bytes per character of a Python string that contains an emoji
-CHEAP_ITEMS = 1 << 14  # with at most so many separators, those inside strings are counted too, which is faster
+CHEAP_ITEMS = 1 << 14  # up to this number, separators inside strings are counted too, which is faster
 TOKEN_BYTES, TOP_TOKEN_BYTES = 640, 224  # of a waiting token, and of each of its top tokens
 MAX_QUOTES = 200_000  # with more quotes, separators inside strings are counted too: skipping strings would be slow
 

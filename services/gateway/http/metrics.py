@@ -61,7 +61,6 @@ class Metrics:
         self._responses.labels(path, str(status)).inc()
 
     def finished(self, finished: Finished) -> None:
-        """Count a finished sequence and its tokens."""
         self._sequences.labels(finished.reason).inc()
         self._prompt_tokens.inc(finished.prompt_tokens)
         self._tokens.inc(finished.tokens)

@@ -151,7 +151,6 @@ class ResponsesEncoder(ChatEncoder):
         return added + self._typed_event("response.content_part.added", **self._part_position, part=self._part("", []))
 
     def _item_done(self, status: str) -> bytes:
-        """Return the events that end the last item."""
         item = self._items[-1]
         item.status = status
         if item.call is None:

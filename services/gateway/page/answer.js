@@ -1,14 +1,14 @@
-// An answer, from the request to the last token: which messages are sent, what arrives, and the note below it.
+// Requests an answer: chooses the messages to send, collects the text, and writes the note below it.
 
 import { speed } from "/page/live.js";
 import { ask, events, failure } from "/page/server.js";
 import { keep, kept } from "/page/storage.js";
 
 const DEMO = "neuronpipe-demo";
-const BASE_TOKENS = 200; // of an answer, as in the terminal: a base model goes on and on
-const ANSWER_SHARE = 1 / 4; // of the context, which is left for an answer that may be as long as fits
+const BASE_TOKENS = 200; // limit of an answer, as in the terminal, since a base model does not end by itself
+const ANSWER_SHARE = 1 / 4; // of the context, reserved for an answer without a token limit
 
-let models = null; // [{ name, chat, context }], once they were fetched
+let models = null; // [{ name, chat, context }]; null until they are fetched
 let chosenName = kept("model");
 
 // Returns the server's models, the default first. Raises an error if the server does not answer.
@@ -57,8 +57,8 @@ export function advice(name) {
     "then neuronpipe serve SmolLM2-135M-Instruct.";
 }
 
-// Appends the pieces of an answer to a turn as they arrive, and writes its note. prepared: called once it is known which
-// model answers and which messages are sent.
+// Appends the text of an answer to a turn as it arrives, and writes its note. came: called after each piece of text.
+// prepared: called before each request, when the model and the messages are known.
 export async function answer(conversation, turn, chosen, signal, came, prepared) {
   const { name, chat, context } = await describe();
   Object.assign(turn, { model: name, chat });

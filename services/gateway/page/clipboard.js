@@ -1,6 +1,6 @@
-// Copying. Browsers give pages without TLS no clipboard, unless they are on this machine: there the older way works.
+// Copies text. Without TLS, browsers offer the clipboard only to pages of this machine; others copy a selection.
 
-// Returns whether it worked.
+// Returns true if the text was copied.
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

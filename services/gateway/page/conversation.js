@@ -1,27 +1,27 @@
 // A conversation, and which part of it is sent: as much as fits the model's context beside an answer. The oldest turns
 // are left out first; the system prompt and the last question are always sent.
 
-const UNKNOWN = 0.4; // tokens a character, until an answer tells how many its prompt had
-const MAX_SENT_MESSAGES = 4096; // the API takes no more
+const UNKNOWN = 0.4; // tokens per character, until the usage of a response is known
+const MAX_SENT_MESSAGES = 4096; // limit of the API
 const MAX_TITLE = 48; // characters of a question that become a title
-const VERSION = 2; // of what is kept
+const VERSION = 2; // of the stored form
 const TEXTS = ["question", "answer", "note", "reason", "model"];
 
 export class Conversation {
   // { question, answer, note, reason, tokens, model, chat, ended, failed, view }. reason: why the answer has ended,
-  // "stop", "length" or "stopped". model: which one answers; chat: whether it was trained to. failed: there was trouble,
-  // which the note says. view is what shows it.
+  // "stop", "length" or "stopped". model: the name of the model that answers; chat: true if it was trained for chat.
+  // failed: true if an error occurred, which the note describes. view: the object that displays the turn.
   turns = [];
-  leftOut = 0; // how many of them, from the oldest on, are not sent any more
-  title = ""; // "" until somebody gives one
-  changed = 0; // when something was said last, in ms
+  leftOut = 0; // number of oldest turns that are no longer sent
+  title = ""; // "" until the user sets one
+  changed = 0; // time of the last question, in ms
   #tokensPerCharacter = UNKNOWN;
 
   constructor(id) {
     this.id = id;
   }
 
-  // Its title, or the first words that were said.
+  // Returns the title, or else the first words of the first question.
   get name() {
     const words = this.title || (this.turns[0]?.question ?? "").trim().replace(/\s+/g, " ");
     if (words.length <= MAX_TITLE) return words;
@@ -36,7 +36,7 @@ export class Conversation {
     return turn;
   }
 
-  // Removes a turn that was not answered.
+  // Removes a turn without an answer. leftOutBefore: the value of leftOut before the turn.
   remove(turn, leftOutBefore) {
     this.turns.splice(this.turns.indexOf(turn), 1);
     this.leftOut = leftOutBefore;
@@ -48,7 +48,7 @@ export class Conversation {
     this.leftOut = 0;
   }
 
-  // Returns a copy without its views.
+  // Returns a copy without the views of its turns.
   copy() {
     const same = Object.assign(new Conversation(this.id), { title: this.title, leftOut: this.leftOut, changed: this.changed });
     same.turns = this.turns.map((turn) => ({ ...turn, view: null }));
@@ -56,7 +56,7 @@ export class Conversation {
     return same;
   }
 
-  // Returns the messages to send. An answer that is to be continued is the last one.
+  // Returns the messages to send. If the last message is an answer, it is to be continued.
   sent(system) {
     const messages = system ? [{ role: "system", content: system }] : [];
     for (const { question, answer, ended } of this.turns.slice(this.leftOut)) {
@@ -66,25 +66,25 @@ export class Conversation {
     return messages;
   }
 
-  // Leaves out turns until the rest has about so many tokens.
+  // Leaves out turns until the rest has at most this number of tokens, by estimate.
   fit(system, tokens) {
     const fits = (messages) => messages.length <= MAX_SENT_MESSAGES && characters(messages) * this.#tokensPerCharacter <= tokens;
     while (!fits(this.sent(system)) && this.leaveOut());
   }
 
-  // Leaves out the oldest turn that is sent; false when only the last one is left.
+  // Leaves out the oldest turn that is sent; returns false if only the last turn is left.
   leaveOut() {
     if (this.leftOut + 1 >= this.turns.length) return false;
     this.leftOut++;
     return true;
   }
 
-  // Stores how many tokens the sent messages had.
+  // Updates the estimate of tokens per character by the number of tokens of sent messages.
   counted(sent, tokens) {
     this.#tokensPerCharacter = tokens / Math.max(1, characters(sent));
   }
 
-  // To be kept, in so many characters: the newest turns that fit; "" when there are none.
+  // Returns the stored form, with the newest turns that fit into maxCharacters; "" if none fits.
   toText(maxCharacters) {
     const turns = this.turns.map(({ view, failed, ...turn }) => turn);
     const { title, changed, leftOut } = this;
@@ -95,7 +95,7 @@ export class Conversation {
     return newest.length ? JSON.stringify({ ...state, leftOut: Math.max(0, leftOut - first), turns: newest }) : "";
   }
 
-  // Of what was kept, parsed; null when it is damaged. An answer that was under way is what had come of it.
+  // Returns the conversation of a parsed stored form; null if it is damaged. An unfinished answer counts as stopped.
   static from(id, kept) {
     if (kept?.version !== VERSION || !Array.isArray(kept.turns) || !kept.turns.length || !kept.turns.every(isTurn)) return null;
     const conversation = new Conversation(id);

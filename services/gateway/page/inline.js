@@ -1,13 +1,13 @@
-// Markdown within a line of prose: emphasis, code, links. From a text to a tree of strings and { tag, children, ... };
-// nothing here touches the document. It takes time in proportion to the text, whatever the text is.
+// Parses Markdown within a paragraph: emphasis, code, links. Turns text into a tree of strings and
+// { tag, children, ... } without touching the document, in time proportional to the length of any text.
 
 const SCHEMES = ["http:", "https:", "mailto:"];
-const MAX_DEPTH = 16; // of elements in each other; what would be deeper stays text
+const MAX_DEPTH = 16; // of nested elements; deeper ones stay text
 const TAGS = { 1: "em", 2: "strong" };
-const SPACE = /^\s?$/u; // also the edge of the text
+const SPACE = /^\s?$/u; // matches the edge of the text too
 const MARK = /[\p{P}\p{S}]/u;
 const ESCAPED = /[!-/:-@[-`{-~]/;
-// What follows a label: where the link leads, and a title, which is not shown. Blanks are bounded, or it could be slow.
+// The target of a link after its label, and a title, which is not shown. Blanks are bounded to bound the time.
 const TARGET = /\(\s{0,4}(?:<([^<>\n]*)>|([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*))(?:\s{1,4}(?:"[^"]*"|'[^']*'))?\s{0,4}\)/y;
 const ANGLED = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y;
 const BARE = /https?:\/\/[^\s<>[\]`]{1,2000}/y;
@@ -17,10 +17,10 @@ export function inline(text) {
   return new Line(text).parts;
 }
 
-// An address that is safe to follow; null for all others.
+// Returns the address if it is safe to follow; else null.
 export function safe(address) {
   try {
-    const url = new URL(address); // of its own: what is relative would lead into this page
+    const url = new URL(address); // refuses relative addresses, which would lead into this page
     return SCHEMES.includes(url.protocol) ? url.href : null;
   } catch {
     return null;
@@ -28,11 +28,11 @@ export function safe(address) {
 }
 
 class Line {
-  parts = []; // the tree so far; marks that may open something stand in it as texts
-  #openers = []; // { mark, count, place }: emphasis that may begin at that part
-  #open = { "*": 0, _: 0, "~": 0 }; // how many of the openers have this mark
-  #brackets = []; // the parts where labels may begin
-  #unclosed = new Set(); // lengths of runs of backticks that end nothing any more
+  parts = []; // the tree so far; marks that may open an element are strings in it
+  #openers = []; // { mark, count, place }: emphasis that may begin at the part with index place
+  #open = { "*": 0, _: 0, "~": 0 }; // number of openers with this mark
+  #brackets = []; // indices of the parts at which labels may begin
+  #unclosed = new Set(); // lengths of runs of backticks of which no closing run follows
   #plain = "";
 
   constructor(text) {
@@ -40,7 +40,7 @@ class Line {
     this.#flush();
   }
 
-  // Takes what begins here; returns where it ends.
+  // Parses the element or character at this index; returns the index after it.
   #take(text, at) {
     const character = text[at];
     switch (character) {
@@ -143,7 +143,7 @@ class Line {
     return after;
   }
 
-  // Ends what the last opener with this mark has begun; returns how many of the marks that took.
+  // Ends the emphasis of the last opener with this mark; returns the number of marks that this used.
   #close(mark, count) {
     while (this.#openers.at(-1).mark !== mark) this.#forgetOpener();
     const opener = this.#openers.at(-1);
@@ -154,7 +154,7 @@ class Line {
     if (depth > MAX_DEPTH) {
       for (const child of children) this.parts.push(child);
       this.parts.push(mark.repeat(took));
-      while (this.#openers.length) this.#forgetOpener(); // what lies round it would be deeper still
+      while (this.#openers.length) this.#forgetOpener(); // elements around it would be deeper still
       return took;
     }
     opener.count -= took;
@@ -171,7 +171,7 @@ class Line {
     this.#open[this.#openers.pop().mark]--;
   }
 
-  // Of an image only its description is shown, as a link: nothing is fetched from elsewhere.
+  // Adds a link. An image becomes a link with its description, so that nothing is fetched from other servers.
   #link(text, at) {
     const place = this.#brackets.pop();
     const [all, angled, bare] = place === undefined ? [] : match(TARGET, text, at + 1) ?? [];
@@ -185,14 +185,14 @@ class Line {
     const children = this.parts.splice(place + 1);
     this.parts.pop();
     this.parts.push({ tag: "a", href, children: children.length ? children : [href], depth: 1 + deepest(children) });
-    this.#brackets.length = 0; // no link in a link
+    this.#brackets.length = 0; // links do not nest
     return at + 1 + all.length;
   }
 }
 
 const deepest = (parts) => parts.reduce((most, { depth = 0 }) => Math.max(most, depth), 0);
 
-// How often the character here follows on itself.
+// Returns the length of the run of equal characters that begins at this index.
 function run(text, at) {
   let end = at;
   while (text[end] === text[at]) end++;
@@ -204,7 +204,7 @@ function match(pattern, text, at) {
   return pattern.exec(text);
 }
 
-// An address without the punctuation of the sentence that it stands in.
+// Returns an address without the punctuation of the sentence around it.
 function trimmed(address) {
   let end = address.length;
   let [opened, closed] = [address.split("(").length, address.split(")").length];

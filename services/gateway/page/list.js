@@ -3,7 +3,7 @@
 const list = document.getElementById("entries");
 const panel = document.getElementById("conversations");
 
-// Draws the list. entries: { id, name } of each; open: the id of the one that is shown. What is typed as a title stays.
+// Draws the list, unless a title is being edited. entries: { id, name } of each; open: id of the open conversation.
 export function drawList(entries, open) {
   const typing = list.querySelector("input");
   if (typing) return;
@@ -27,7 +27,7 @@ export function listen({ open, rename, remove }) {
   });
 }
 
-// On a narrow screen the list covers the chat.
+// Hides the list where it covers the chat, on narrow screens.
 export function hide() {
   if (panel.matches(":popover-open")) panel.hidePopover();
 }

@@ -18,9 +18,9 @@ const speeds = [];
 let latest = null;
 let watching = null;
 let seen = () => {};
-let model = ""; // whose run is shown, where there are several
+let model = ""; // the displayed model, if the server has several
 
-// Shows the run while the page is visible. changed: called with why an answer may be slow to begin, "" for no reason.
+// Shows the run while the page is visible. changed: called with the reason why answers are delayed, "" if none.
 export function look(changed) {
   seen = changed;
   document.addEventListener("visibilitychange", turn);
@@ -79,7 +79,7 @@ function say(text, mood) {
   if (mood !== state.className) put("announcement", mood === "good" ? "connected" : text); // speeds are not read aloud
   put("state", text);
   state.className = mood;
-  element("live").classList.toggle("stale", mood !== "good"); // what it shows is from before
+  element("live").classList.toggle("stale", mood !== "good"); // the displayed figures are old
 }
 
 function report(run) {
@@ -103,7 +103,7 @@ function summary(run) {
   return run.sequences_waiting ? `${work}, ${run.sequences_waiting} waiting` : work;
 }
 
-// Tokens per second: slow models have digits too.
+// Returns tokens per second as text, with at least two digits.
 export function speed(value) {
   return value < 1 ? value.toPrecision(2) : value.toFixed(value < 100 ? 1 : 0);
 }
@@ -116,7 +116,7 @@ function delay({ ready, warm_up: warmed }) {
 const isWarming = (warmed) => Boolean(warmed) && warmed.loaded_bytes < warmed.total_bytes;
 const percentOf = ({ loaded_bytes: loaded, total_bytes: total }) => Math.min(100, Math.floor((100 * loaded) / total));
 
-// How far weights are loaded; nothing when all are, or when it is unknown.
+// Shows the progress of loading weights; hides it when all are loaded or it is unknown.
 function warmUp({ warm_up: warmed }) {
   const under = isWarming(warmed);
   element("warm-up").hidden = !under;
@@ -272,7 +272,7 @@ function legend(id, entries) {
   if (element(id).textContent !== entries.map(([label]) => label).join("")) element(id).replaceChildren(...wanted);
 }
 
-// A canvas, cleared, in CSS pixels whatever the screen's resolution.
+// Returns the context of a cleared canvas, in CSS pixels at any resolution of the screen.
 function fresh(id) {
   const canvas = element(id);
   const ratio = window.devicePixelRatio || 1;

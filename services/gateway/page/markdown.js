@@ -1,9 +1,9 @@
-// Markdown as models write it: headings, lists, quotes, tables, code in fences, rules, paragraphs. From lines to a tree of
-// { tag, children, ... }; nothing here touches the document. HTML is text, and so is a line that is merely indented.
+// Parses Markdown as models write it: headings, lists, quotes, tables, fenced code, rules, paragraphs. Turns lines into
+// a tree of { tag, children, ... } without touching the document. HTML and lines that are only indented are text.
 
 import { inline } from "/page/inline.js";
 
-const MAX_DEPTH = 12; // of lists and quotes in each other; what is deeper is a paragraph
+const MAX_DEPTH = 12; // of nested lists and quotes; deeper ones are paragraphs
 const MAX_COLUMNS = 64;
 const FENCE = /^(\s*)(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^(#{1,6})(?: +(.*))?$/s;
@@ -13,8 +13,8 @@ const DELIMITER = /^:?-+:?$/;
 const TAB = 4; // columns
 const TASK = /^\[([ xX])\] /;
 
-// The blocks of these lines, each with the line it begins at. Which block a line begins, that line and the next one say;
-// lines after a block has begun never change those before it.
+// Returns the blocks of these lines, each with the index of its first line. That line and the next one determine the
+// kind of a block, so that later lines never change earlier blocks.
 export function blocks(lines, depth = 0) {
   const found = [];
   for (let at = 0; at < lines.length; ) {
@@ -30,7 +30,7 @@ export function blocks(lines, depth = 0) {
   return found;
 }
 
-// How what begins at this line is read; null for an empty line.
+// Returns the function that parses the block at this line; null for an empty line.
 function kindAt(lines, at) {
   const line = lines[at].trim();
   if (!line) return null;
@@ -42,7 +42,8 @@ function kindAt(lines, at) {
   return columns(lines, at) ? table : paragraph;
 }
 
-// Whether a paragraph ends before this line. A number at the beginning of a line is rarely the middle of a list.
+// Returns true if a paragraph ends before this line. Of numbered items only item 1 ends it, since other numbers at the
+// beginning of a line are rarely items.
 function interrupts(lines, at, depth) {
   if (depth >= MAX_DEPTH) return !lines[at].trim();
   const kind = kindAt(lines, at);
@@ -58,7 +59,7 @@ function paragraph(lines, from, depth) {
   return [{ tag: "p", children: inline(text) }, to];
 }
 
-// The page has headings of its own: the highest one here is of the third order.
+// The highest heading becomes h3, below the page's own headings.
 function heading(lines, at) {
   const [, marks, text = ""] = HEADING.exec(lines[at].trim());
   return [{ tag: `h${Math.min(6, marks.length + 2)}`, children: inline(text.replace(/(?:^| )#+$/, "")) }, at + 1];
@@ -68,7 +69,7 @@ function rule(lines, at) {
   return [{ tag: "hr", children: [] }, at + 1];
 }
 
-// Without an end it goes on to the last line: that is what it is while it comes.
+// A block without an end, as while it arrives, includes all further lines.
 function fenced(lines, from) {
   const [, indent, fence, info] = FENCE.exec(lines[from].trimEnd());
   let to = from + 1;
@@ -81,14 +82,14 @@ function fenced(lines, from) {
 const closes = (line, fence) => line.trim().length >= fence.length && line.trim() === fence[0].repeat(line.trim().length);
 const widthOf = (blank) => (blank === "\t" ? TAB : 1);
 
-// How many columns a line is indented by.
+// Returns the indent of a line in columns.
 function indentOf(line) {
   let columns = 0;
   for (const blank of line.slice(0, line.length - line.trimStart().length)) columns += widthOf(blank);
   return columns;
 }
 
-// A line without so many columns of its indent, or without all of it.
+// Returns a line without this number of columns of its indent, or without all of its indent if that is less.
 function outdented(line, columns) {
   let from = 0;
   while (columns > 0 && from < line.length && !line[from].trim()) columns -= widthOf(line[from++]);
@@ -125,7 +126,8 @@ function list(lines, from, depth) {
   return [kind.length > 1 ? { tag: "ol", start: Number.parseInt(kind), children: items } : { tag: "ul", children: items }, at];
 }
 
-// The lines of an item without their indent, and where it ends. Models indent by two where the mark is longer, too.
+// Returns the lines of an item without their indent, and the index after it. An indent of two columns suffices even if
+// the item's mark is wider, since models write that.
 function item(lines, from) {
   const [all, indent, mark, text = ""] = ITEM.exec(lines[from]);
   const outer = indentOf(indent);
@@ -150,13 +152,13 @@ function item(lines, from) {
   return [inner, at];
 }
 
-// An item of one paragraph, with or without lists below it, needs no room round that paragraph.
+// Returns the children of an item. The paragraph of an item with one paragraph becomes bare text, without margins.
 function contents(inner) {
   const [first, ...rest] = inner;
   return first?.tag === "p" && rest.every(({ tag }) => tag === "ul" || tag === "ol") ? [...first.children, ...rest] : inner;
 }
 
-// How the columns of a table that begins here are aligned; null when none does.
+// Returns the alignments of the columns of a table that begins at this line; null if none begins.
 function columns(lines, at) {
   if (!lines[at].includes("|") || !lines[at + 1]?.includes("-")) return null;
   const marks = cells(lines[at + 1]);
@@ -178,7 +180,7 @@ function table(lines, from) {
   return [{ tag: "table", children: rows.length ? [head, { tag: "tbody", children: rows }] : [head] }, to];
 }
 
-// A row's texts; a bar behind a backslash is none of its borders.
+// Returns the texts of a row's cells. A bar after a backslash belongs to the text.
 function cells(line) {
   const row = line.trim().replace(/^\|/, "");
   const found = [];

@@ -14,7 +14,7 @@ const element = (id) => document.getElementById(id);
 const touch = matchMedia("(pointer: coarse)"); // there Enter is the only way to a new line, and focus opens a keyboard
 const shelf = new Shelf();
 let conversation = shelf.open(kept("open")) ?? shelf.make();
-let undoable = null; // { said, back }, until the next message is sent
+let undoable = null; // { said: a sentence for the user, back: the function that undoes }, until the next message
 let asking = null; // { turn, stop }, while an answer is under way
 let delayed = ""; // why an answer may be slow to begin
 
@@ -63,7 +63,7 @@ function goOn(turn, chosen) {
 
 // Streams the answer of a turn into it. failed: called if the request fails.
 async function run(turn, chosen, failed) {
-  const asked = conversation; // another one may be opened meanwhile
+  const asked = conversation; // another conversation may be opened meanwhile
   const stop = new AbortController();
   asking = { turn, stop };
   note(turn);
@@ -105,7 +105,7 @@ async function run(turn, chosen, failed) {
   drawEntries();
 }
 
-// Until an answer begins, its note says what it waits for.
+// Writes what an answer waits for into its note, until it begins.
 function note(turn) {
   if (!turn.answer) turn.note = delayed && `waiting: ${delayed}`;
 }
@@ -128,7 +128,7 @@ function refresh() {
   element("undo-said").textContent = undoable?.said ?? "";
 }
 
-// ---- which conversation --------------------------------------------------------------------------------------
+// ---- conversations -------------------------------------------------------------------------------------------
 function open(other) {
   asking?.stop.abort();
   asking = null;
@@ -147,7 +147,7 @@ function begin() {
 }
 
 function remove(id) {
-  hide(); // or it would lie over Undo
+  hide(); // the list would cover Undo
   const removed = id === conversation.id ? conversation : shelf.open(id);
   const shown = removed === conversation;
   undoable = {
@@ -243,7 +243,7 @@ async function introduce() {
   element("example").hidden = chat;
   element("tokens").placeholder = defaultTokens(chat) ?? "as many as fit";
   element("advice").textContent = advice(name);
-  element("ask").classList.toggle("chat", chat); // base models are sent code more often than prose
+  element("ask").classList.toggle("chat", chat); // the style for prose; base models usually get code
   const error = chat ? await templateError(name).catch(() => "") : "";
   if ((await describe()).name !== name) return; // another model was chosen meanwhile
   const field = element("template-error");
@@ -277,7 +277,7 @@ element("messages").addEventListener("click", ({ target }) => {
   }
   const chosen = settings();
   if (!chosen) return;
-  if (!touch.matches) element("prompt").focus({ preventScroll: true }); // the button goes
+  if (!touch.matches) element("prompt").focus({ preventScroll: true }); // the button disappears
   if (action === "regenerate") askAgain(turn, turn.question, chosen);
   else goOn(turn, chosen);
 });
@@ -314,7 +314,7 @@ element("undo").addEventListener("click", undo);
 element("stays").addEventListener("change", () => (shelf.stays = element("stays").checked));
 element("show-chat").addEventListener("click", () => turnTo("chat"));
 element("show-live").addEventListener("click", () => turnTo("live"));
-window.addEventListener("beforeunload", () => asking?.stop.abort()); // or it would fail, as if the server had gone
+window.addEventListener("beforeunload", () => asking?.stop.abort()); // otherwise it fails as if the server had ended
 const leave = () => {
   if (asking) save();
   keep("draft", element("prompt").value);
@@ -333,7 +333,7 @@ drawEntries();
 element("messages").removeAttribute("aria-busy");
 listen({ open: (id) => open(shelf.open(id) ?? shelf.make()), rename, remove });
 shelf.onChange(changedElsewhere);
-introduce().catch(() => {}); // asked again when it is needed
+introduce().catch(() => {}); // the models are requested again when they are needed
 look((why) => {
   delayed = why;
   if (!asking || asking.turn.answer) return;

@@ -1,19 +1,19 @@
-// An answer in Markdown, drawn while it comes. Blocks that can change no more stay as they are; the last one is drawn anew.
-// It makes elements one by one and never reads HTML: whatever a model says, it stays text.
+// Draws an answer in Markdown while it arrives. Blocks that cannot change any more stay; later ones are drawn again.
+// Elements are created one by one and HTML is never parsed, so that all output of a model stays text.
 
 import { blocks } from "/page/markdown.js";
 
 export class Prose {
   #body;
   #text = "";
-  #settled = 0; // how many characters will not be read again
-  #elements = 0; // what these became
+  #settled = 0; // number of characters that are not parsed again
+  #elements = 0; // number of elements for these characters
 
   constructor(body) {
     this.#body = body;
   }
 
-  // Shows a text, which is mostly the one before and what came since.
+  // Shows a text. It usually begins with the previous text, and then only its end is drawn.
   update(text) {
     if (text === this.#text) return;
     if (!text.startsWith(this.#text)) {
@@ -24,7 +24,7 @@ export class Prose {
     const lines = text.slice(this.#settled).split("\n");
     const found = blocks(lines);
     this.#draw(found);
-    // The last line may go on, and a line can depend on the next one: only what is before these is settled.
+    // The last line may be incomplete, and a line can depend on the next one, so only blocks before these are settled.
     const last = found.findLastIndex(({ line }) => line + 2 < lines.length);
     if (last < 1) return;
     for (const line of lines.slice(0, found[last].line)) this.#settled += line.length + 1;
@@ -43,7 +43,7 @@ export class Prose {
   }
 }
 
-// Whether an element could take what was added: the code in a block of which some is selected, or is being copied.
+// Updates a block of code in place, so that a selection in it and its button stay. Returns false for other elements.
 function grown(element, { tag, language, text }) {
   if (tag !== "pre" || !element.matches("figure") || element.dataset.language !== language) return false;
   element.querySelector("code").textContent = text;

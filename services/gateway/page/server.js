@@ -33,7 +33,7 @@ function askForKey(wrong) {
   });
 }
 
-// The data of each event, parsed; "[DONE]" ends it.
+// Yields the parsed data of each event, until "[DONE]".
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

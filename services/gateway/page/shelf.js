@@ -6,16 +6,16 @@ import { BROWSER, MAX_KEPT_CHARACTERS, TAB, keep, kept, keptNames, keptObject, o
 
 const BEGINNING = "conversation-";
 const MAX_CONVERSATIONS = 100;
-const MAX_CHARACTERS = 1 << 22; // of all together; the oldest ones go first
+const MAX_CHARACTERS = 1 << 22; // of all conversations; the oldest are deleted first
 
 export class Shelf {
-  #texts = new Map(); // id: { name, changed, text }: what is kept, and what would be if the browser let us
+  #texts = new Map(); // id: { name, changed, text }, also of conversations that the browser does not store
 
   constructor() {
     this.#load();
   }
 
-  // Whether conversations are still there when the tab has been closed.
+  // True if conversations are stored in the browser, so that they outlive the tab.
   get stays() {
     return kept("keep", BROWSER) !== "tab";
   }
@@ -28,7 +28,7 @@ export class Shelf {
     for (const [id, { text }] of this.#texts) keep(BEGINNING + id, text, to);
   }
 
-  // { id, name } of each, the newest first.
+  // Returns { id, name, changed } of each conversation, the latest first.
   get list() {
     const entries = [...this.#texts].map(([id, { name, changed }]) => ({ id, name, changed }));
     return entries.sort((one, other) => other.changed - one.changed);
@@ -66,7 +66,7 @@ export class Shelf {
     keep(BEGINNING + id, "", this.#where);
   }
 
-  // Deletes all of them; returns what puts them back.
+  // Deletes all conversations; returns a function that restores them.
   clear() {
     const before = this.#texts;
     this.#texts = new Map();
@@ -79,7 +79,7 @@ export class Shelf {
     };
   }
 
-  // Calls back with the id of a conversation that another tab has changed or deleted, with "" when it may be any.
+  // Calls changed(id) when another tab has changed or deleted a conversation, or changed("") if it may be any.
   onChange(changed) {
     onChange((name) => {
       const id = name.startsWith(BEGINNING) ? name.slice(BEGINNING.length) : "";
@@ -115,7 +115,7 @@ export class Shelf {
     }
   }
 
-  // Returns how long it was; 0 when there is none but this one.
+  // Deletes the oldest other conversation; returns its number of characters, 0 if there is none.
   #dropOldest(except) {
     const oldest = this.list.findLast(({ id }) => id !== except);
     if (!oldest) return 0;

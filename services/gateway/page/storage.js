@@ -1,14 +1,14 @@
-// What is kept over a reload. The tab keeps what belongs to it, in its session storage: it goes with the tab, and no other
-// tab sees it. The browser keeps what is to be there another day, in its local storage, for all tabs of this server.
-// A browser may forbid both or have no room. Then nothing is kept, and all else works.
+// Stores texts over a reload: in the tab's session storage, which ends with the tab and which no other tab sees; or in
+// the browser's local storage, which stays and is common to all tabs of this server. A browser may forbid both or have
+// no room. Then nothing is stored, and everything else works.
 
 const PREFIX = "neuronpipe-";
-export const TAB = () => sessionStorage; // only to look at it may be forbidden
+export const TAB = () => sessionStorage; // a function, because even access to it may be forbidden
 export const BROWSER = () => localStorage;
-export const MAX_KEPT_CHARACTERS = 1 << 20; // of one text; browsers give five million in all
+export const MAX_KEPT_CHARACTERS = 1 << 20; // of one text; browsers store five million in all
 
-// Keeps a text under a name in place of the one before; "" and what is too long are not kept. Returns whether it worked:
-// where there is no room the one before stays.
+// Stores a text under a name, in place of an earlier text; an empty or too long text only removes it. Returns false if
+// the browser has no room or forbids it; the earlier text then stays.
 export function keep(name, text, where = TAB) {
   try {
     if (text && text.length <= MAX_KEPT_CHARACTERS) where().setItem(PREFIX + name, text);
@@ -27,7 +27,7 @@ export function kept(name, where = TAB) {
   }
 }
 
-// What was kept as JSON; null for what is damaged.
+// Returns a value that was stored as JSON; null if there is none or it is damaged.
 export function keptObject(name, where = TAB) {
   try {
     return JSON.parse(kept(name, where) || "null");
@@ -36,7 +36,7 @@ export function keptObject(name, where = TAB) {
   }
 }
 
-// The names that begin like this, and under which something is kept.
+// Returns the names with this beginning under which a text is stored.
 export function keptNames(beginning, where = TAB) {
   try {
     const names = Object.keys(where()).filter((name) => name.startsWith(PREFIX + beginning));
@@ -46,7 +46,7 @@ export function keptNames(beginning, where = TAB) {
   }
 }
 
-// Calls back with the name of what another tab keeps otherwise from now on; with "" when that may be anything.
+// Calls changed(name) when another tab has changed the text under a name, or changed("") if it may be any name.
 export function onChange(changed) {
   window.addEventListener("storage", ({ key }) => {
     if (key === null || key.startsWith(PREFIX)) changed(key?.slice(PREFIX.length) ?? "");

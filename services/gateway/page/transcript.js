@@ -5,7 +5,7 @@ import { Prose } from "/page/prose.js";
 
 const NEAR_END = 80; // pixels; a person who has scrolled further up is reading and stays there
 const list = document.getElementById("messages");
-const turns = new WeakMap(); // of the items that show them
+const turns = new WeakMap(); // from list items to the turns that they show
 const divider = Object.assign(document.createElement("li"), {
   className: "divider",
   textContent: "The messages above no longer fit the model's context and are not sent.",
@@ -47,7 +47,7 @@ const follows = () => list.scrollHeight - list.scrollTop - list.clientHeight < N
 class TurnView {
   #turn;
   #prose = null;
-  #drawing = 0; // the frame in which what came will be drawn
+  #drawing = 0; // the requested animation frame; 0: none
 
   constructor(turn) {
     this.#turn = turn;
@@ -92,7 +92,7 @@ class TurnView {
     about.textContent = first && model ? introduction(model, chat) : "";
   }
 
-  // What can be done with it. busy: an answer is under way; last: nothing was said after it.
+  // Shows the usable buttons. busy: an answer is under way; last: this is the last turn.
   offer(busy, last) {
     const { answer, ended, failed, reason } = this.#turn;
     const possible = {

@@ -49,7 +49,6 @@ class LiveFeed:
         return LiveResponse(self)
 
     def end(self, reason: str) -> None:
-        """End the responses of all viewers with this reason."""
         self._ending = reason
         self._fail_next(unavailable("draining", reason))
 

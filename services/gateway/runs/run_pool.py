@@ -77,7 +77,6 @@ class RunPool:
 
     # ---- runs --------------------------------------------------------------------------------------------------
     def starting(self, name: str) -> None:
-        """Note that this run is being started."""
         self._members[name].state = "starting"
         self.withdraw(name)
 
@@ -87,7 +86,6 @@ class RunPool:
         member.state, member.used_at = "live", now
 
     def ended(self, name: str) -> None:
-        """Note that this run has ended."""
         self._members[name].state = "asleep"
 
     # ---- orders ------------------------------------------------------------------------------------------------

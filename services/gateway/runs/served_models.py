@@ -126,7 +126,6 @@ class ServedModels:
         return {"status": "ok"}
 
     async def try_templates(self) -> None:
-        """Try the chat templates, and log those that fail."""
         for model in self._by_name.values():
             await model.chat.report()
 

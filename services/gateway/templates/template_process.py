@@ -94,7 +94,6 @@ def _text(template: Template, form: CallFormat, job: PromptJob) -> str:
 
 
 def _without_tools(template: Template, messages: Sequence[Message], *, answer: bool = True) -> str:
-    """Render messages without tools. Raises Refused, TemplateError."""
     try:
         return template.render(messages, answer=answer)
     except TemplateError:

@@ -30,7 +30,6 @@ class OpenClBackend(OffloadBackend):
         self._device_name = options
 
     def describe(self) -> Accelerator:
-        """Describe the device that is found. Raises UserError if there is none."""
         from neuronpipe.services.offload.gpu.device import describe
 
         return describe(self._device_name)

@@ -62,7 +62,7 @@ def built_program(context: Any, *files: str, options: list[str]) -> Any:
 
 
 def type_options(quantization: Quantization) -> dict[str, int | str]:
-    """Return the definitions of dots.cl for a type of weights."""
+    """Return the macros that dots.cl requires for a type of weights."""
     options: dict[str, int | str] = {
         "NIBBLES": int(quantization != "q8"),
         "HAS_MINIMUM": int(quantization in MINIMUM_QUANTIZATIONS),

@@ -116,7 +116,6 @@ def _point(values: dict[str, Any]) -> tuple[str, Any]:
 
 # ---- in the other process --------------------------------------------------------------------------------------------
 def _measured(name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the facts of the device, then every point."""
     from neuronpipe.native import ffi, lib
     from neuronpipe.services.offload.gpu.device import FACTS, find_device
 

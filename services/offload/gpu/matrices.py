@@ -89,7 +89,7 @@ class OffloadedMatrices:
         """Compute all rows of one matrix, and wait for them."""
         cl, matrix = opencl(), self._matrices[request.matrix, request.layer]
         vectors = ffi.buffer(request.vectors, request.tokens * request.vector_stride)
-        # Dropping the event of a copy waits for it, so this one is kept until the products have arrived.
+        # Dropping the event of a copy waits for the copy, so the event is referenced until the products have arrived.
         event = cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
         matrix.kernel.set_arg(6, np.uint32(request.vector_stride))
         matrix.kernel.set_arg(7, np.uint32(request.tokens))

@@ -63,9 +63,9 @@ def blocks_within(manifest: Manifest, size_bytes: int) -> int:
 
 
 def fired_of(neurons: int, share: float) -> NDArray[np.bool_]:
-    """Return for each neuron and sequence whether it fires, [neurons][SEQUENCES]; the same at every call.
+    """Return True for each neuron and sequence for which it fires, [neurons][SEQUENCES]; the same at every call.
 
-    share: the share of neurons that fire for a sequence
+    share: share of neurons that fire for a sequence
     """
     return np.random.default_rng(7).random((neurons, SEQUENCES)) < share
 

@@ -220,7 +220,6 @@ class _LayerErrors:
     recomputed: int = 0
 
     def relative_error(self) -> float:
-        """Return the norm of the differences relative to that of the exact products."""
         return round(math.sqrt(self.squared_error / self.squared_exact), 8) if self.squared_exact else 0.0
 
 

@@ -41,7 +41,6 @@ class OnnxOffloadBackend(OffloadBackend):
         return refusal(manifest)
 
     def describe(self) -> Accelerator:
-        """Describe the provider. Offloaded blocks lie in the memory of this machine."""
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Accelerator(
             name=self._provider.device,

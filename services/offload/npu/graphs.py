@@ -231,7 +231,6 @@ class _Graph:
         self.output(name, (tokens, 1))
 
     def output(self, name: str, shape: tuple[int, int]) -> None:
-        """Make the integers of a named value an output."""
         self._outputs.append(helper.make_tensor_value_info(name, TensorProto.UINT16, shape))
 
     def build(self) -> Graph:

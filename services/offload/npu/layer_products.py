@@ -105,7 +105,6 @@ class Products:
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
 
     def begin(self, participant: Participant) -> None:
-        """Begin a step of this participant: start to read its rows."""
         self.recomputed_tokens, self._graphs_ms = 0, 0.0
         self._rows.clear_counters()
         self._rows.begin(participant)
@@ -142,7 +141,6 @@ class Products:
             self._finish(*self._running.popleft())
 
     def _shape_of(self, product: Any) -> Matrix | FeedForward:
-        """Return the shape of the graph that computes an np_product or np_product_rows."""
         if product.kind == lib.NP_PRODUCT_NEURONS:
             return self._shape
         return self._shapes.matrices[product.rows, product.columns]

@@ -153,7 +153,6 @@ class Session:
         self._names = [output.name for output in session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the graph and return its outputs by name."""
         return dict(zip(self._names, self._session.run(self._names, dict(inputs)), strict=True))
 
 

@@ -101,7 +101,6 @@ class RowsAhead:
         self.waited_ms = 0.0
 
     def begin(self, participant: Participant) -> None:
-        """Begin to read the rows of this participant's step."""
         self._is_over, self._failure, self._begun_products = False, None, 0
         self._reading = self._reader.submit(self._read, participant)
 
