@@ -51,12 +51,12 @@ class AcceleratorCost:
     def of(cls, manifest: Manifest, compute: Compute, profile: DeviceProfile | None) -> AcceleratorCost | None:
         """Return the cost of the plan's accelerator.
 
-        None if the plan has none, or if it was not measured with the package's quantization.
+        None if the plan has none, or if no quantization was measured that stands for the package's.
         """
         accelerator = profile.accelerator if profile is not None else None
         if accelerator is None or not compute.held_blocks or accelerator.name != compute.device_name:
             return None
-        if _measured_like(accelerator, manifest.quantization) is None:
+        if not any(point.quantization in _similar(manifest.quantization) for point in accelerator.held):
             return None
         return cls(accelerator, manifest, compute.mode)
 
@@ -70,7 +70,7 @@ class AcceleratorCost:
             step_mode,
             work.batch,
             max(1e-3, min(1.0, work.share)),
-            quantization=_measured_like(accelerator, self.manifest.quantization) or self.manifest.quantization,
+            quantization=self._measured_like(self.manifest.quantization),
             row_weights=model.width,
         )
         pairs = work.batch * model.experts_per_token
@@ -97,8 +97,7 @@ class AcceleratorCost:
         total_ms = 0.0
         for name in matrices:
             rows, columns = matrix_shape(model, name)
-            of_matrix = self.manifest.quantization_of(name)
-            quantization = _measured_like(accelerator, of_matrix) or self.manifest.quantization
+            quantization = self._measured_like(self.manifest.quantization_of(name))
             speed = accelerator.offloaded_bytes_per_s(
                 "exact", batch, 1.0, quantization=quantization, row_weights=columns
             )
@@ -111,6 +110,12 @@ class AcceleratorCost:
             total_ms += calls * (1e3 * matrix_bytes(self.manifest, name) / speed + call_us / 1e3)
         return total_ms
 
+    def _measured_like(self, quantization: Quantization) -> Quantization:
+        """Return the measured quantization that stands for this one, or else the one for the package's."""
+        choices = (*_similar(quantization), *_similar(self.manifest.quantization))
+        measured = {point.quantization for point in self.accelerator.held}
+        return next(choice for choice in choices if choice in measured)
+
     def waited_ms(self, step_ms: float, workers_ms: float | None) -> float | None:
         """Return how long the workers wait for the device in a step; None if `workers_ms` is not known.
 
@@ -122,9 +127,7 @@ class AcceleratorCost:
         return None if workers_ms is None else max(0.0, step_ms - workers_ms)
 
 
-def _measured_like(accelerator: AcceleratorProfile, quantization: Quantization) -> Quantization | None:
-    """Return the measured quantization whose time per byte stands for this one: itself, or of those that profiles
-    measure the one with about as many bits. None if neither was measured."""
-    similar: Quantization = "q8" if BITS[quantization] == 8 else "q4"
-    measured = {point.quantization for point in accelerator.held}
-    return next((choice for choice in (quantization, similar) if choice in measured), None)
+def _similar(quantization: Quantization) -> tuple[Quantization, Quantization]:
+    """Return the quantizations whose time per byte stands for this one, the best first: itself, and of those that
+    profiles measure the one with about as many bits."""
+    return quantization, "q8" if BITS[quantization] == 8 else "q4"

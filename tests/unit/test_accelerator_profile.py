@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.profile.accelerator import accelerator_options
 from neuronpipe.launch.profile.picture import draw
 from neuronpipe.launch.profile.text_report import render
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.cost.accelerator_cost import AcceleratorCost, OffloadedWork
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
     AcceleratorProfile,
@@ -26,6 +28,8 @@ from neuronpipe.plans.device.accelerator import (
 from neuronpipe.plans.device.measured_figures import Figure
 from neuronpipe.plans.device.profile import parse_profile
 from neuronpipe.plans.device.profile_difference import compare_profiles
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 from tests.opencl import require_opencl
@@ -232,3 +236,17 @@ def test_a_device_is_measured() -> None:
     found = measure_accelerator("", step)
     assert steps.done == sum(map(len, found.lists().values())) == POINTS
     assert found.backend == "opencl"
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q4k", "q6k", "iq4", "q5h"])
+def test_quantizations_that_were_not_measured_are_priced_by_one_that_was(quantization: Quantization) -> None:
+    """The profile has q4 alone; the output in q8 is priced like the rest."""
+    manifest = Package.open(DEMO).manifest
+    other = dataclasses.replace(manifest, quantization=quantization, quantizations={"output": "q8"})
+    work = OffloadedWork(blocks=1, batch=1, trigger_bytes=1e6, value_bytes=1e6, share=0.5)
+    cost = AcceleratorCost(accelerator=accelerator(), manifest=other, mode="exact")
+    measured = AcceleratorCost(
+        accelerator=accelerator(), manifest=dataclasses.replace(other, quantization="q4"), mode="exact"
+    )
+    assert cost.step_ms(work) == measured.step_ms(work) > 0
+    assert cost.matrices_ms(["output"], 1) == measured.matrices_ms(["output"], 1) > 0
