@@ -33,11 +33,6 @@ from tests.bench.quantizations import answer, own_texts
 
 CONTEXT_TOKENS = 512
 CALIBRATION_CHARACTERS = 9000  # of each source
-PACKAGES: dict[str, tuple[str, ...]] = {
-    "f16": ("--quantization", "f16"),
-    "default": (),
-    "calibrated": ("--calibrate", "calibration"),
-}
 
 
 def write_calibration_text(path: Path) -> None:
@@ -104,22 +99,17 @@ def main() -> None:
                 quantized, text.read_text("utf-8"), context_tokens=CONTEXT_TOKENS, max_tokens=tokens
             )
             print(f"llama.cpp {name}, {quantized.stat().st_size} bytes, {text.name}: {perplexity:.4f}", flush=True)
-    for name, options in PACKAGES.items():
-        words = [str(calibration) if option == "calibration" else option for option in options]
-        package = answer("convert", plain, "-o", work / name, *words, "--overwrite")
+    packages: dict[str, tuple[str | Path, ...]] = {
+        "f16": ("--quantization", "f16"),
+        "default": (),
+        "calibrated": ("--calibrate", calibration),
+    }
+    limits = ("--tokens", str(tokens), "--context", str(CONTEXT_TOKENS), "--path", "prefill")
+    for name, options in packages.items():
+        package = answer("convert", plain, "-o", work / name, *options, "--overwrite")
         for text in texts:
             logits = work / f"{name}-{text.name}.npy"
-            words = [
-                "--text",
-                str(text),
-                "--tokens",
-                str(tokens),
-                "--context",
-                str(CONTEXT_TOKENS),
-                "--path",
-                "prefill",
-            ]
-            scored = answer("perplexity", work / name, *words, "--output", logits)
+            scored = answer("perplexity", work / name, "--text", text, *limits, "--output", logits)
             line = f"package {name}, {package['bytes']} bytes, {text.name}: {float(str(scored['perplexity'])):.4f}"
             if name != "f16":
                 loss = divergences(work / f"f16-{text.name}.npy", logits)

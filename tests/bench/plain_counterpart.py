@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 
 Factors = dict[str, NDArray[np.float32]]
 DEVIATION = 0.2  # of the factors' logarithms
-AFTER_NORM = {"attn_q": "attn_norm", "attn_k": "attn_norm", "attn_v": "attn_norm", "ffn_gate": "ffn_norm"} | {
-    "ffn_up": "ffn_norm"
+AFTER_NORM = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_norm"),
+    **dict.fromkeys(("ffn_gate", "ffn_up"), "ffn_norm"),
 }
+"""The norm before a matrix, by their names in GGUF."""
 
 
 def write_plain_counterpart(source: Path, target: Path) -> None:
@@ -33,25 +36,22 @@ def write_plain_counterpart(source: Path, target: Path) -> None:
             continue
         kind = field.types[0]
         writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    types = {name: np.dtype(_type_of(tensor)) for name, tensor in names.items()}
     for name, tensor in names.items():
-        plain = tensor.tensor_type == gguf.GGMLQuantizationType.F32
-        kind = np.float32 if plain else np.float16
-        writer.add_tensor_info(
-            name,
-            tuple(reversed(tensor.shape.tolist())),
-            np.dtype(kind),
-            int(np.prod(tensor.shape)) * np.dtype(kind).itemsize,
-        )
+        shape = tuple(reversed(tensor.shape.tolist()))
+        writer.add_tensor_info(name, shape, types[name], int(np.prod(shape)) * types[name].itemsize)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in names.items():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        values = _scaled(name, values, factors)
-        writer.write_tensor_data(
-            values if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else values.astype(np.float16)
-        )
+        writer.write_tensor_data(_scaled(name, values, factors).astype(types[name]))
     writer.close()
+
+
+def _type_of(tensor: gguf.ReaderTensor) -> type[np.floating[Any]]:
+    """Return the type in the counterpart: vectors stay float32."""
+    return np.float32 if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else np.float16
 
 
 def _factors(columns: dict[str, int]) -> Factors:

@@ -15,7 +15,7 @@ from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
-from tests.conformance.block_numbers import Numbers
+from tests.conformance.block_numbers import ALL_CODES, Numbers
 
 require_opencl()
 
@@ -41,7 +41,7 @@ def arm_sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [256, 320, 2048])
-@pytest.mark.parametrize("quantization", ["q8", "q4", "q4k", "q5k", "q6k"])
+@pytest.mark.parametrize("quantization", ["q8", "q4", *ALL_CODES])
 @pytest.mark.parametrize("instructions", ["scalar", "neon", "dotprod"])
 def test_a_device_gives_the_bits_of_arm(
     arm_sums: Path, instructions: str, quantization: Quantization, width: int
