@@ -4,7 +4,7 @@
 
 static const np_panel_kernel *kernel_for(int type, size_t n) {
     const np_panel_kernel *kernel = np_isa_current()->panel;
-    return kernel && type != NP_F16 && !np_has_minimum(type) && n <= kernel->most_columns ? kernel : NULL;
+    return kernel && type != NP_F16 && n <= kernel->most_columns ? kernel : NULL;
 }
 
 static size_t stride_bytes(int type, size_t n) { return np_padded(np_activation_bytes(type, n), 64); }
