@@ -38,6 +38,7 @@ class Mirror:
     damage: set[str] = field(default_factory=set)  # files of which one bit is wrong
     knows_ranges: bool = True
     gives_checksums: bool = True
+    git_hash: str = "sha1"
     gated: set[str] = field(default_factory=set)
     hostile: dict[str, Callable[[BaseHTTPRequestHandler, bytes], object]] = field(default_factory=dict)
     sent: list[tuple[str, int, int]] = field(default_factory=list)
@@ -112,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _sibling(self, file: str, data: bytes) -> dict[str, Any]:
         found: dict[str, Any] = {"rfilename": file, "size": len(data)}
         if self.mirror.gives_checksums:
-            found["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            found["blobId"] = hashlib.new(self.mirror.git_hash, b"blob %d\0" % len(data) + data).hexdigest()
             if len(data) >= LARGE_BYTES:
                 found["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
         return found

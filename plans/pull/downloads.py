@@ -216,14 +216,18 @@ class _RemoteHeader(io.RawIOBase):
         return len(data)
 
 
+def _git_hash(entry: RemoteFile) -> Any:
+    """Return git's hash of a file, SHA-1 or SHA-256, after the header that precedes the content."""
+    is_sha1 = len(entry.blob or "") == hashlib.sha1(usedforsecurity=False).digest_size * 2
+    return hashlib.new("sha1" if is_sha1 else "sha256", b"blob %d\0" % entry.bytes, usedforsecurity=False)
+
+
 class _DownloadTarget:
     """The target of `Hub.download`, which counts and hashes the bytes."""
 
     def __init__(self, file: BinaryIO, entry: RemoteFile, count: Count, stopped: threading.Event) -> None:
         self._file, self._entry, self._count, self._stopped = file, entry, count, stopped
-        # Git's checksum covers a small header before the content.
-        blob = hashlib.sha1(b"blob %d\0" % entry.bytes, usedforsecurity=False)
-        self._hash: Any = blob if entry.sha256 is None else hashlib.sha256()
+        self._hash: Any = hashlib.sha256() if entry.sha256 else _git_hash(entry)
         file.seek(0)
         while data := file.read(READ_BYTES):
             self._hash.update(data)

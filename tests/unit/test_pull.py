@@ -258,6 +258,12 @@ def test_what_cannot_be_checked_is_not_downloaded(hub: Hub) -> None:
     assert hub.left() == []
 
 
+def test_checksums_of_gits_newer_object_format_are_compared(hub: Hub) -> None:
+    """Ids of 64 digits were accepted and compared with a SHA-1, so that no file agreed."""
+    hub.mirror.git_hash = "sha256"
+    hub.pull()
+
+
 def test_a_mirror_without_ranges_serves(hub: Hub, tmp_path: Path) -> None:
     hub.mirror.knows_ranges = False
     hub.mirror.break_off = {hub.shards[0]: [1 << 30, 5000]}  # the first one is asked for its header
