@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field, replace
 from pathlib import Path
@@ -391,11 +391,8 @@ class _Tensors:
             self.vectors[f"{prefix}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
-        for expert in range(experts):
-            of_expert = "" if experts == 1 else f"{layer}{self._names.expert.format(expert)}"
-            for matrix in self._model.ffn_matrices:
-                stored, shape = f"{of_expert or layer}{self._name(matrix)}", shapes[matrix]
-                tensor = self._of_stack(stored, expert, *shape) if self._names.stacked else self._weight(stored, *shape)
+        for matrix in self._model.ffn_matrices:
+            for expert, tensor in enumerate(self._take_experts(layer, self._name(matrix), *shapes[matrix])):
                 self.matrices[ffn_name(self._model, prefix, expert, matrix)] = (tensor,)
         if self._model.ffn_bias:
             self.vectors[f"{prefix}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
@@ -406,8 +403,13 @@ class _Tensors:
         if self._model.norm == "layer":
             self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
 
-    def _of_stack(self, stored: str, expert: int, rows: int, columns: int) -> StoredMatrix:
-        return self._inventory.take_stack(f"{stored}.weight", self._model.experts, rows, columns)[expert]
+    def _take_experts(self, layer: str, name: str, rows: int, columns: int) -> Sequence[StoredMatrix]:
+        """Return the matrix [rows, columns] with this name of each expert of a layer."""
+        experts = self._model.experts
+        if self._names.stacked:
+            return self._inventory.take_stack(f"{layer}{name}.weight", experts, rows, columns)
+        parents = [self._names.expert.format(number) for number in range(experts)] if experts > 1 else [""]
+        return [self._weight(f"{layer}{parent}{name}", rows, columns) for parent in parents]
 
     def _weight(self, stored: str, *shape: int) -> StoredMatrix:
         return self._inventory.take(f"{stored}.weight", *shape)
