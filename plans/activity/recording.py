@@ -158,8 +158,8 @@ class RecordingFolder:
         if len(window) != len(self._windows[self.windows_done]):
             raise ValueError(f"{len(window)} tokens of {len(self._windows[self.windows_done])}")
         try:
-            for token in window:
-                self._file.write(token.tobytes())
+            # In one write, so that an interrupt cannot leave a part of the window, which would be recorded again.
+            self._file.write(b"".join(token.tobytes() for token in window))
             self._file.flush()
         except OSError as error:
             raise UserError(f"{self.path}: the recording cannot be written: {error.strerror}") from None
