@@ -54,10 +54,10 @@ def copy_gguf(
 
 
 def write_mxfp4(source: Path, target: Path) -> None:
-    """Write a copy whose gate, up and down are MXFP4, as in gpt-oss. llama.cpp writes this type in mixtures only."""
+    """Write a copy whose layers' matrices are MXFP4. llama.cpp writes this type only for experts."""
 
     def type_of(tensor: gguf.ReaderTensor) -> GGMLQuantizationType:
-        is_ffn = re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.weight", tensor.name)
-        return GGMLQuantizationType.MXFP4 if is_ffn else tensor.tensor_type
+        is_layers = re.fullmatch(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_(gate|up|down))\.weight", tensor.name)
+        return GGMLQuantizationType.MXFP4 if is_layers else tensor.tensor_type
 
     copy_gguf(source, target, type_of)

