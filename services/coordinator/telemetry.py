@@ -167,7 +167,10 @@ class Meter:
         self._flash_at_start.pop(f"{client}/{request}", None)
 
     def request_finished(self, client: str, finished: Finished) -> Finished:
-        """Return the final message with the run's memory and the flash figures since the request's arrival."""
+        """Return the final message with the run's memory and the flash figures of the request.
+
+        Bytes and reads are those of the whole run since the request arrived, also for other requests.
+        """
         bytes_now, reads_now = self.flash_now()
         bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
         total: Cost = {}

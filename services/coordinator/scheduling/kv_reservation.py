@@ -62,8 +62,10 @@ class Reservation:
         return self._releasing is not None
 
     def covers(self, message: Step | Prefill, later: int = 0) -> bool:
-        """Return True if the memory of a step is reserved. While memory is being released, a decode step may use what
-        stays reserved, and prefill has none.
+        """Return True if the memory of a step is reserved.
+
+        While the cache owes an answer, no step has its memory. While memory is being released, a decode step may use
+        what stays reserved, and prefill has none.
 
         later: added to the number of tokens of each sequence, to ask for a later decode step
         """

@@ -84,7 +84,7 @@ class Requests:
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens that were reused instead of computed, over the whole run."""
+        """Number of prompt tokens that were reused instead of computed since this coordinator started."""
         generations = [sequence for sequence in self.active if isinstance(sequence, Generation)]
         return self._ended_cached_tokens + sum(sequence.cached_tokens for sequence in generations)
 
