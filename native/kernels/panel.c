@@ -1,6 +1,6 @@
 /* Panels of many tokens. Where kernel_for finds no panel kernel, the panel is a copy of the activations, and the
  * np_dot_function is used. */
-#include "kernels/minimum.h"
+#include "kernels/activation.h"
 
 static const np_panel_kernel *kernel_for(int type, size_t n) {
     const np_panel_kernel *kernel = np_isa_current()->panel;

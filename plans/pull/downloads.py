@@ -218,8 +218,8 @@ class _RemoteHeader(io.RawIOBase):
 
 def _git_hash(entry: RemoteFile) -> Any:
     """Return git's hash of a file, SHA-1 or SHA-256, after the header that precedes the content."""
-    is_sha1 = len(entry.blob or "") == hashlib.sha1(usedforsecurity=False).digest_size * 2
-    return hashlib.new("sha1" if is_sha1 else "sha256", b"blob %d\0" % entry.bytes, usedforsecurity=False)
+    name = "sha256" if len(entry.blob or "") == hashlib.sha256().digest_size * 2 else "sha1"
+    return hashlib.new(name, b"blob %d\0" % entry.bytes, usedforsecurity=False)
 
 
 class _DownloadTarget:
