@@ -71,7 +71,9 @@ static int agree(int type, const np_panel_kernel *kernels[2]) {
 
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b) {
     const np_panel_kernel *both[2] = {a, b};
-    return agree(NP_Q8, both) && agree(NP_Q4, both);
+    int same = 1;
+    for (int type = NP_F16 + 1; same && type < NP_TYPES; type++) same = agree(type, both); /* each has code of its own */
+    return same;
 }
 
 static int processor_has_tiles(void) {

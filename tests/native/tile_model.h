@@ -19,7 +19,7 @@ static struct {
     tile_shapes shapes; /* palette 0: none in force */
     uint8_t data[MODEL_TILES][MODEL_ROWS][MODEL_ROW_BYTES];
     long products, loads, stores; /* carried out so far */
-    int fault;                    /* not 0: products omit the last row, to test the trial */
+    long fault_from;              /* not 0: products omit the last row from this one on, to test the trial */
 } model;
 
 static inline void model_release(void) {
@@ -79,7 +79,8 @@ static inline void model_dot(int sums, int a, int b) {
     CHECK(row_bytes[a] / 4 == rows[b], "tiles %d and %d do not fit", a, b);
     static uint8_t result[MODEL_ROWS][MODEL_ROW_BYTES];
     memset(result, 0, sizeof result);
-    for (int r = 0; r < rows[sums] - (model.fault ? 1 : 0); r++)
+    const int is_faulty = model.fault_from && model.products >= model.fault_from;
+    for (int r = 0; r < rows[sums] - is_faulty; r++)
         for (int column = 0; column < row_bytes[sums] / 4; column++) {
             uint32_t sum; /* as the instruction: wraps around */
             memcpy(&sum, &model.data[sums][r][4 * column], 4);
