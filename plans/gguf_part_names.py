@@ -45,13 +45,19 @@ def part_of(name: str) -> Part | None:
 def gguf_models(names: Iterable[str]) -> dict[str, Part | None]:
     """Return the GGUF models among these file names: a part of each, or None for a model in one file.
 
-    The key is the name that the model has or would have as one file. Other names are ignored.
+    The key is the name that the model has or would have as one file. Other names are ignored. Of two sets of parts, as
+    a second download with another number of parts leaves them, the first complete one is taken, or else the last.
     """
     models: dict[str, Part | None] = {}
-    for name in sorted(names):
-        if name.endswith(SUFFIX) and (name not in models or part_of(name) is None):
-            part = part_of(name)
-            models[name if part is None else part.model] = part
+    files = {name for name in names if name.endswith(SUFFIX)}
+    for name in sorted(files):
+        part = part_of(name)
+        if part is None:
+            models[name] = None  # sorts behind its parts
+            continue
+        known = models.get(part.model)
+        if known is None or not files.issuperset(known.names):
+            models[part.model] = part
     return models
 
 

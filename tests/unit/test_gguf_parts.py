@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.gguf_part_names import gguf_models, model_stem, part_of
+from neuronpipe.plans.gguf_part_names import Part, gguf_models, model_stem, part_of
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull.source_models import Origin, is_source
 from neuronpipe.protocol.errors import UserError
@@ -160,3 +160,17 @@ def test_names_of_parts() -> None:
     ]  # fmt: skip
     models = gguf_models(["x/m-00001-of-00002.gguf", "x/m-00002-of-00002.gguf", "x/n.gguf", "readme.md"])
     assert list(models) == ["x/m.gguf", "x/n.gguf"]
+
+
+def test_of_two_downloads_of_a_model_the_complete_one_is_taken() -> None:
+    of_two, of_three = (Part("m", 1, count) for count in (2, 3))
+
+    def count(*names: str) -> int:
+        part = gguf_models(names)["m.gguf"]
+        assert part is not None
+        return part.count
+
+    assert count(of_three.names[2], *of_two.names, of_three.names[0]) == 2
+    assert count(*of_three.names, of_two.names[1]) == 3
+    assert count(of_two.names[0], of_three.names[1]) == 3
+    assert gguf_models([*of_two.names, "m.gguf"]) == {"m.gguf": None}
