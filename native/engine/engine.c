@@ -73,7 +73,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.prefetch = aligned_zeros(shape->block_neurons * sizeof(void *));
-    engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
+    engine->list.values = aligned_zeros((size_t)NP_DOWN_TOKENS * shape->block_neurons * sizeof(float));
     engine->list.token_masks = aligned_zeros(shape->block_neurons * sizeof(uint16_t));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
     engine->request_entries = aligned_zeros(groups * shape->clusters * sizeof(uint32_t));

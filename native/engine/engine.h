@@ -28,11 +28,12 @@ enum { NP_PANEL_TOKENS = 16 }; /* with fewer tokens packing a panel costs more t
 typedef struct {
     const void **quants, **scales; /* [block_neurons] */
     const void **prefetch;         /* [block_neurons] memory to fetch with each row */
-    float *values;                 /* [block_neurons] factors of np_add_rows */
+    float *values;                 /* [NP_DOWN_TOKENS][block_neurons] factors of np_add_rows_for_tokens */
     uint16_t *token_masks;         /* [block_neurons] bit t: the row is multiplied with token t's vector */
     uint32_t *neurons;             /* [block_neurons] the rows' neurons */
     uint32_t count;
 } np_row_list;
+enum { NP_DOWN_TOKENS = 16 }; /* tokens whose down rows are added together if they are the same */
 
 /* How many experts of a layer were prefetched speculatively, and how many of those its router chose (prefetch.c). */
 typedef struct {

@@ -1,8 +1,8 @@
 /* Shared by triggers.c and neurons.c: token lots, row lists, and the open clusters of a block.
  *
  * Tokens are processed in lots of up to 16. A gate or up row is read once for all tokens of a lot that need it. Down
- * rows are added token by token: the bits of np_add_rows depend on the list of rows, which must be the same whatever
- * the batch. */
+ * rows are added together only for tokens with the same list of rows: the bits of np_add_rows depend on it, and it must
+ * be the same whatever the batch. */
 #ifndef NP_NEURON_ROWS_H
 #define NP_NEURON_ROWS_H
 #include "engine/engine.h"

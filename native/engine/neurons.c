@@ -161,30 +161,59 @@ static uint32_t next_active(const float *values, uint32_t from, uint32_t to)
     return from;
 }
 
+/* List the down rows of the block's neurons that are active for token t, and their factors. */
+static int list_downs(np_engine *engine, np_range clusters, uint32_t t)
+{
+    const np_shape *s = &engine->shape;
+    const uint32_t n = s->cluster_neurons, end = clusters.to * n;
+    const size_t quant_bytes = np_row_quant_bytes(engine, &s->down), scale_bytes = np_row_scale_bytes(engine, &s->down);
+    const float weight = engine->pair_weight[engine->group->first + t], *values = hidden_of(engine, t, 0);
+    engine->list.count = 0;
+    for (uint32_t neuron = clusters.from * n; (neuron = next_active(values, neuron, end)) < end; neuron++) {
+        const uint32_t cluster = neuron / n, i = neuron % n;
+        const int done = find_slots(engine, cluster);
+        if (done < 0)
+            return done;
+        engine->list.values[engine->list.count] = weight * values[neuron];
+        list_row(engine, quants_of(engine, &s->down, cluster) + i * quant_bytes, scales_of(engine, &s->down, cluster) + i * scale_bytes,
+                 neuron, 0);
+    }
+    return NP_OK;
+}
+
+/* True if token t has the listed rows and no others: then `factors` are its factors. */
+static int has_listed_rows(np_engine *engine, np_range clusters, uint32_t t, float *factors)
+{
+    const uint32_t n = engine->shape.cluster_neurons, end = clusters.to * n;
+    const float weight = engine->pair_weight[engine->group->first + t], *values = hidden_of(engine, t, 0);
+    uint32_t neuron = clusters.from * n;
+    for (uint32_t r = 0; r < engine->list.count; r++, neuron++) {
+        neuron = next_active(values, neuron, end);
+        if (neuron != engine->list.neurons[r])
+            return 0;
+        factors[r] = weight * values[neuron];
+    }
+    return next_active(values, neuron, end) == end;
+}
+
 int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
     const np_range clusters = np_block_clusters(engine, block, block + 1);
-    const uint32_t n = s->cluster_neurons;
-    const size_t quant_bytes = np_row_quant_bytes(engine, &s->down), scale_bytes = np_row_scale_bytes(engine, &s->down);
-    for (uint32_t t = tokens.from; t < tokens.to; t++) {
-        float *partial = engine->shared.partials + ((size_t)(first_row + t - tokens.from) * s->blocks + block) * s->width;
-        const float weight = engine->pair_weight[engine->group->first + t];
-        engine->list.count = 0;
-        const float *values = hidden_of(engine, t, 0);
-        const uint32_t end = clusters.to * n;
-        for (uint32_t neuron = clusters.from * n; (neuron = next_active(values, neuron, end)) < end; neuron++) {
-            const uint32_t cluster = neuron / n, i = neuron % n;
-            const int done = find_slots(engine, cluster);
-            if (done < 0)
-                return done;
-            engine->list.values[engine->list.count] = weight * values[neuron];
-            list_row(engine, quants_of(engine, &s->down, cluster) + i * quant_bytes,
-                     scales_of(engine, &s->down, cluster) + i * scale_bytes, neuron, 0);
-        }
-        memset(partial, 0, s->width * sizeof *partial);
-        np_add_rows(s->down.type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);
-        engine->counters.down_rows += engine->list.count;
+    const size_t partial_stride = (size_t)s->blocks * s->width;
+    for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {
+        float *partial = engine->shared.partials + (first_row + t - tokens.from) * partial_stride + (size_t)block * s->width;
+        const int done = list_downs(engine, clusters, t);
+        if (done < 0)
+            return done;
+        for (count = 1; count < NP_DOWN_TOKENS && t + count < tokens.to; count++)
+            if (!has_listed_rows(engine, clusters, t + count, engine->list.values + (size_t)count * s->block_neurons))
+                break;
+        for (uint32_t i = 0; i < count; i++)
+            memset(partial + i * partial_stride, 0, s->width * sizeof *partial);
+        np_add_rows_for_tokens(s->down.type, engine->list.quants, engine->list.scales, engine->list.values, s->block_neurons, engine->list.count,
+                               count, s->width, partial, partial_stride);
+        engine->counters.down_rows += (uint64_t)engine->list.count * count;
     }
     return NP_OK;
 }

@@ -147,5 +147,6 @@ const np_isa np_isa_avx2 = {
     rope,
     narrow,
     NULL,
+    NULL,
 };
 #endif

@@ -85,7 +85,8 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      sum_tree,                                                    \
      rope,                                                        \
      narrow,                                                      \
-     PANEL}
+     PANEL,                                                       \
+     np_avx512_add_for_tokens}
 
 const np_isa np_isa_avx512 = TABLE("avx512", runs_here, &np_avx512_panel);
 const np_isa np_isa_amx = TABLE("amx", runs_with_amx, &np_amx_panel); /* if amx.c allows it */

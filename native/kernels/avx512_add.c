@@ -49,25 +49,26 @@ NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_batc
     }
 }
 
-/* The factors of up to 16 groups from `group` on. A non-finite factor makes the step non-finite, and with it the
- * group's columns: compared as integers, NaN has the largest magnitude. */
-NP_INLINE NP_AVX512 void take_factors(const int type, const row_batch *b, size_t group, size_t groups, batch_factors *f) {
+/* The scales and minimums of a row's groups from `group` on, up to 16, and a prefetch of those of the row ROWS later. */
+NP_INLINE NP_AVX512 np_lane_scales row_scales(const int type, const row_batch *b, size_t row, size_t group, size_t groups) {
     const __mmask16 mask = groups < 16 ? (__mmask16)((1u << groups) - 1) : 0xffff;
+    const uint8_t *scales = b->at[row].scales;
+    if (row < b->fetched && group % 32 == 0) __builtin_prefetch(b->next[row].scales + 2 * group, 0, 2);
+    if (np_has_minimum(type)) return np_minimum_lanes(type, scales + np_minimum_bytes(type) * group, groups > NP_MINIMUM_GROUPS);
+    return (np_lane_scales){_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * group)), _mm512_setzero_ps()};
+}
+
+/* The factors of these groups from those of the rows. A non-finite factor makes the step non-finite, and with it the
+ * group's columns: compared as integers, NaN has the largest magnitude. */
+NP_INLINE NP_AVX512 void take_factors(const int type, size_t quads, const float *a, const np_lane_scales *scales, batch_factors *f) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512 factor[ROWS];
     __m512i most = _mm512_castps_si512(_mm512_set1_ps(0x1p-100f)); /* at least, so that the quotient does not overflow */
     f->minimum = _mm512_setzero_ps();
-    for (size_t i = 0; i < 4 * b->quads; i++) {
-        const uint16_t *s = (const uint16_t *)(const void *)b->at[i].scales + group;
-        if (np_has_minimum(type)) {
-            const np_lane_scales lanes = np_minimum_lanes(type, b->at[i].scales + np_minimum_bytes(type) * group, groups > NP_MINIMUM_GROUPS);
-            factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), lanes.scales);
-            f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(b->a[i]), lanes.minimums, f->minimum);
-        } else {
-            factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, s)));
-        }
+    for (size_t i = 0; i < 4 * quads; i++) {
+        factor[i] = _mm512_mul_ps(_mm512_set1_ps(a[i]), scales[i].scales);
+        if (np_has_minimum(type)) f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(a[i]), scales[i].minimums, f->minimum);
         most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(factor[i]), magnitude));
-        if (i < b->fetched && group % 32 == 0) __builtin_prefetch(b->next[i].scales + 2 * group, 0, 2);
     }
     const __m512 largest = _mm512_castsi512_ps(most), per_step = _mm512_div_ps(_mm512_set1_ps(MOST), largest);
     f->step = _mm512_div_ps(largest, _mm512_set1_ps(MOST));
@@ -77,7 +78,7 @@ NP_INLINE NP_AVX512 void take_factors(const int type, const row_batch *b, size_t
     const __m512 rounding = _mm512_set1_ps(0x1.8p23f + 128.0f);
     const __m512i rounding_bits = _mm512_castps_si512(rounding), signs = _mm512_set1_epi8((char)0x80);
     f->sum = _mm512_setzero_si512();
-    for (size_t q = 0; q < b->quads; q++) {
+    for (size_t q = 0; q < quads; q++) {
         __m512i v[4];
         for (size_t i = 0; i < 4; i++) {
             v[i] = _mm512_castps_si512(_mm512_fmadd_ps(factor[4 * q + i], per_step, rounding));
@@ -108,33 +109,45 @@ NP_INLINE NP_AVX512 void copy_piece(const row_batch *b, size_t row, size_t at, b
     }
 }
 
-/* Copy the codes, or the values plus 128 of codes in a codebook, of a row's eight groups from `group` on as bytes, and prefetch the row ROWS later. A line of the piece
- * has the first 16 codes of four groups, the next one their last 16. */
-NP_INLINE NP_AVX512 void copy_codes(const int type, const row_batch *b, size_t row, size_t group, batch_piece piece) {
-    const size_t groups = b->n / NP_GROUP, plane_bytes = b->n / 16;
+/* The codes, or the values plus 128, of up to four groups of a row from `group` on: the first 16 of each, and the last. */
+NP_INLINE NP_AVX512 void load_codes(const int type, const uint8_t *quants, size_t n, size_t group, __m512i codes[2]) {
+    const size_t groups = n / NP_GROUP, plane_bytes = n / 16, lacking = groups - group < 4 ? 4 - (groups - group) : 0;
+    const uint8_t *nibbles = quants + 16 * group, *planes = quants + n / 2 + 2 * group;
     const __m512i nibble = _mm512_set1_epi8(15);
-    for (size_t i = 0; i < LINES && group < groups; i += 2, group += 4) {
-        const size_t lacking = groups - group < 4 ? 4 - (groups - group) : 0;
-        const uint8_t *nibbles = b->at[row].quants + 16 * group, *planes = b->at[row].quants + b->n / 2 + 2 * group;
-        const __m512i w = lacking ? _mm512_maskz_loadu_epi8(~(__mmask64)0 >> 16 * lacking, nibbles) : _mm512_loadu_si512(nibbles);
-        const __m512i first = _mm512_and_si512(w, nibble), last = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
-        piece[row][i] = np_unsigned_values(type, np_add_high_bits(type, first, planes, plane_bytes, 2 * lacking));
-        piece[row][i + 1] = np_unsigned_values(type, np_add_high_bits(type, last, planes + plane_bytes, plane_bytes, 2 * lacking));
-        if (row >= b->fetched) continue;
-        __builtin_prefetch(b->next[row].quants + 16 * group, 0, 2);
-        for (size_t plane = 0; group % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
-            __builtin_prefetch(b->next[row].quants + b->n / 2 + plane * plane_bytes + 2 * group, 0, 2);
+    const __m512i w = lacking ? _mm512_maskz_loadu_epi8(~(__mmask64)0 >> 16 * lacking, nibbles) : _mm512_loadu_si512(nibbles);
+    const __m512i first = _mm512_and_si512(w, nibble), last = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
+    codes[0] = np_unsigned_values(type, np_add_high_bits(type, first, planes, plane_bytes, 2 * lacking));
+    codes[1] = np_unsigned_values(type, np_add_high_bits(type, last, planes + plane_bytes, plane_bytes, 2 * lacking));
+}
+
+/* Prefetch what the row ROWS later has of these groups. */
+NP_INLINE void prefetch_codes(const int type, const row_batch *b, size_t row, size_t group) {
+    if (row >= b->fetched) return;
+    __builtin_prefetch(b->next[row].quants + 16 * group, 0, 2);
+    for (size_t plane = 0; group % 32 == 0 && plane < 2 * np_high_bits(type); plane++)
+        __builtin_prefetch(b->next[row].quants + b->n / 2 + plane * (b->n / 16) + 2 * group, 0, 2);
+}
+
+/* Copy the codes of a row's eight groups from `group` on, and prefetch the row ROWS later. A line of the piece has the
+ * first 16 codes of four groups, the next one their last 16. */
+NP_INLINE NP_AVX512 void copy_codes(const int type, const row_batch *b, size_t row, size_t group, batch_piece piece) {
+    for (size_t i = 0; i < LINES && group < b->n / NP_GROUP; i += 2, group += 4) {
+        load_codes(type, b->at[row].quants, b->n, group, &piece[row][i]);
+        prefetch_codes(type, b, row, group);
     }
 }
 
-/* A line of each row of a quad: register k gets bytes 4k to 4k + 3 of each 16, as dwords of the rows 0, 2, 1, 3. */
-NP_INLINE NP_AVX512 void interleave(batch_piece piece, size_t quad, size_t line, __m512i w[4]) {
-    const __m512i row0 = piece[4 * quad][line], row1 = piece[4 * quad + 1][line];
-    const __m512i row2 = piece[4 * quad + 2][line], row3 = piece[4 * quad + 3][line];
+/* Register k gets bytes 4k to 4k + 3 of each 16, as dwords of the rows 0, 2, 1, 3. */
+NP_INLINE NP_AVX512 void interleave_rows(__m512i row0, __m512i row1, __m512i row2, __m512i row3, __m512i w[4]) {
     const __m512i even_low = _mm512_unpacklo_epi8(row0, row2), even_high = _mm512_unpackhi_epi8(row0, row2);
     const __m512i odd_low = _mm512_unpacklo_epi8(row1, row3), odd_high = _mm512_unpackhi_epi8(row1, row3);
     w[0] = _mm512_unpacklo_epi16(even_low, odd_low), w[1] = _mm512_unpackhi_epi16(even_low, odd_low);
     w[2] = _mm512_unpacklo_epi16(even_high, odd_high), w[3] = _mm512_unpackhi_epi16(even_high, odd_high);
+}
+
+/* A line of each row of a quad. */
+NP_INLINE NP_AVX512 void interleave(batch_piece piece, size_t quad, size_t line, __m512i w[4]) {
+    interleave_rows(piece[4 * quad][line], piece[4 * quad + 1][line], piece[4 * quad + 2][line], piece[4 * quad + 3][line], w);
 }
 
 /* GCC 12 copies each sum before the intrinsic's instruction and runs out of registers. */
@@ -251,11 +264,15 @@ NP_INLINE NP_AVX512 void add_q8_groups(const int type, const row_batch *b, const
             row_batch b;                                                                                                  \
             batch_factors f;                                                                                              \
             batch_piece pieces[2];                                                                                        \
+            np_lane_scales scales[ROWS];                                                                                  \
             take_rows(rows, a, r, &b);                                                                                    \
             for (size_t i = 0; i < 4 * b.quads; i++) COPY(&b, i, 0, pieces[0]);                                           \
             for (size_t g = 0; g < groups; g += (PER_CALL)) {                                                             \
                 const size_t piece = g / (PER_PIECE), left = groups - g;                                                  \
-                if (g % 16 == 0) take_factors(TYPE, &b, g, left, &f);                                                     \
+                if (g % 16 == 0) {                                                                                        \
+                    for (size_t i = 0; i < 4 * b.quads; i++) scales[i] = row_scales(TYPE, &b, i, g, left);                \
+                    take_factors(TYPE, b.quads, b.a, scales, &f);                                                         \
+                }                                                                                                         \
                 ADD_GROUPS(TYPE, &b, &f, pieces[piece % 2], pieces[(piece + 1) % 2], g, left, y + g * NP_GROUP);          \
             }                                                                                                             \
         }                                                                                                                 \
@@ -274,4 +291,97 @@ DEFINE_ADD(np_avx512_add_q4h, NP_Q4H, 4, 4 * LINES, copy_piece, add_nibble_group
 DEFINE_ADD(np_avx512_add_q5h, NP_Q5H, 4, 2 * LINES, COPY_Q5H, add_code_groups)
 DEFINE_ADD(np_avx512_add_iq4, NP_IQ4, 4, 2 * LINES, COPY_IQ4, add_code_groups)
 DEFINE_ADD(np_avx512_add_mxfp4, NP_MXFP4, 4, 2 * LINES, COPY_MXFP4, add_code_groups)
+
+/* ---- several tokens with the same rows ---- */
+/* All sums of integers above are exact, so a token's bits need the same batches, factors and one addition for each of
+ * them only: scales and codes of a batch are unpacked once for all tokens. */
+typedef __m512i turned_codes[2][QUADS][4]; /* four groups, interleaved: first and last 16 codes */
+
+/* As load_codes, of q8: weights plus 128. */
+NP_INLINE NP_AVX512 void load_q8(const uint8_t *quants, size_t n, size_t group, __m512i codes[2]) {
+    const size_t left = n - group * NP_GROUP, second = left > 64 ? left - 64 : 0;
+    const __mmask64 all = ~(__mmask64)0;
+    const __m512i w0 = _mm512_maskz_loadu_epi8(left < 64 ? all >> (64 - left) : all, quants + group * NP_GROUP);
+    const __m512i w1 = _mm512_maskz_loadu_epi8(second < 64 ? ((__mmask64)1 << second) - 1 : all, quants + group * NP_GROUP + 64);
+    const __m512i signs = _mm512_set1_epi8((char)0x80);
+    codes[0] = _mm512_xor_si512(_mm512_shuffle_i32x4(w0, w1, 0x88), signs);
+    codes[1] = _mm512_xor_si512(_mm512_shuffle_i32x4(w0, w1, 0xdd), signs);
+}
+
+NP_INLINE NP_AVX512 void turn_codes(const int type, const row_batch *b, size_t group, turned_codes turned) {
+    for (size_t q = 0; q < b->quads; q++) {
+        __m512i codes[4][2];
+        for (size_t i = 0; i < 4; i++) {
+            if (type == NP_Q8)
+                load_q8(b->at[4 * q + i].quants, b->n, group, codes[i]);
+            else
+                load_codes(type, b->at[4 * q + i].quants, b->n, group, codes[i]);
+            prefetch_codes(type, b, 4 * q + i, group * (type == NP_Q8 ? 2 : 1));
+        }
+        for (int half = 0; half < 2; half++)
+            interleave_rows(codes[0][half], codes[1][half], codes[2][half], codes[3][half], turned[half][q]);
+    }
+}
+
+/* Add four groups from `group` on, or `groups` if there are fewer, to one token's y. */
+NP_INLINE NP_AVX512 void add_turned(const int type, size_t quads, const batch_factors *f, turned_codes turned, size_t group, size_t groups, float *y) {
+    const size_t first = group % 16;
+    const unsigned offset_bits = np_has_codebook(type) || type == NP_Q8 ? 7 : 3;
+    const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32((int)first));
+    const __m512i offset = np_has_minimum(type) ? _mm512_setzero_si512() : _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), offset_bits);
+    const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps + 1, steps + 2, steps + 3};
+    const float *minimum = np_has_minimum(type) ? (const float *)&f->minimum + first : NULL;
+    __m512i sum_high[2][4], sum_low[2][4], sum[2][4];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 4; k++) sum_high[half][k] = sum_low[half][k] = _mm512_setzero_si512();
+    for (size_t q = 0; q < quads; q++) {
+        const __m512i high = _mm512_permutexvar_epi32(which, f->high[q]), low = _mm512_permutexvar_epi32(which, f->low[q]);
+        for (int half = 0; half < 2; half++)
+            for (int k = 0; k < 4; k++)
+                add_products(&sum_high[half][k], turned[half][q][k], high), add_products(&sum_low[half][k], turned[half][q][k], low);
+    }
+    for (int half = 0; half < 2; half++) {
+        for (int k = 0; k < 4; k++) sum[half][k] = _mm512_sub_epi32(join(sum_high[half][k], sum_low[half][k]), offset);
+        add_quarters(sum[half], step, minimum, groups, NP_GROUP, y + 16 * half);
+    }
+}
+
+NP_INLINE NP_AVX512 void add_for_tokens(const int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
+    const size_t groups = rows->n / NP_GROUP;
+    for (size_t r = 0; r < rows->rows; r += ROWS) {
+        row_batch b;
+        batch_factors f[NP_ADD_TOKENS];
+        float factors[NP_ADD_TOKENS][ROWS];
+        np_lane_scales scales[ROWS];
+        turned_codes turned;
+        take_rows(rows, a, r, &b);
+        for (size_t t = 0; t < tokens; t++)
+            for (size_t i = 0; i < 4 * b.quads; i++) factors[t][i] = r + i < rows->rows ? a[t * a_stride + r + i] : 0.0f;
+        for (size_t g = 0; g < groups; g += 4) {
+            if (g % 16 == 0) {
+                for (size_t i = 0; i < 4 * b.quads; i++) scales[i] = row_scales(type, &b, i, g, groups - g);
+                for (size_t t = 0; t < tokens; t++) take_factors(type, b.quads, factors[t], scales, &f[t]);
+            }
+            turn_codes(type, &b, g, turned);
+            for (size_t t = 0; t < tokens; t++) add_turned(type, b.quads, &f[t], turned, g, groups - g, y + t * y_stride + g * NP_GROUP);
+        }
+    }
+}
+
+NP_AVX512 int np_avx512_add_for_tokens(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride) {
+    switch (type) {
+#define CASE(TYPE) \
+    case TYPE: add_for_tokens(TYPE, rows, a, a_stride, tokens, y, y_stride); return 1
+        CASE(NP_Q8);
+        CASE(NP_Q4);
+        CASE(NP_Q4K);
+        CASE(NP_Q5K);
+        CASE(NP_Q6K);
+        CASE(NP_IQ4);
+        CASE(NP_MXFP4);
+        CASE(NP_Q4H);
+        CASE(NP_Q5H);
+    default: return 0;
+    }
+}
 #endif

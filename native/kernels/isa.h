@@ -53,6 +53,9 @@ NP_INLINE unsigned np_token_mask(const np_dot_job *job, size_t r, size_t first, 
 typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows only. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
+/* np_add_rows_for_tokens, of at most NP_ADD_TOKENS. Returns 0, and adds nothing, for types that it does not know. */
+typedef int np_add_tokens_function(int type, const np_rows *rows, const float *a, size_t a_stride, size_t tokens, float *y, size_t y_stride);
+enum { NP_ADD_TOKENS = 16 };
 
 /* A quantized row as signed bytes with one scale: np_rows_to_s8. */
 typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
@@ -79,6 +82,7 @@ typedef struct {
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
     np_narrow_function *narrow;
     const np_panel_kernel *panel; /* NULL: through dot_rows */
+    np_add_tokens_function *add_for_tokens; /* NULL: through add_rows */
 } np_isa;
 
 /* The instruction set in use. Aborts with a message if NEURONPIPE_ISA names one that this machine lacks. */
@@ -96,8 +100,9 @@ np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512
     np_avx512_dot_q4h, np_avx512_dot_q5h;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4, np_avx512_add_q4k, np_avx512_add_q5k, np_avx512_add_q6k, np_avx512_add_iq4, np_avx512_add_mxfp4, np_avx512_add_q4h,
     np_avx512_add_q5h;
+np_add_tokens_function np_avx512_add_for_tokens;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
-/* True if two panel kernels give the same bits for some rows and tokens of q8 and q4. 0 if memory is short. */
+/* True if two panel kernels give the same bits for some rows and tokens of each quantized type. 0 if memory is short. */
 int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))

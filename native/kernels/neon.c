@@ -153,6 +153,7 @@ const np_isa np_isa_neon = {
     rope,
     narrow,
     NULL,
+    NULL,
 };
 
 const np_isa np_isa_dotprod = {
@@ -169,6 +170,7 @@ const np_isa np_isa_dotprod = {
     sum_tree,
     rope,
     narrow,
+    NULL,
     NULL,
 };
 #endif

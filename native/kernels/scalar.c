@@ -194,4 +194,5 @@ const np_isa np_isa_scalar = {
     rope,
     narrow,
     NULL,
+    NULL,
 };

@@ -87,6 +87,19 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
     if (add) add(&all, a, y);
 }
 
+void np_add_rows_for_tokens(int type, const void *const *quants, const void *const *scales, const float *a, size_t a_stride, size_t rows,
+                            size_t tokens, size_t n, float *y, size_t y_stride) {
+    np_rows all = rows_of(type, rows, n);
+    all.quants_at = quants;
+    all.scales_at = scales;
+    np_add_tokens_function *add = all.quant_bytes ? np_isa_current()->add_for_tokens : NULL;
+    for (size_t t = 0, count; t < tokens; t += count) {
+        count = tokens - t < NP_ADD_TOKENS ? tokens - t : NP_ADD_TOKENS;
+        if (count > 1 && add && add(type, &all, a + t * a_stride, a_stride, count, y + t * y_stride, y_stride)) continue;
+        for (size_t i = t; i < t + count; i++) np_add_rows(type, quants, scales, a + i * a_stride, rows, n, y + i * y_stride);
+    }
+}
+
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales) {
     if (type <= NP_F16 || type >= NP_TYPES || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;

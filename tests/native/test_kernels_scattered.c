@@ -149,6 +149,28 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
     free(y);
 }
 
+/* Adding the same rows for several tokens gives each token the bits that it has alone, and writes nothing else. */
+static void check_add_for_tokens(const scattered *s, const char *isa) {
+    enum { MOST_TOKENS = 35, GAP = 3 };
+    static const size_t row_counts[] = {0, 1, 5, 31, 32, 33, ROWS}, token_counts[] = {1, 2, 7, 16, 17, MOST_TOKENS};
+    const size_t stride = s->n + GAP;
+    float a[MOST_TOKENS][ROWS + 1], *y = malloc(4 * MOST_TOKENS * stride), *want = malloc(4 * MOST_TOKENS * stride);
+    for (size_t i = 0; i < sizeof row_counts / sizeof *row_counts; i++)
+        for (size_t k = 0; k < sizeof token_counts / sizeof *token_counts; k++) {
+            const size_t rows = row_counts[i], tokens = token_counts[k];
+            for (size_t j = 0; j < MOST_TOKENS * stride; j++) y[j] = want[j] = random_float();
+            for (size_t t = 0; t < tokens; t++)
+                for (size_t r = 0; r < rows; r++) a[t][r] = random_float() * (t % 3 ? 1.0f : 100.0f);
+            if (rows > 1 && tokens > 2) a[1][rows - 1] = INFINITY, a[2][0] = NAN;
+            for (size_t t = 0; t < tokens; t++) np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a[t], rows, s->n, want + t * stride);
+            np_add_rows_for_tokens(s->type, as_rows(s->quants), as_rows(s->scales), a[0], ROWS + 1, rows, tokens, s->n, y, stride);
+            for (size_t j = 0; j < MOST_TOKENS * stride; j++)
+                CHECK(memcmp(&y[j], &want[j], 4) == 0 || (isnan(y[j]) && isnan(want[j])), "%s type %d n=%zu, %zu rows, %zu tokens: [%zu] %.9g, alone %.9g",
+                      isa, s->type, s->n, rows, tokens, j, y[j], want[j]);
+        }
+    free(y), free(want);
+}
+
 static void test_isa(const char *isa) {
     static const size_t lengths[] = {32, 64, 96, 128, 352, 512, 544, 4096 + 32, 7, 333};
     for (int type = NP_F16; type < TYPES; type++)
@@ -159,6 +181,7 @@ static void test_isa(const char *isa) {
             if (type != NP_Q3) { /* whose rows are never added */
                 check_add(&s, isa);
                 check_add_bits(&s, isa);
+                if (lengths[i] < 600) check_add_for_tokens(&s, isa);
                 if (lengths[i] < 500) check_not_finite_shows(&s, isa);
             }
             free_rows(&s);
