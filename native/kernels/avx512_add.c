@@ -58,16 +58,19 @@ NP_INLINE NP_AVX512 np_lane_scales row_scales(const int type, const row_batch *b
     return (np_lane_scales){_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales + 2 * group)), _mm512_setzero_ps()};
 }
 
-/* The factors of these groups from those of the rows. A non-finite factor makes the step non-finite, and with it the
+/* The factors of up to 16 groups from `group` on, from those of the rows. scales: what row_scales returns for the rows, if
+ * it was called before; else NULL. A non-finite factor makes the step non-finite, and with it the
  * group's columns: compared as integers, NaN has the largest magnitude. */
-NP_INLINE NP_AVX512 void take_factors(const int type, size_t quads, const float *a, const np_lane_scales *scales, batch_factors *f) {
+NP_INLINE NP_AVX512 void take_factors(const int type, const row_batch *b, const float *a, const np_lane_scales *scales, size_t group, size_t groups,
+                                      batch_factors *f) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512 factor[ROWS];
     __m512i most = _mm512_castps_si512(_mm512_set1_ps(0x1p-100f)); /* at least, so that the quotient does not overflow */
     f->minimum = _mm512_setzero_ps();
-    for (size_t i = 0; i < 4 * quads; i++) {
-        factor[i] = _mm512_mul_ps(_mm512_set1_ps(a[i]), scales[i].scales);
-        if (np_has_minimum(type)) f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(a[i]), scales[i].minimums, f->minimum);
+    for (size_t i = 0; i < 4 * b->quads; i++) {
+        const np_lane_scales s = scales ? scales[i] : row_scales(type, b, i, group, groups);
+        factor[i] = _mm512_mul_ps(_mm512_set1_ps(a[i]), s.scales);
+        if (np_has_minimum(type)) f->minimum = _mm512_fmadd_ps(_mm512_set1_ps(a[i]), s.minimums, f->minimum);
         most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(factor[i]), magnitude));
     }
     const __m512 largest = _mm512_castsi512_ps(most), per_step = _mm512_div_ps(_mm512_set1_ps(MOST), largest);
@@ -78,7 +81,7 @@ NP_INLINE NP_AVX512 void take_factors(const int type, size_t quads, const float 
     const __m512 rounding = _mm512_set1_ps(0x1.8p23f + 128.0f);
     const __m512i rounding_bits = _mm512_castps_si512(rounding), signs = _mm512_set1_epi8((char)0x80);
     f->sum = _mm512_setzero_si512();
-    for (size_t q = 0; q < quads; q++) {
+    for (size_t q = 0; q < b->quads; q++) {
         __m512i v[4];
         for (size_t i = 0; i < 4; i++) {
             v[i] = _mm512_castps_si512(_mm512_fmadd_ps(factor[4 * q + i], per_step, rounding));
@@ -270,8 +273,8 @@ NP_INLINE NP_AVX512 void add_q8_groups(const int type, const row_batch *b, const
             for (size_t g = 0; g < groups; g += (PER_CALL)) {                                                             \
                 const size_t piece = g / (PER_PIECE), left = groups - g;                                                  \
                 if (g % 16 == 0) {                                                                                        \
-                    for (size_t i = 0; i < 4 * b.quads; i++) scales[i] = row_scales(TYPE, &b, i, g, left);                \
-                    take_factors(TYPE, b.quads, b.a, scales, &f);                                                         \
+                    for (size_t i = 0; np_has_minimum(TYPE) && i < 4 * b.quads; i++) scales[i] = row_scales(TYPE, &b, i, g, left); \
+                    take_factors(TYPE, &b, b.a, np_has_minimum(TYPE) ? scales : NULL, g, left, &f); /* unpacked apart: 22 % faster */ \
                 }                                                                                                         \
                 ADD_GROUPS(TYPE, &b, &f, pieces[piece % 2], pieces[(piece + 1) % 2], g, left, y + g * NP_GROUP);          \
             }                                                                                                             \
@@ -360,7 +363,7 @@ NP_INLINE NP_AVX512 void add_for_tokens(const int type, const np_rows *rows, con
         for (size_t g = 0; g < groups; g += 4) {
             if (g % 16 == 0) {
                 for (size_t i = 0; i < 4 * b.quads; i++) scales[i] = row_scales(type, &b, i, g, groups - g);
-                for (size_t t = 0; t < tokens; t++) take_factors(type, b.quads, factors[t], scales, &f[t]);
+                for (size_t t = 0; t < tokens; t++) take_factors(type, &b, factors[t], scales, g, groups - g, &f[t]);
             }
             turn_codes(type, &b, g, turned);
             for (size_t t = 0; t < tokens; t++) add_turned(type, b.quads, &f[t], turned, g, groups - g, y + t * y_stride + g * NP_GROUP);
