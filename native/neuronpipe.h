@@ -122,6 +122,27 @@ int np_encode_row(int type, const float *w, const float *importance, size_t n, v
 /* Decode a row to float32. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);
 
+/* Rows as GGUF stores them; the numbers are GGUF's. */
+enum {
+    NP_GGUF_Q4_0 = 2,
+    NP_GGUF_Q5_0 = 6,
+    NP_GGUF_Q8_0 = 8,
+    NP_GGUF_Q4_K = 12,
+    NP_GGUF_Q5_K = 13,
+    NP_GGUF_Q6_K = 14,
+    NP_GGUF_IQ4_NL = 20,
+    NP_GGUF_IQ4_XS = 23,
+    NP_GGUF_MXFP4 = 39
+};
+size_t np_gguf_row_bytes(int encoding, size_t n); /* 0 for an unknown encoding, or if n is no multiple of its blocks */
+/* 1 if np_unpack_gguf_rows can convert this encoding to rows of `type`, else 0. */
+int np_gguf_fits(int encoding, int type);
+/* Convert `rows` rows of n weights, at any address, to quants [rows][np_quant_bytes] and scales [rows][np_scale_bytes].
+ * The values stay the same, but: scales of IQ4_XS as iq4 are rounded to fp16; Q6_K as q6k, and anything but Q4_0, Q5_0
+ * and Q8_0 as q8, is encoded again. Returns NP_OK; NP_E_ARGUMENT for a pair that np_gguf_fits refuses, a wrong n, or
+ * values that fp16 cannot express (rows so far may have been written). */
+int np_unpack_gguf_rows(int encoding, const void *stored, size_t rows, size_t n, int type, void *quants, void *scales);
+
 /* out = x / rms(x) * weight, rms with epsilon under the root. out may be x. */
 void np_rms_norm(const float *x, const float *weight, size_t n, float epsilon, float *out);
 
@@ -211,12 +232,12 @@ int np_word_wait(const uint32_t *word, uint32_t old_value, const uint32_t *epoch
 uint32_t np_epoch_advance(uint32_t *epoch, uint32_t **words, size_t count);
 
 /* ---- flash reader (flash/) -------------------------------------------------------------------------------- */
-/* Reads of one file: with direct I/O if the file system supports it, by io_uring ("io_uring") or a pool of pread
- * threads ("threads"). For one thread. Completions arrive in any order. */
+/* Reads of files: with direct I/O if the file system supports it, by io_uring ("io_uring") or a pool of pread threads
+ * ("threads"). For one thread. Completions arrive in any order. */
 typedef struct np_reader np_reader;
 typedef struct {
     uint64_t tag;
-    int32_t result; /* the requested bytes, or -errno; -EIO if the file ends before */
+    int32_t result; /* bytes read, fewer than requested only if the file ends before; or -errno */
     uint32_t unused;
 } np_completion;
 
@@ -224,8 +245,12 @@ typedef struct {
  * On errors returns NULL and sets *error to errno. np_reader_close waits for reads in flight. */
 np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error);
 void np_reader_close(np_reader *reader);
+/* Open another file, before the first read. Returns its number, from 1 on; or -errno. The offset of a read has the
+ * file's number in its bits from NP_FILE_SHIFT on; the first file is number 0. May increase the alignment. */
+enum { NP_FILE_SHIFT = 48, NP_READER_FILES = 1024 };
+int np_reader_add(np_reader *reader, const char *path);
 const char *np_reader_engine(const np_reader *reader);
-int np_reader_direct(const np_reader *reader);        /* 1 if the page cache is bypassed */
+int np_reader_direct(const np_reader *reader);        /* 1 if the page cache is bypassed, for all files */
 uint32_t np_reader_alignment(const np_reader *reader); /* of offset, length and address, in bytes, at most 4096; 1 without direct I/O */
 /* Submit reads. Returns how many were accepted, from the first on: fewer than count if the queue is full; NP_E_ARGUMENT
  * if one is misaligned. */
@@ -383,6 +408,28 @@ int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
  * part 0 at their end (co-located scales): both parts are then read and verified together, so that values can be
  * computed without a slot of part 0. */
 typedef struct np_loader np_loader;
+/* Experts that are read in place, from files of another format. A cluster is an expert. A part is several pieces, each
+ * the rows of one matrix; they are converted to the engine's types (np_unpack_gguf_rows). */
+enum { NP_SOURCE_READS = 3 }; /* reads of one cluster at most: gate, up, down */
+typedef struct {
+    uint32_t part;            /* whose slots get the rows */
+    uint32_t quants, scales;  /* places in the slot */
+    uint32_t rows, columns;
+    int32_t type;             /* of the rows in the slot */
+    const uint64_t *offsets;  /* [layers] of the first expert's rows in the reader's files */
+    const int32_t *encodings; /* [layers] NP_GGUF_* */
+} np_source_matrix;
+typedef struct {
+    uint64_t bytes;
+    int64_t modified_ns; /* since 1970 */
+} np_source_file;
+typedef struct {
+    np_source_matrix gate, up, down; /* gate is the trigger part, the others are the value part */
+    uint32_t layers, experts;
+    const np_source_file *files; /* [file_count] the reader's files. Nothing is published that was read from one that differs */
+    uint32_t file_count;
+    uint32_t *checksums; /* [layers*experts][2] crc32c of each part's pieces; 0: not known, and set by the first read. The loader is the only writer */
+} np_source;
 typedef struct {
     uint64_t base_offset, stride_bytes; /* of the bundle file */
     uint64_t part_offset;               /* within a cluster */
@@ -400,15 +447,16 @@ typedef struct {
     uint32_t checksum_stride;   /* 1, or more if the table interleaves other checksums */
 } np_loader_part;
 typedef struct {
-    uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part */
+    uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part. With a source: of all reads of a cluster */
     uint32_t merge_gap_bytes; /* clusters with at most this gap between them are read together */
     uint32_t prefetch_depth;  /* prefetches start only while fewer reads are in flight; 0: no prefetching */
     uint32_t warm_up_reads;   /* long reads, for warm-up only, within the reader's depth; 0: warm-up uses ordinary reads */
     uint32_t warm_up_read_bytes; /* maximum of a long read, at least most_read_bytes */
+    const np_source *source;  /* NULL: a bundle file. Else offsets, checksums and moved bytes of the parts are not used, and part_bytes are for statistics */
 } np_loader_reading;
 typedef struct {
     uint64_t reads, bytes;    /* from flash, gaps included */
-    uint64_t checksum_failures, io_errors;
+    uint64_t checksum_failures, io_errors; /* a source file that has changed counts as an I/O error */
     uint64_t refused;         /* invalid entries in request rings */
     uint64_t dropped;         /* prefetches whose queue was full */
     uint64_t gap_bytes;       /* read between requested clusters */
@@ -510,6 +558,7 @@ typedef struct {
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer and expert */
     uint32_t slot_bytes[2];         /* by part */
     np_matrix_place gate, up, down; /* the first existing one is in the trigger part, the others in the value part */
+    int32_t down_by_output;         /* 1: down has a row of `neurons` weights per output; needs a gate, and an expert that is one cluster. 0: a row per neuron */
     uint32_t predictor_rank;        /* the greatest rank of all predictors; 0: no predictor, all triggers are computed */
     int32_t predictor_type;
     int32_t predictor_relu;         /* 1: negative elements of rank vectors are set to zero */
@@ -752,7 +801,7 @@ typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks that this participant claimed */
     uint64_t predicted;                          /* of these: pairs whose trigger was computed */
     uint64_t fired, active;                      /* pairs that fired; whose value is not zero */
-    uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots, counted once per token */
+    uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots, counted once per token; of down by output: its neurons */
     uint64_t matrix_rows;                        /* the same of attention's matrices and of the output, offloaded or not */
     uint64_t clusters[2], missed[2];             /* by part: clusters needed; of these, absent when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked up ahead of computing; of these, requested */

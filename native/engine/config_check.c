@@ -54,26 +54,39 @@ static const char *invalid_layout(const np_shape *s)
                 {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->experts * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
 }
 
-/* True if a cluster's rows of row_bytes from `offset` on lie within a slot of `part`. */
-static int fits(const np_shape *s, uint32_t part, uint32_t offset, size_t row_bytes)
+/* True if `bytes` from `offset` on lie within a slot of `part`. */
+static int fits(const np_shape *s, uint32_t part, uint32_t offset, uint64_t bytes)
 {
-    return part < NP_PARTS && offset + (uint64_t)s->cluster_neurons * row_bytes <= s->slot_bytes[part];
+    return part < NP_PARTS && offset + bytes <= s->slot_bytes[part];
 }
 
-/* True if a matrix has rows of a quantized type or f16, lies in this part and fits its slots. */
-static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part)
+/* True if a matrix of `rows` rows of n weights is of a quantized type or f16, lies in this part and fits its slots. */
+static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part, uint64_t rows, size_t n)
 {
     const int type = place->type;
-    return np_quant_bytes(type, s->width) && place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
-           fits(s, place->part, place->quants, np_quant_bytes(type, s->width)) &&
-           fits(s, place->scales_part, place->scales, np_scale_bytes(type, s->width));
+    return np_quant_bytes(type, n) && place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
+           fits(s, place->part, place->quants, rows * np_quant_bytes(type, n)) &&
+           fits(s, place->scales_part, place->scales, rows * np_scale_bytes(type, n));
+}
+
+/* True if a matrix with a row per neuron is placed in this part, and its rows are multiplied with the layers' inputs. */
+static int has_neuron_rows(const np_shape *s, const np_matrix_place *place, uint32_t part)
+{
+    return is_placed(s, place, part, s->cluster_neurons, s->width) && np_reads_inputs_of(place->type, s->type);
+}
+
+static int is_down_placed(const np_shape *s)
+{
+    return s->down.type != NP_Q3 && (s->down_by_output ? is_placed(s, &s->down, NP_VALUE, s->width, s->neurons)
+                                                       : is_placed(s, &s->down, NP_VALUE, s->cluster_neurons, s->width));
 }
 
 static const char *invalid_place(const np_shape *s)
 {
-    FIRST_ERROR({"gate", !s->gated || (is_placed(s, &s->gate, NP_TRIGGER) && np_reads_inputs_of(s->gate.type, s->type))},
-                {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER) && np_reads_inputs_of(s->up.type, s->type)},
-                {"down", is_placed(s, &s->down, NP_VALUE) && s->down.type != NP_Q3});
+    FIRST_ERROR({"gate", !s->gated || has_neuron_rows(s, &s->gate, NP_TRIGGER)},
+                {"up", has_neuron_rows(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER)},
+                {"down_by_output", !s->down_by_output || (s->gated && s->clusters == 1 && s->blocks == 1 && s->cluster_neurons == s->neurons)},
+                {"down", is_down_placed(s)});
 }
 
 /* True if an external runtime can compute all of a layer's products. */
@@ -87,6 +100,7 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
     FIRST_ERROR({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
                 {"window_blocks", p->window_blocks > 0},
                 {"external_products", !p->external_products || may_have_external_products(p, s)},
+                {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks)},
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
                 {"offload_blocks", !p->offload_blocks || (!p->external_products && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
                 {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});

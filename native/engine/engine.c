@@ -106,6 +106,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         complete &= vectors_create(&engine->gathered, shape->type, max_n, tokens);
     if (shape->experts > 1 && np_predictor_has_input(shape))
         complete &= vectors_create(&engine->gathered_input, shape->predictor_type, shape->width, tokens);
+    if (shape->down_by_output)
+        complete &= vectors_create(&engine->values, shape->down.type, shape->neurons, smaller(tokens, NP_OUTPUT_TOKENS));
     if (!complete) {
         np_engine_destroy(engine);
         return NULL;
@@ -133,7 +135,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
-    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input};
+    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input, &engine->values};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);
         free(all[i]->panel);

@@ -33,7 +33,10 @@ typedef struct {
     uint32_t *neurons;             /* [block_neurons] the rows' neurons */
     uint32_t count;
 } np_row_list;
-enum { NP_DOWN_TOKENS = 16 }; /* tokens whose down rows are added together if they are the same */
+enum {
+    NP_DOWN_TOKENS = 16,  /* tokens whose down rows are added together if they are the same */
+    NP_OUTPUT_TOKENS = 64 /* tokens that are multiplied together with down by output */
+};
 
 /* How many experts of a layer were prefetched speculatively, and how many of those its router chose (prefetch.c). */
 typedef struct {
@@ -91,6 +94,7 @@ struct np_engine {
     np_vectors ranks;           /* rank vectors of the current group */
     np_vectors gathered;        /* `vectors` of the current group's tokens; unused in dense layers */
     np_vectors gathered_input;  /* the same of predictor_input */
+    np_vectors values;          /* values of an expert's neurons, the inputs of down by output */
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;

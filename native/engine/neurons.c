@@ -6,6 +6,7 @@
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
 #include "engine/triggers.h"
+#include "engine/vectors.h"
 
 static float activate(int activation, float gate, float up)
 {
@@ -85,6 +86,16 @@ static uint32_t fired_for(np_engine *engine, uint32_t neuron, token_lot lot)
     return fired;
 }
 
+/* List all rows of a cluster in a matrix with a row per neuron. */
+static void list_cluster(np_engine *engine, const np_matrix_place *matrix, uint32_t cluster)
+{
+    const uint32_t n = engine->shape.cluster_neurons;
+    const size_t quant_bytes = np_row_quant_bytes(engine, matrix), scale_bytes = np_row_scale_bytes(engine, matrix);
+    const uint8_t *quants = quants_of(engine, matrix, cluster), *scales = scales_of(engine, matrix, cluster);
+    for (uint32_t i = 0; i < n; i++)
+        list_row(engine, quants + i * quant_bytes, scales + i * scale_bytes, cluster * n + i, 0);
+}
+
 /* List the up rows of fired neurons whose value parts are present. Their down rows, needed next, are fetched with
  * them. */
 static void list_ups(np_engine *engine, token_lot lot)
@@ -125,10 +136,36 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
         }
 }
 
+/* The same where all neurons fire: every row times every token, by a panel. */
+static void multiply_all_by_ups(np_engine *engine)
+{
+    const np_shape *s = &engine->shape;
+    np_row_list *list = &engine->list;
+    list->count = 0;
+    for (uint32_t o = 0; o < engine->open_count; o++) {
+        const uint32_t cluster = engine->open[o];
+        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->slot[NP_VALUE][cluster] != NP_NONE)
+            list_cluster(engine, &s->up, cluster);
+    }
+    np_dot_panel(s->up.type, list->quants, list->scales, list->count, s->width, engine->inputs->panel, engine->group->count, NULL,
+                 engine->rows, engine->max_rows);
+    for (uint32_t t = 0; t < engine->group->count; t++)
+        for (uint32_t r = 0; r < list->count; r++) {
+            const float gate = *hidden_of(engine, t, list->neurons[r]);
+            if (gate == 0.0f)
+                continue;
+            store_value(engine, t, list->neurons[r], activate(s->activation, gate, product_of(engine, r, t)));
+            engine->counters.up_rows++;
+        }
+}
+
 void np_compute_values(np_engine *engine, np_range clusters)
 {
+    const int in_panel = engine->group->count >= NP_PANEL_TOKENS && np_all_neurons_fire(engine, engine->layer);
     list_open(engine, clusters);
-    for (uint32_t t = 0; engine->shape.gated && t < engine->group->count; t += LOT_TOKENS)
+    if (engine->shape.gated && in_panel)
+        multiply_all_by_ups(engine);
+    for (uint32_t t = 0; engine->shape.gated && !in_panel && t < engine->group->count; t += LOT_TOKENS)
         multiply_by_ups(engine, lot_from(engine, t));
     for (uint32_t o = 0; o < engine->open_count; o++) {
         const uint32_t cluster = engine->open[o];
@@ -196,9 +233,31 @@ static int has_listed_rows(np_engine *engine, np_range clusters, uint32_t t, flo
     return next_active(values, neuron, end) == end;
 }
 
+/* The expert's sums, each times the pair's weight, if down has a row per output. The expert is one block. */
+static int multiply_down_rows(np_engine *engine, np_range tokens, uint32_t first_row)
+{
+    const np_shape *s = &engine->shape;
+    const int done = find_slots(engine, 0);
+    if (done < 0)
+        return done;
+    const np_matrix down = {.quants = quants_of(engine, &s->down, 0), .scales = scales_of(engine, &s->down, 0), .type = s->down.type};
+    for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {
+        float *sums = engine->shared.partials + (size_t)(first_row + t - tokens.from) * s->width;
+        count = tokens.to - t < NP_OUTPUT_TOKENS ? tokens.to - t : NP_OUTPUT_TOKENS;
+        np_prepare_vectors(engine, &engine->values, hidden_of(engine, t, 0), count, engine->layer_neurons, s->neurons, NULL);
+        np_multiply_rows(engine, &engine->values, &down, 0, s->width, NULL, sums, s->width);
+        for (uint32_t i = 0; i < count; i++)
+            np_scale(sums + (size_t)i * s->width, s->width, engine->pair_weight[engine->group->first + t + i]);
+        engine->counters.down_rows += (uint64_t)s->neurons * count;
+    }
+    return NP_OK;
+}
+
 int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
+    if (s->down_by_output)
+        return multiply_down_rows(engine, tokens, first_row);
     const np_range clusters = np_block_clusters(engine, block, block + 1);
     const size_t partial_stride = (size_t)s->blocks * s->width;
     for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "flash/reader.h"
+#include "flash/source.h"
 #include "process/thread.h"
 
 enum {
@@ -93,7 +94,9 @@ void np_fill_slots(const np_loader *loader, np_flight *flight)
 {
     for (uint32_t i = 0; !flight->is_complete && i < flight->claim_count; i++)
         flight->claims[i].is_valid = 0;
-    for (int number = 0; flight->is_complete && number < NP_LOADER_PARTS; number++)
+    if (flight->is_complete && loader->reading.source)
+        np_fill_from_source(loader, flight);
+    for (int number = 0; flight->is_complete && !loader->reading.source && number < NP_LOADER_PARTS; number++)
         fill_part(loader, flight, number);
 }
 

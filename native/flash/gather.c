@@ -8,6 +8,7 @@
 #include "flash/gather.h"
 
 #include "flash/queues.h"
+#include "flash/source.h"
 #include "flash/warm_up.h"
 
 enum {
@@ -27,6 +28,11 @@ typedef struct {
  * (moved_bytes). */
 static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, uint64_t *end)
 {
+    if (loader->reading.source) { /* reads of several places: only their bytes count */
+        *first = 0;
+        *end = np_source_read_bytes(loader, entry);
+        return;
+    }
     *first = UINT64_MAX;
     *end = 0;
     if (entry & NP_REQUEST_VALUE && loader->parts[NP_VALUE].config.moved_bytes)
@@ -46,7 +52,7 @@ static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, u
 static int can_extend(const np_loader *loader, const read_batch *batch, uint32_t entry, uint64_t first, uint64_t end)
 {
     const np_flight *open = batch->open;
-    if (!open || entry >> NP_QUEUED_FAILURES)
+    if (!open || entry >> NP_QUEUED_FAILURES || loader->reading.source)
         return 0;
     const np_staging_pool *pool = &loader->pools[open->pool];
     return open->claim_count + NP_LOADER_PARTS <= pool->max_claims && first >= open->offset + open->bytes &&
@@ -100,6 +106,8 @@ static int put(np_loader *loader, read_batch *batch, uint32_t entry, int purpose
     for (int part = 0; part < NP_LOADER_PARTS; part++)
         if (entry & np_part_bit(part))
             claim(loader, part, entry, &open->claims[open->claim_count++]);
+    if (loader->reading.source)
+        np_plan_source_reads(loader, entry, open);
     if (entry >> NP_QUEUED_FAILURES)
         batch->open = NULL;
     return 1;

@@ -39,7 +39,7 @@ typedef struct {
     int refused_error;
     int defers;         /* reads complete in this thread's calls only (DEFER_TASKRUN); implies the next */
     int needs_call;    /* completed reads appear after a call of this thread; the kernel sets a flag when one is needed */
-    int has_file, has_memory; /* registered, as number 0 each */
+    int has_file, has_memory; /* registered, as number 0 each: of files only the first */
 } ring_state;
 
 /* Newer than some systems' headers. */
@@ -146,7 +146,7 @@ static int ring_open(np_reader *reader)
     }
     state->defers = (params.flags & DEFER_TASKRUN) != 0;
     state->needs_call = (params.flags & TASKRUN_FLAG) != 0;
-    state->has_file = syscall(SYS_io_uring_register, ring, IORING_REGISTER_FILES, &reader->file, 1) == 0;
+    state->has_file = syscall(SYS_io_uring_register, ring, IORING_REGISTER_FILES, &reader->files[0], 1) == 0;
     reader->engine = state;
     return 0;
 }
@@ -174,11 +174,13 @@ static void ring_start(np_reader *reader, uint32_t index)
     const uintptr_t at = (uintptr_t)request->piece.iov_base, memory = (uintptr_t)reader->memory;
     const int fixed = state->has_memory && at >= memory && at - memory <= reader->memory_bytes &&
                       reader->memory_bytes - (at - memory) >= request->piece.iov_len;
+    const uint32_t file = np_file_number(request->offset);
+    const int is_registered = state->has_file && file == 0;
     state->submissions[state->tail & state->submission_mask] = (struct io_uring_sqe){
         .opcode = fixed ? IORING_OP_READ_FIXED : IORING_OP_READV, /* IORING_OP_READ came later, in 5.6 */
-        .flags = state->has_file ? IOSQE_FIXED_FILE : 0,
-        .fd = state->has_file ? 0 : reader->file,
-        .off = request->offset + request->done,
+        .flags = is_registered ? IOSQE_FIXED_FILE : 0,
+        .fd = is_registered ? 0 : reader->files[file],
+        .off = np_place_in_file(request->offset) + request->done,
         .addr = fixed ? at : (uintptr_t)&request->piece,
         .len = fixed ? (uint32_t)request->piece.iov_len : 1,
         .user_data = index,

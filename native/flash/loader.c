@@ -73,12 +73,16 @@ static void publish(np_loader *loader, uint32_t index)
     pool->free[pool->free_count++] = index;
 }
 
-/* Handle a completed read. result: bytes or -errno. */
-static void land_flight(np_loader *loader, uint32_t index, int32_t result)
+/* Handle a completed read. result: bytes or -errno. The flight lands with its last read. */
+static void land_read(np_loader *loader, uint64_t tag, int32_t result)
 {
+    const uint32_t index = (uint32_t)(tag / NP_SOURCE_READS);
     np_flight *flight = &loader->flights[index];
-    flight->is_complete = result == (int32_t)flight->bytes;
+    const uint32_t needed_bytes = loader->reading.source ? flight->reads[tag % NP_SOURCE_READS].needed_bytes : flight->bytes;
+    flight->is_complete &= result >= (int32_t)needed_bytes;
     loader->counters.reads++;
+    if (--flight->unfinished)
+        return;
     if (flight->is_complete) {
         loader->counters.bytes += flight->bytes;
         loader->counters.gap_bytes += flight->gap_bytes;
@@ -147,8 +151,8 @@ static int land_some(np_loader *loader, size_t min_reads, int timeout_ms, int *e
         count = np_reader_reap(loader->reader, done, min_reads, max_reads, timeout_ms);
         for (int i = 0; i < count; i++) {
             if (i + 1 < count)
-                prefetch_staged(loader, &loader->flights[done[i + 1].tag]);
-            land_flight(loader, (uint32_t)done[i].tag, done[i].result);
+                prefetch_staged(loader, &loader->flights[done[i + 1].tag / NP_SOURCE_READS]);
+            land_read(loader, done[i].tag, done[i].result);
         }
         *ended += announce(loader);
         min_reads = 0;
@@ -190,19 +194,35 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
     return (int)count;
 }
 
+/* Append a read to those to submit. */
+static void add_read(np_loader *loader, uint32_t *count, uint32_t index, uint32_t number, uint64_t offset, uint32_t bytes, uint32_t staged)
+{
+    loader->offsets[*count] = offset;
+    loader->tags[*count] = (uint64_t)index * NP_SOURCE_READS + number;
+    loader->bytes[*count] = bytes;
+    loader->targets[*count] = loader->flights[index].staged + staged;
+    loader->flights[index].unfinished++;
+    *count += 1;
+}
+
 static void submit(np_loader *loader)
 {
-    const uint32_t count = np_loader_gather(loader);
-    for (uint32_t i = 0; i < count; i++) {
+    const uint32_t flights = np_loader_gather(loader);
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < flights; i++) {
         const uint32_t index = loader->batch[i];
-        loader->offsets[i] = loader->flights[index].offset;
-        loader->tags[i] = index;
-        loader->bytes[i] = loader->flights[index].bytes;
-        loader->targets[i] = loader->flights[index].staged;
+        np_flight *flight = &loader->flights[index];
+        flight->unfinished = 0;
+        flight->is_complete = 1;
+        if (!loader->reading.source)
+            add_read(loader, &count, index, 0, flight->offset, flight->bytes, 0);
+        for (uint32_t r = 0; loader->reading.source && r < NP_SOURCE_READS; r++)
+            if (flight->reads[r].bytes)
+                add_read(loader, &count, index, r, flight->reads[r].offset, flight->reads[r].bytes, flight->reads[r].staged);
     }
     const int accepted = np_reader_submit(loader->reader, loader->offsets, loader->bytes, loader->targets, loader->tags, count);
     for (uint32_t i = accepted > 0 ? (uint32_t)accepted : 0; i < count; i++) /* only if the reader has another user */
-        land_flight(loader, loader->batch[i], -EBUSY);
+        land_read(loader, loader->tags[i], -EBUSY);
 }
 
 /* Alternate landing and submitting, but return often enough for the caller to handle messages. */

@@ -5,17 +5,23 @@
 #include "flash/fill.h"
 #include "flash/loader.h"
 #include "flash/reader.h"
+#include "flash/source.h"
 
 enum { MAX_QUEUED = 32768 }; /* entries of one queue, two layers of a 7B model; further ones stay in the rings */
 
-static int is_part_valid(const np_loader_part *part, uint32_t alignment)
+/* True if a part's slots and entries are valid, wherever its clusters are read from. */
+static int has_valid_slots(const np_loader_part *part)
+{
+    return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && part->slot_bytes > 0 && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
+           (part->slots || !part->slot_count) && (part->words || !part->cluster_count) && part->cluster_count <= NP_REQUEST_CLUSTER_MASK + 1u;
+}
+
+/* True if the places of a part's clusters in the bundle file are valid. */
+static int is_in_bundles(const np_loader_part *part, uint32_t alignment)
 {
     const uint64_t places = part->base_offset | part->stride_bytes | part->part_offset | part->part_bytes;
-    return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && places % alignment == 0 && part->slot_bytes > 0 &&
-           part->moved_bytes < part->slot_bytes && part->slot_bytes - part->moved_bytes <= part->part_bytes && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
-           (part->slots || !part->slot_count) && (!part->cluster_count || (part->words && part->checksums && part->checksum_stride)) &&
-           part->cluster_count <= NP_REQUEST_CLUSTER_MASK + 1u &&
-           part->stride_bytes <= (uint64_t)INT64_MAX / 2 / (part->cluster_count + 1ull) &&
+    return places % alignment == 0 && part->moved_bytes < part->slot_bytes && part->slot_bytes - part->moved_bytes <= part->part_bytes &&
+           (!part->cluster_count || (part->checksums && part->checksum_stride)) && part->stride_bytes <= (uint64_t)INT64_MAX / 2 / (part->cluster_count + 1ull) &&
            part->base_offset < INT64_MAX / 4 && part->part_offset < INT64_MAX / 8;
 }
 
@@ -37,6 +43,9 @@ static int are_read_sizes_valid(const np_loader_reading *reading, const np_loade
     if (reading->warm_up_reads && (reading->warm_up_reads >= reader->depth || reading->warm_up_read_bytes < reading->most_read_bytes ||
                                    reading->warm_up_read_bytes > INT32_MAX || reading->warm_up_read_bytes % reader->alignment != 0))
         return 0;
+    if (reading->source)
+        return reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
+               parts[0].cluster_count == parts[1].cluster_count && np_is_source_valid(reading, parts, reader);
     return reading->most_read_bytes >= max_part_bytes && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
            parts[0].cluster_count == parts[1].cluster_count && parts[0].stride_bytes == parts[1].stride_bytes &&
            are_moved_bytes_valid(reading, parts);
@@ -134,10 +143,11 @@ static int create_flights(np_loader *loader)
     loader->claims = calloc(claims, sizeof *loader->claims);
     loader->free_flights = calloc(depth, sizeof *loader->free_flights);
     loader->batch = calloc(depth, sizeof *loader->batch);
-    loader->offsets = calloc(depth, sizeof *loader->offsets);
-    loader->tags = calloc(depth, sizeof *loader->tags);
-    loader->bytes = calloc(depth, sizeof *loader->bytes);
-    loader->targets = calloc(depth, sizeof *loader->targets);
+    const uint32_t reads = loader->reader->depth;
+    loader->offsets = calloc(reads, sizeof *loader->offsets);
+    loader->tags = calloc(reads, sizeof *loader->tags);
+    loader->bytes = calloc(reads, sizeof *loader->bytes);
+    loader->targets = calloc(reads, sizeof *loader->targets);
     if (!create_staging(loader) || !loader->flights || !loader->claims || !loader->free_flights)
         return 0;
     assign_buffers(loader);
@@ -159,7 +169,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
                             uint32_t queue_capacity)
 {
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        if (!is_part_valid(&parts[i], reader->alignment))
+        if (!has_valid_slots(&parts[i]) || !(reading->source || is_in_bundles(&parts[i], reader->alignment)))
             return NULL;
     np_loader *loader = queue_capacity && are_read_sizes_valid(reading, parts, reader) ? calloc(1, sizeof *loader) : NULL;
     if (!loader)
@@ -168,7 +178,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     loader->reader = reader;
     loader->arrivals = arrivals;
     loader->reading = *reading;
-    loader->depth = reader->depth;
+    loader->depth = reading->source ? reader->depth / NP_SOURCE_READS : reader->depth;
     size_pools(loader, min_part_bytes);
     int complete = create_queues(loader, queue_capacity) & create_flights(loader) & create_warm_up(&loader->warm_up, parts[0].cluster_count);
     for (int i = 0; i < NP_LOADER_PARTS; i++)
@@ -179,7 +189,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     }
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         reset_loading(&parts[i]);
-    if (reading->warm_up_reads)
+    if (reading->warm_up_reads || reading->source)
         loader->filler = np_filler_start(loader);
     return loader;
 }

@@ -6,7 +6,8 @@
  *   drain.c        requests from the workers' rings
  *   warm_up.c      clusters to load while nothing else waits
  *   queues.c       queues of requested clusters
- *   fill.c, failures.c    from staging into slots; clusters that cannot be read */
+ *   fill.c, failures.c    from staging into slots; clusters that cannot be read
+ *   source.c       experts that are read from files of another format */
 #ifndef NP_FLASH_LOADER_STATE_H
 #define NP_FLASH_LOADER_STATE_H
 #include <stdint.h>
@@ -82,7 +83,17 @@ typedef struct {
 /* Ordinary reads, and the long ones of the warm-up. */
 enum { NP_POOL_ORDINARY = 0, NP_POOL_LONG = 1, NP_LOADER_POOLS = 2 };
 
-/* One read in flight: cluster parts in the order of the file, and gaps between them. */
+/* A read of rows of one matrix of a source file: whole pages around them. */
+typedef struct {
+    uint64_t offset;
+    uint32_t bytes;
+    uint32_t skipped_bytes; /* before the rows */
+    uint32_t needed_bytes;  /* up to the end of the rows */
+    uint32_t staged;        /* place in the flight's buffer */
+} np_source_read;
+
+/* What is read together. From a bundle file it is one read: cluster parts in the order of the file, and gaps between
+ * them. From source files it is one cluster: a read for each piece of its parts. */
 typedef struct {
     uint64_t offset;
     uint32_t bytes, gap_bytes, claim_count;
@@ -90,6 +101,8 @@ typedef struct {
     int is_complete;  /* all of its bytes arrived */
     uint8_t *staged;  /* [pool.read_bytes] */
     np_claim *claims; /* [pool.max_claims] */
+    np_source_read reads[NP_SOURCE_READS]; /* of source files; by matrix: gate, up, down. 0 bytes: not read */
+    uint32_t unfinished;                   /* reads that are not completed */
 } np_flight;
 
 typedef struct np_filler np_filler; /* fill.h */
@@ -114,11 +127,11 @@ struct np_loader {
     np_staging_pool pools[NP_LOADER_POOLS];
     uint8_t *staging;         /* the buffers of all pools, one after the other */
     size_t staging_bytes;
-    np_flight *flights;       /* [depth]; a read's tag is its index */
+    np_flight *flights;       /* [depth]; a read's tag is its flight * NP_SOURCE_READS + its number */
     np_claim *claims;         /* of all flights */
     uint32_t *free_flights;   /* [depth] the stacks of all pools */
     uint32_t *batch;          /* [depth] flights to submit */
-    uint64_t *offsets, *tags; /* [depth] np_reader_submit's arguments for the batch, as are the next two */
+    uint64_t *offsets, *tags; /* [reader's depth] np_reader_submit's arguments for the batch, as are the next two */
     uint32_t *bytes;
     void **targets;
     np_filler *filler;        /* NULL: the loader's thread fills all slots itself */

@@ -36,24 +36,42 @@ np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, 
     np_reader *reader = calloc(1, sizeof *reader);
     np_request *requests = calloc(depth, sizeof *requests);
     uint32_t *unused = calloc(depth, sizeof *unused);
+    int *files = calloc(NP_READER_FILES, sizeof *files);
     *error = ENOMEM;
-    if (reader && requests && unused) {
-        *reader = (np_reader){.event = -1, .depth = depth, .requests = requests, .free = unused};
+    if (reader && requests && unused && files) {
+        *reader = (np_reader){.files = files, .event = -1, .depth = depth, .requests = requests, .free = unused};
         for (uint32_t i = 0; i < depth; i++)
             unused[i] = depth - 1 - i;
-        reader->file = np_file_open(path, &reader->direct, &reader->alignment);
-        *error = reader->file < 0 ? -reader->file : 0;
+        files[0] = np_file_open(path, &reader->direct, &reader->alignment);
+        *error = files[0] < 0 ? -files[0] : 0;
         if (*error == 0) {
+            reader->file_count = 1;
             *error = open_engine(reader, engine);
             if (*error == 0)
                 return reader;
-            close(reader->file);
+            close(files[0]);
         }
     }
+    free(files);
     free(unused);
     free(requests);
     free(reader);
     return NULL;
+}
+
+int np_reader_add(np_reader *reader, const char *path)
+{
+    int direct;
+    uint32_t alignment;
+    if (reader->file_count == NP_READER_FILES)
+        return -EMFILE;
+    const int file = np_file_open(path, &direct, &alignment);
+    if (file < 0)
+        return file;
+    reader->files[reader->file_count] = file;
+    reader->direct &= direct;
+    reader->alignment = alignment > reader->alignment ? alignment : reader->alignment;
+    return (int)reader->file_count++;
 }
 
 void np_reader_close(np_reader *reader)
@@ -66,7 +84,9 @@ void np_reader_close(np_reader *reader)
     reader->calls->close(reader);
     if (reader->event >= 0)
         close(reader->event);
-    close(reader->file);
+    for (uint32_t i = 0; i < reader->file_count; i++)
+        close(reader->files[i]);
+    free(reader->files);
     free(reader->free);
     free(reader->requests);
     free(reader);
@@ -95,7 +115,7 @@ static void start_remainder(np_reader *reader, uint32_t index)
 
 static int is_acceptable(const np_reader *reader, uint64_t offset, uint32_t bytes, const void *target)
 {
-    return target && bytes > 0 && bytes <= INT_MAX && offset <= INT64_MAX - (uint64_t)bytes &&
+    return target && bytes > 0 && bytes <= INT_MAX && np_file_number(offset) < reader->file_count &&
            (offset | bytes | (uintptr_t)target) % reader->alignment == 0;
 }
 
@@ -121,21 +141,25 @@ int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t 
 static int finish(np_reader *reader, uint32_t index, int32_t result, np_completion *out)
 {
     np_request *request = &reader->requests[index];
+    int is_at_end = 0;
+    uint32_t arrived = request->done;
     if (result == -EINTR || result == -EAGAIN)
         result = 0;
     else if (result >= 0) {
-        /* Direct I/O has to go on at an aligned offset. No progress means the end of the file: a truncated cluster. */
+        /* Direct I/O has to go on at an aligned offset. No progress means the end of the file. */
         const uint32_t before = request->done;
         request->done += (uint32_t)result;
+        arrived = request->done;
         if (request->done < request->bytes)
             request->done -= request->done % reader->alignment;
-        result = request->done == before ? -EIO : 0;
+        is_at_end = request->done == before;
+        result = 0;
     }
-    if (result == 0 && request->done < request->bytes) {
+    if (result == 0 && !is_at_end && request->done < request->bytes) {
         start_remainder(reader, index);
         return 0;
     }
-    *out = (np_completion){.tag = request->tag, .result = result < 0 ? result : (int32_t)request->bytes};
+    *out = (np_completion){.tag = request->tag, .result = result < 0 ? result : (int32_t)arrived};
     reader->free[reader->depth - reader->in_flight--] = index;
     return 1;
 }

@@ -34,7 +34,9 @@ extern const np_reader_engine_calls np_engine_io_uring, np_engine_threads;
 struct np_reader {
     const np_reader_engine_calls *calls;
     void *engine;         /* the engine's own state */
-    int file, event;      /* event: -1 before np_reader_event_fd */
+    int *files;           /* [file_count] */
+    uint32_t file_count;
+    int event;            /* -1 before np_reader_event_fd */
     int direct;
     uint8_t *memory;      /* [memory_bytes] registered target memory, or NULL */
     size_t memory_bytes;
@@ -43,6 +45,17 @@ struct np_reader {
     np_request *requests; /* [depth] */
     uint32_t *free;       /* [depth] stack of unused requests */
 };
+
+/* The file of an offset, and the place in it. */
+static inline uint32_t np_file_number(uint64_t offset)
+{
+    return (uint32_t)(offset >> NP_FILE_SHIFT);
+}
+
+static inline uint64_t np_place_in_file(uint64_t offset)
+{
+    return offset & (((uint64_t)1 << NP_FILE_SHIFT) - 1);
+}
 
 /* Open a file, for direct I/O if a trial read succeeds. Returns the descriptor or -errno; sets *direct and
  * *alignment. */

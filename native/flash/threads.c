@@ -46,8 +46,8 @@ static void *run_thread(void *argument)
         pthread_mutex_unlock(&state->lock);
 
         const np_request *request = &reader->requests[index];
-        const off_t offset = (off_t)(request->offset + request->done);
-        const ssize_t bytes = pread(reader->file, request->piece.iov_base, request->piece.iov_len, offset);
+        const off_t offset = (off_t)(np_place_in_file(request->offset) + request->done);
+        const ssize_t bytes = pread(reader->files[np_file_number(request->offset)], request->piece.iov_base, request->piece.iov_len, offset);
         const int32_t result = bytes < 0 ? -errno : (int32_t)bytes;
 
         pthread_mutex_lock(&state->lock);

@@ -1,6 +1,7 @@
 /* AVX2 with FMA and F16C: all kernels but the dot products, and the table. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
@@ -126,6 +127,7 @@ NP_INLINE NP_AVX2 void round_group(int type, const uint8_t *quants, float factor
 }
 
 static NP_DEFINE_NARROW(NP_AVX2, narrow, largest_of_row, round_group)
+static NP_DEFINE_RECODE(NP_AVX2, recode, np_look_up_ssse3)
 
 static int runs_here(void) {
     __builtin_cpu_init();
@@ -146,6 +148,7 @@ const np_isa np_isa_avx2 = {
     sum_tree,
     rope,
     narrow,
+    recode,
     NULL,
     NULL,
 };

@@ -1,6 +1,7 @@
 /* AVX-512 with VNNI: the table, and all kernels but dot products and added rows. AMX differs only in the panel. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
@@ -61,6 +62,7 @@ NP_INLINE NP_AVX512 void round_group(int type, const uint8_t *quants, float fact
 }
 
 static NP_DEFINE_NARROW(NP_AVX512, narrow, largest_of_row, round_group)
+static NP_DEFINE_RECODE(NP_AVX512, recode, np_look_up_ssse3)
 
 static int runs_here(void) {
     __builtin_cpu_init();
@@ -85,6 +87,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      sum_tree,                                                    \
      rope,                                                        \
      narrow,                                                      \
+     recode,                                                      \
      PANEL,                                                       \
      np_avx512_add_for_tokens}
 

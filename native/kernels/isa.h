@@ -60,6 +60,11 @@ enum { NP_ADD_TOKENS = 16 };
 /* A quantized row as signed bytes with one scale: np_rows_to_s8. */
 typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
 
+/* A row of a GGUF file whose blocks are decoded and encoded again as q8 or q6k (gguf_rows.h). Returns 0, or 1 if a value
+ * is not finite or does not fit fp16. */
+typedef unsigned np_recode_function(int encoding, const uint8_t *stored, size_t n, int type, uint8_t *quants,
+                                    uint8_t *scales);
+
 /* Quantized rows times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are
  * the panel). */
 typedef struct {
@@ -81,6 +86,7 @@ typedef struct {
     void (*sum_tree)(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out); /* summed <= count > 0 */
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
     np_narrow_function *narrow;
+    np_recode_function *recode;
     const np_panel_kernel *panel; /* NULL: through dot_rows */
     np_add_tokens_function *add_for_tokens; /* NULL: through add_rows */
 } np_isa;

@@ -1,6 +1,7 @@
 /* NEON: all kernels but the dot products, and the tables of both NEON instruction sets. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
@@ -130,6 +131,7 @@ NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t
 }
 
 static NP_DEFINE_NARROW(, narrow, largest_of_row, round_group)
+static NP_DEFINE_RECODE(, recode, np_look_up_neon)
 
 static int neon_runs_here(void) { return 1; } /* part of every 64-bit Arm processor */
 
@@ -152,6 +154,7 @@ const np_isa np_isa_neon = {
     sum_tree,
     rope,
     narrow,
+    recode,
     NULL,
     NULL,
 };
@@ -170,6 +173,7 @@ const np_isa np_isa_dotprod = {
     sum_tree,
     rope,
     narrow,
+    recode,
     NULL,
     NULL,
 };

@@ -1,6 +1,7 @@
 /* The reference kernels in plain C. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/gguf_rows.h"
 #include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
@@ -176,6 +177,7 @@ NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t
 }
 
 static NP_DEFINE_NARROW(, narrow, largest_of_row, round_group)
+static NP_DEFINE_RECODE(, recode, np_look_up)
 
 static int runs_here(void) { return 1; }
 
@@ -193,6 +195,7 @@ const np_isa np_isa_scalar = {
     sum_tree,
     rope,
     narrow,
+    recode,
     NULL,
     NULL,
 };

@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -104,14 +105,36 @@ static void test_full_queue_takes_the_first(const char *engine)
     np_reader_close(reader);
 }
 
-static void test_end_of_file_is_an_error(const char *engine)
+static void test_reads_end_with_the_file(const char *engine)
 {
     np_reader *reader = open_reader(engine, DEPTH);
-    REQUIRE_EQUAL(read_one(reader, PAGES * PAGE, PAGE, buffer), -EIO);               /* a piece of a page */
-    REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, 2 * PAGE, buffer), -EIO);     /* a page and a piece */
-    REQUIRE_EQUAL(read_one(reader, (PAGES + 9) * PAGE, PAGE, buffer), -EIO);         /* no bytes */
+    REQUIRE_EQUAL(read_one(reader, PAGES * PAGE, PAGE, buffer), TAIL);                    /* a piece of a page */
+    REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, 2 * PAGE, buffer), PAGE + TAIL);   /* a page and a piece */
+    REQUIRE(memcmp(buffer, contents + (PAGES - 1) * PAGE, PAGE + TAIL) == 0);
+    REQUIRE_EQUAL(read_one(reader, (PAGES + 9) * PAGE, PAGE, buffer), 0);                 /* no bytes */
     REQUIRE_EQUAL(read_one(reader, (PAGES - 1) * PAGE, PAGE, buffer), PAGE);         /* the reader still works */
     np_reader_close(reader);
+}
+
+static void test_reads_of_several_files(const char *engine)
+{
+    char other[64];
+    const int file = memfd_create("other", 0);
+    REQUIRE(file >= 0 && write(file, "another file", 12) == 12);
+    snprintf(other, sizeof other, "/proc/self/fd/%d", file);
+    np_reader *reader = open_reader(engine, DEPTH);
+    REQUIRE_EQUAL(np_reader_add(reader, "/no/such/file"), -ENOENT);
+    REQUIRE_EQUAL(np_reader_add(reader, other), 1);
+    REQUIRE_EQUAL(read_one(reader, (uint64_t)1 << NP_FILE_SHIFT, PAGE, buffer), 12);
+    REQUIRE(memcmp(buffer, "another file", 12) == 0);
+    REQUIRE_EQUAL(read_one(reader, PAGE, PAGE, buffer), PAGE);
+    REQUIRE(memcmp(buffer, contents + PAGE, PAGE) == 0);
+    const uint64_t offset = (uint64_t)2 << NP_FILE_SHIFT, tag = 1;
+    const uint32_t bytes = PAGE;
+    void *const target = buffer;
+    REQUIRE_EQUAL(np_reader_submit(reader, &offset, &bytes, &target, &tag, 1), NP_E_ARGUMENT); /* no third file */
+    np_reader_close(reader);
+    close(file);
 }
 
 static void test_misaligned_and_empty_reads_are_refused(const char *engine)
@@ -264,7 +287,8 @@ int main(void)
         test_reads_of_every_size(engines[i]);
         test_many_at_once(engines[i]);
         test_full_queue_takes_the_first(engines[i]);
-        test_end_of_file_is_an_error(engines[i]);
+        test_reads_end_with_the_file(engines[i]);
+        test_reads_of_several_files(engines[i]);
         test_misaligned_and_empty_reads_are_refused(engines[i]);
         test_event_and_time_limit(engines[i]);
         test_close_waits_for_reads_in_flight(engines[i]);

@@ -5,9 +5,10 @@
 #include "isa_loop.h"
 #include "kernels/half.h"
 
+#include <math.h>
 #include <stdlib.h>
 
-enum { WIDTH = 64, NEURONS = 40, BLOCK = 8, BLOCKS = NEURONS / BLOCK, TOKENS = 21, SLOT = 4 * WIDTH * 2 + 64 };
+enum { WIDTH = 64, NEURONS = 40, BLOCK = 8, BLOCKS = NEURONS / BLOCK, TOKENS = 21, SLOT = 4 * WIDTH * 2 + 64, EXPERT = 32 };
 
 typedef struct {
     np_shape shape;
@@ -78,7 +79,7 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
     };
     const np_engine_config config = {.sequences = TOKENS, .max_tokens = count, .logit_rows = 1, .window_blocks = BLOCKS, .partial_tokens = count,
                                      .pipeline = 1};
-    const np_step step = {.participants = 1, .sharers = 1, .end_block = BLOCKS, .count = count, .sequences = zeros, .positions = zeros, .tokens = zeros};
+    const np_step step = {.participants = 1, .sharers = 1, .end_block = s->shape.blocks, .count = count, .sequences = zeros, .positions = zeros, .tokens = zeros};
     const char *wrong = NULL;
     np_engine *engine = np_engine_create(&s->shape, &fixed, &shared, &config, &wrong);
     CHECK(engine != NULL, "refused: %s", wrong ? wrong : "memory");
@@ -106,6 +107,56 @@ static void compare(stage *s, stage *alone, const char *isa, uint32_t count) {
     CHECK(c->gate_rows == sum.gate_rows && c->up_rows == sum.up_rows && c->down_rows == sum.down_rows, "%s: rows of %u tokens", isa, count);
 }
 
+/* An expert of one cluster, whose down matrix has a row for each output. */
+static np_shape shape_by_output(int type) {
+    np_shape s = shape_of(type == NP_Q3 ? NP_Q4 : type, 1, 1, NP_SILU, 0);
+    s.neurons = s.cluster_neurons = s.block_neurons = EXPERT;
+    s.clusters = s.blocks = 1;
+    s.slot_bytes[NP_TRIGGER] = s.slot_bytes[NP_VALUE] = NEURONS * SLOT;
+    s.down_by_output = 1;
+    const uint32_t quants = (uint32_t)np_quant_bytes(type, WIDTH) * EXPERT, scales = (uint32_t)np_scale_bytes(type, WIDTH) * EXPERT;
+    s.gate = (np_matrix_place){NP_TRIGGER, 0, NP_TRIGGER, quants, s.type};
+    s.up = (np_matrix_place){NP_VALUE, 0, NP_VALUE, quants, s.type};
+    s.down = (np_matrix_place){NP_VALUE, quants + scales, NP_VALUE, 2 * quants + scales, s.type};
+    return s;
+}
+
+/* What the down rows of a token add, by plain arithmetic on its values. */
+static void check_down_by_output(const stage *s, const char *isa, uint32_t t) {
+    const np_matrix_place *down = &s->shape.down;
+    for (uint32_t row = 0; row < WIDTH; row++) {
+        float weights[EXPERT], values[EXPERT];
+        double sum = 0, size = 1e-6;
+        np_decode_row(down->type, s->slots[NP_VALUE] + down->quants + row * np_quant_bytes(down->type, EXPERT),
+                      s->slots[NP_VALUE] + down->scales + row * np_scale_bytes(down->type, EXPERT), EXPERT, weights);
+        memcpy(values, s->hidden[0] + t * EXPERT, sizeof values);
+        float largest = 0;
+        for (int j = 0; j < EXPERT; j++) largest = fabsf(values[j]) > largest ? fabsf(values[j]) : largest;
+        for (int j = 0; j < EXPERT; j++) sum += (double)weights[j] * values[j], size += fabs((double)weights[j]) * largest;
+        const double change = (double)s->residual[t][row] - at_first[t][row];
+        CHECK(fabs(change - sum) < size / 100 + 1e-5, "%s type %d: output %u is %g, not %g", isa, down->type, row, change, sum);
+    }
+}
+
+static void test_down_by_output(const char *isa) {
+    static stage s, alone;
+    for (int type = NP_F16; type <= NP_Q4; type++) {
+        const np_shape shape = shape_by_output(type);
+        fill(&s, &shape);
+        alone = s;
+        for (uint32_t count = 1; count <= TOKENS; count += 4) {
+            compute(&s, 0, count);
+            CHECK(s.counters.down_rows == EXPERT * count, "%s: %u tokens counted", isa, count);
+            for (uint32_t t = 0; t < count; t++) {
+                compute(&alone, t, 1);
+                CHECK(memcmp(s.residual[t], alone.residual[0], sizeof s.residual[t]) == 0, "%s type %d: token %u of %u has other bits than by itself", isa,
+                      type, t, count);
+                check_down_by_output(&s, isa, t);
+            }
+        }
+    }
+}
+
 static void test_isa(const char *isa) {
     static const uint32_t counts[] = {1, 2, 4, 7, 15, 16, TOKENS};
     static stage s, alone;
@@ -125,5 +176,6 @@ int main(void) {
     for (uint32_t t = 0; t < TOKENS; t++)
         for (int j = 0; j < WIDTH; j++) at_first[t][j] = random_float();
     for_each_isa(test_isa);
+    for_each_isa(test_down_by_output);
     return checks_report();
 }
