@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +20,7 @@ from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.plan.document import Plan
 from neuronpipe.plans.quantization_choice import why
+from neuronpipe.protocol.errors import escaped
 
 BAR_WIDTH = 64
 MIB = 1 << 20
@@ -78,6 +80,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "trigger_part": {"bytes": layout.trigger_part_bytes, "pieces": parts["trigger"]},
             "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
+        "source_experts": None if (experts := manifest.source_experts) is None else experts.as_json(),
         "reading": read_units(manifest, curve) if curve is not None else None,
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
@@ -146,7 +149,8 @@ def parameters(manifest: Manifest) -> int:
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    """Return the bytes on flash by kind. `padding` fills the pages of clusters, `total` is the sum of all kinds."""
+    """Return the bytes of a package on flash by kind. `padding` fills the pages of clusters, `total` is the sum of
+    all kinds."""
     model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
     for name, (dtype, dimensions) in fixed_tensors(manifest).items():
@@ -154,8 +158,9 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
     kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
     cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, model.width))
-    kinds["neurons"] = cluster_bytes * model.neurons * model.layers * model.experts // layout.cluster_neurons
-    kinds["padding"] = manifest.files["bundles.bin"].bytes - kinds["neurons"]
+    neurons_bytes = cluster_bytes * model.neurons * model.layers * model.experts // layout.cluster_neurons
+    kinds["neurons"] = 0 if manifest.source_experts is not None else neurons_bytes
+    kinds["padding"] = 0 if manifest.source_experts is not None else manifest.files["bundles.bin"].bytes - neurons_bytes
     total = sum(entry.bytes for entry in manifest.files.values())
     return {**kinds, "other": total - sum(kinds.values()), "total": total}
 
@@ -181,10 +186,7 @@ def render(description: dict[str, Any]) -> str:
         "Bytes",
         *(f"  {kind:<10} {size:>15,}  {size / sizes['total']:>6.1%}" for kind, size in sizes.items()),
         "",
-        f"Clusters of {layout['cluster_neurons']} neurons ({layout['neuron_order']} order), {layout['clusters']:,} per "
-        f"{feed_forward}; blocks of {layout['block_neurons']}, {layout['blocks']} per {feed_forward}",
-        *_drawn("trigger", layout["trigger_part"]),
-        *_drawn("value", layout["value_part"]),
+        *(_in_place_lines(description) if description["source_experts"] else _cluster_lines(layout, feed_forward)),
         *_reading_lines(description["reading"]),
     ]
     if errors := description["quantization_error"]:  # a synthetic package is made of what it stores
@@ -320,6 +322,29 @@ def npu_line(npu: dict[str, Any]) -> str:
         f"Prompts on a neural processor, with {ranges}: perplexity {npu['loss_share']:+.3%}, the likeliest token "
         f"{chosen['agreement']:.2%} the same, on {npu['held_out_tokens']:,} held-out tokens of {npu['text']}"
     )
+
+
+def _cluster_lines(layout: dict[str, Any], feed_forward: str) -> list[str]:
+    return [
+        f"Clusters of {layout['cluster_neurons']} neurons ({layout['neuron_order']} order), {layout['clusters']:,} per "
+        f"{feed_forward}; blocks of {layout['block_neurons']}, {layout['blocks']} per {feed_forward}",
+        *_drawn("trigger", layout["trigger_part"]),
+        *_drawn("value", layout["value_part"]),
+    ]
+
+
+def _in_place_lines(description: dict[str, Any]) -> list[str]:
+    """Return lines on experts that are read in place: the files, and each matrix's encodings."""
+    experts, quantizations = description["source_experts"], description["quantizations"]
+    lines = ["Experts are read in place, each as one cluster, from"]
+    lines += [f"  {escaped(file['path'])}  {file['bytes'] / MIB:,.1f} MiB" for file in experts["files"]]
+    for name, layers in experts["matrices"].items():
+        encodings = Counter(rows["encoding"] for rows in layers)
+        stored = ", ".join(f"{encoding} in {count} layers" for encoding, count in encodings.most_common())
+        lines.append(
+            f"  {name:<5} {quantizations.get(name, description['quantization'])} in memory; stored as {stored}"
+        )
+    return lines
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:

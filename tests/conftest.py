@@ -16,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.measure.probe import BUNDLES, probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import BUNDLES
 from neuronpipe.plans.package.reader import Package
 from selenium import webdriver
 

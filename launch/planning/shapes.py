@@ -13,9 +13,10 @@ from neuronpipe.launch.planning.options import PlanOptions
 from neuronpipe.launch.planning.plan import PlanResult, plan_for
 from neuronpipe.launch.planning.search import Subject
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.measure.probe import BUNDLES, probe
+from neuronpipe.plans.measure.probe import probe
 from neuronpipe.plans.package.activity_profile import Activity
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.reader import neurons_file
 from neuronpipe.plans.pull.package_library import package_names, packages_folder
 from neuronpipe.protocol.errors import UserError
 
@@ -48,7 +49,8 @@ def plan_shape_here(manifest: Manifest, options: PlanOptions, *, several: bool, 
 def probe_without_package(report: Callable[[str], None]) -> tuple[Path, Device]:
     """Probe this machine; return the package whose file flash was measured on, which is the largest, and the device."""
     packages = [DEMO, *(packages_folder() / name for name in _package_names())]
-    largest = max(packages, key=lambda path: (path / BUNDLES).stat().st_size if (path / BUNDLES).is_file() else -1)
+    files = {path: neurons_file(path) for path in packages}
+    largest = max(packages, key=lambda path: -1 if (file := files[path]) is None else file.stat().st_size)
     return largest, probe(largest, say=report)
 
 

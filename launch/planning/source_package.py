@@ -78,12 +78,15 @@ def _announce(source: Path, work: Work, reason: str) -> None:
             f"{source}: a package of it takes {package_size}, and {free} are free in {work.folder}: make room for "
             f"{show_bytes(work.missing_bytes)}{removal} or set {VARIABLE} to a folder on another disk"
         )
-    activity = f"{reason}converting it again" if work.replaces else "converting it, once"
+    what = "its experts are read in place; converting the rest" if work.experts_in_place else "converting it"
+    activity = f"{reason}{what} again" if work.replaces else f"{what}, once"
     print(
         f"neuronpipe: {escaped(str(source))}: {activity}: {package_size} in {work.folder / work.name}; {free} are free",
         file=sys.stderr,
         flush=True,
     )
+    if work.why_copied:
+        print(f"neuronpipe: experts are copied, not read in place: {work.why_copied}", file=sys.stderr, flush=True)
     alternative = f"`{line_to_paste('convert', source, '--quantization', work.choice.alternative or '')}`"
     print(f"neuronpipe: {choice_line(work.choice, alternative)}", file=sys.stderr, flush=True)
 

@@ -60,11 +60,15 @@ class Work:
 
     def __post_init__(self) -> None:
         self._matrices = self.checkpoint.matrices
-        parts = [part for parts in self._matrices.values() for part in parts]
+        self._in_place = self.manifest.source_experts is not None
+        parts = [part for name, parts in self._matrices.items() if self._is_written(name) for part in parts]
         self._total = sum(part.rows * part.columns for part in parts)
         self._total += sum(map(self._predictor_weights, range(self.manifest.model.ffns)))
         share_bytes = int(sum(part.rows * part.stride_bytes for part in parts) * SLAB_SHARE)
         self._slab_bytes = min(max(share_bytes, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
+
+    def _is_written(self, name: str) -> bool:
+        return not self._in_place or ".experts." not in name
 
     def errors(self) -> dict[str, float]:
         """Return the relative error |w - w'| / |w| of each kind of tensor, rounded to four digits, so that it does not
@@ -94,7 +98,8 @@ class Work:
         self.squares = squares
         for piece in pieces:
             names = [name for expert in range(len(piece.orders)) for name in self._ffn(piece.layer, expert).values()]
-            parts = [part for name in (*piece.matrices, *names) for part in self._matrices[name]]
+            names = [name for name in (*piece.matrices, *names) if self._is_written(name)]
+            parts = [part for name in names for part in self._matrices[name]]
             self._done += sum(part.rows * part.columns for part in parts)
             self._done += sum(map(self._predictor_weights, self._ffns(piece)))
 
@@ -110,7 +115,7 @@ class Work:
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
                     self.writer.matrix(name, self._rows(kind, quantization, part, rows, self._importance_of(name)))
-        for expert, order in enumerate(piece.orders):
+        for expert, order in enumerate(() if self._in_place else piece.orders):
             self._neurons(piece.layer, expert, order)
         for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
             self._predictor(ffn, order)

@@ -16,6 +16,7 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, StoredMatri
 from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequencies
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
+from neuronpipe.plans.convert.experts_in_place import ExpertsInPlace
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.importance import Importance
@@ -152,6 +153,8 @@ class Conversion:
     `pieces` are converted in the order in which most checkpoints store them: the embedding, each layer, the output.
     Each file is thus needed for consecutive pieces, and can be downloaded before and deleted after them. Parameters are
     those of `convert`; raises UserError if they do not fit the checkpoint.
+
+    experts: experts that the package reads in place; their quantization is the package's
     """
 
     def __init__(
@@ -162,10 +165,14 @@ class Conversion:
         gates: Quantization | None = None,
         frequencies: Path | None = None,
         name: str | None = None,
+        experts: ExpertsInPlace | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
         self._source_weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
         default = "q4" if gates else default_quantization(self._source_weights)
+        self._experts = experts
+        if experts is not None:
+            default = experts.quantizations["gate"]
         shares = None if frequencies is None else read_frequencies(frequencies, model)
         self._neuron_order: NeuronOrder = "source" if shares is None else "frequency"
         self.checkpoint = checkpoint
@@ -180,6 +187,7 @@ class Conversion:
             files={},
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
+            source_experts=None if experts is None else experts.places,
             fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
         )
         chosen = self._nearest(quantization) if isinstance(quantization, float) else quantization or default
@@ -192,6 +200,8 @@ class Conversion:
 
     def _layout(self, quantization: Quantization, gates: Quantization | None = None) -> Layout:
         model = self.checkpoint.model
+        if self._experts is not None:
+            return self._experts.layout
         return compute_layout(
             quantization,
             model.width,
@@ -217,8 +227,8 @@ class Conversion:
             quantization=quantization,
             why=why(self._source_weights, quantization),
             package_bytes=self.package_bytes,
-            alternative=alternative if fits else None,
-            alternative_bytes=self._package_bytes_in(alternative) if fits else 0,
+            alternative=alternative if fits and self._experts is None else None,
+            alternative_bytes=self._package_bytes_in(alternative) if fits and self._experts is None else 0,
         )
 
     def _manifest_in(self, quantization: Quantization, gates: Quantization | None = None) -> Manifest:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+from neuronpipe.native import ROW_TYPES, ffi, lib
 from neuronpipe.plans.convert.quantize import pack_codes, pack_fields
-from neuronpipe.plans.package.layout import BITS, BLOCK_QUANTIZATIONS, BLOCK_WEIGHTS, GROUP_WEIGHTS, Quantization
+from neuronpipe.plans.package.layout import (
+    BITS,
+    BLOCK_QUANTIZATIONS,
+    BLOCK_WEIGHTS,
+    GROUP_WEIGHTS,
+    Quantization,
+    quant_bytes,
+    scale_bytes,
+)
+from neuronpipe.plans.package.source_experts import GGUF_TYPES
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.quantization_choice import LOSSLESS
 from numpy.typing import NDArray
@@ -53,6 +63,20 @@ def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float3
 
     decoded: NDArray[np.float32] = dequantize(stored, GGMLQuantizationType[encoding])
     return decoded
+
+
+def unpack_gguf(encoding: str, stored: NDArray[np.uint8], columns: int, quantization: Quantization) -> Rows | None:
+    """Return stored rows [rows, row bytes] in a quantization, as the loader converts experts that are read in place;
+    None if a value does not fit."""
+    count = len(stored)
+    rows = Rows(
+        np.empty((count, quant_bytes(quantization, columns)), np.uint8),
+        np.empty((count, scale_bytes(quantization, columns)), np.uint8),
+    )
+    source, quants, scales = (ffi.from_buffer("uint8_t[]", np.ascontiguousarray(array)) for array in (stored, *rows))
+    type_ = ROW_TYPES[quantization]
+    status = lib.np_unpack_gguf_rows(GGUF_TYPES[encoding], source, count, columns, type_, quants, scales)
+    return rows if status == lib.NP_OK else None
 
 
 def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:

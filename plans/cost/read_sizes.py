@@ -209,7 +209,8 @@ def choose_read_sizes(
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
     warm_up_bytes = (max_staging_bytes - depth * max_read_bytes) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
-    warm_up_read_bytes = min(warm_up_bytes, MAX_READ_BYTES) if warm_up_bytes > max_read_bytes else 0
+    may_join = warm_up_bytes > max_read_bytes and not layout.down_by_output  # experts in place are not neighbours
+    warm_up_read_bytes = min(warm_up_bytes, MAX_READ_BYTES) if may_join else 0
     return ReadSizes(
         depth=depth,
         bundle=bundle,

@@ -1,8 +1,9 @@
 """The GGUF counterpart of a shape: random weights for engines that read GGUF and compute densely.
 
 Such engines do the same work for any weights, so that the counterpart is as fast as the model. Encodings follow
-llama.cpp's Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and
-routers. The architecture is `llama` (SiLU, dense or a mixture), `qwen3`, `qwen3moe` or `smallthinker`. Routers are
+llama.cpp's presets (src/llama-quant.cpp, 2026-11): one for most matrices, Q6_K for the output, F32 for norms and
+routers; in Q4_K_M also Q6_K for values and Down of some layers, and Q5_0 and Q8_0 for rows of Down that are no whole
+blocks. The architecture is `llama` (SiLU, dense or a mixture), `qwen3`, `qwen3moe` or `smallthinker`. Routers are
 random; hot experts have longer rows.
 """
 
@@ -24,6 +25,7 @@ from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.atomic_output import whole_file
 from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 NAME = "shape twin"  # part of files, so it cannot change
@@ -39,6 +41,38 @@ MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
 PIECE_BYTES = 8 << 20  # of random weights that are computed at once
 SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp uses these for every file
 GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncType.SIGMOID}
+
+
+@frozen
+class Preset:
+    """The encodings of a file.
+
+    larger: of values and Down in layers that get more bits
+    """
+
+    file_type: LlamaFileType
+    usual: str
+    larger: str
+    output: str
+
+
+PRESETS = {
+    "Q4_0": Preset(LlamaFileType.MOSTLY_Q4_0, "Q4_0", "Q4_0", "Q6_K"),
+    "Q4_K_M": Preset(LlamaFileType.MOSTLY_Q4_K_M, "Q4_K", "Q6_K", "Q6_K"),
+    "Q6_K": Preset(LlamaFileType.MOSTLY_Q6_K, "Q6_K", "Q6_K", "Q6_K"),
+    "Q8_0": Preset(LlamaFileType.MOSTLY_Q8_0, "Q8_0", "Q8_0", "Q8_0"),
+}
+# Of random blocks with a scale of 1: where the fp16 scale lies, and the deviation of the weights. A random nibble - 8
+# deviates by 4.6, a signed byte by 74. In Q6_K signed bytes are factors of six bits - 32, which deviate by 18.5. In
+# Q4_K six-bit factors, with a mean of 31.5, scale codes and minima.
+SCALES = {
+    "Q4_0": (0, 4.6),
+    "Q5_0": (0, 9.2),
+    "Q8_0": (0, 74.0),
+    "Q6_K": (208, 74 * 18.5),
+    "Q4_K": (0, 230.0),
+}
+MEAN_CODES = {"Q4_K": 7.5}  # minima of this size, in units of scales, center the weights
 
 
 class _Tensor(NamedTuple):
@@ -59,19 +93,23 @@ class _Tensor(NamedTuple):
         return math.prod(self.shape) // block_weights * block_bytes
 
 
-def write_gguf_counterpart(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
+def write_gguf_counterpart(
+    path: Path, model: ModelSpec, seed: int, progress: Progress | None = None, *, preset: str = "Q4_0"
+) -> None:
     """Write the GGUF counterpart of a shape. The same seed gives the same bytes.
 
+    preset: a key of PRESETS
     progress: receives the bytes that are written, and all bytes
 
     The file appears complete or not at all. Raises UserError for shapes that GGUF cannot express, and for errors of the
     disk.
     """
-    _require(path, model)
-    tensors = tuple(_tensors(model))
+    encodings = PRESETS[preset]
+    _require(path, model, encodings)
+    tensors = tuple(_tensors(model, encodings))
     with whole_file(path) as place:
         writer = GGUFWriter(place, architecture(model))
-        _describe(writer, model)
+        _describe(writer, model, encodings)
         for tensor in tensors:
             kind = GGMLQuantizationType[tensor.encoding]
             writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float16), tensor.size_bytes, raw_dtype=kind)
@@ -113,7 +151,7 @@ def architecture(model: ModelSpec) -> str:
     return "llama"
 
 
-def _require(path: Path, model: ModelSpec) -> None:
+def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
     if any(model.windows_tokens) and model.layer_kinds != _smallthinker_layers(model):
         raise UserError(
             f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a GGUF counterpart has "
@@ -122,9 +160,9 @@ def _require(path: Path, model: ModelSpec) -> None:
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
     for field, columns, encoding in (
-        ("width", model.width, "Q6_K"),
-        ("neurons", model.neurons, "Q4_0"),
-        ("query_heads * head_width", model.query_width, "Q4_0"),
+        ("width", model.width, preset.output),
+        ("neurons", model.neurons, _in_whole_blocks(preset.usual, model.neurons)),
+        ("query_heads * head_width", model.query_width, preset.usual),
     ):
         if columns % (block := BLOCK_WEIGHTS_BYTES[encoding][0]):
             raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
@@ -140,28 +178,43 @@ def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
     )
 
 
-def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
+def _in_whole_blocks(encoding: str, columns: int) -> str:
+    """Return the encoding, or the one that llama.cpp takes if rows are no whole number of its blocks."""
+    if columns % BLOCK_WEIGHTS_BYTES[encoding][0] == 0:
+        return encoding
+    return {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}.get(encoding, encoding)
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return True for the layers to which llama.cpp gives more bits."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
     width, key_width = model.width, model.key_heads * model.head_width
     experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
-    yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
+    usual = preset.usual
+    yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
     for layer in range(model.layers):
-        block = f"blk.{layer}"
+        block, larger = f"blk.{layer}", preset.larger if _has_more_bits(layer, model.layers) else usual
+        down = _in_whole_blocks(larger, model.neurons)
         yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, "Q4_0")
-        yield _Tensor(f"{block}.attn_k.weight", key_width, width, "Q4_0")
-        yield _Tensor(f"{block}.attn_v.weight", key_width, width, "Q4_0")
+        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, usual)
+        yield _Tensor(f"{block}.attn_k.weight", key_width, width, usual)
+        yield _Tensor(f"{block}.attn_v.weight", key_width, width, larger)
         if model.head_norm:
             yield _Tensor(f"{block}.attn_q_norm.weight", 0, model.head_width, "F32")
             yield _Tensor(f"{block}.attn_k_norm.weight", 0, model.head_width, "F32")
-        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, "Q4_0")
+        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, usual)
         yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
         if experts:
             yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
-        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, "Q4_0", experts)
-        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, "Q4_0", experts)
-        yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, "Q4_0", experts)
+        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, usual, experts)
+        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, usual, experts)
+        yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
     yield _Tensor("output_norm.weight", 0, width, "F32")
-    yield _Tensor("output.weight", model.vocabulary, width, "Q6_K")
+    yield _Tensor("output.weight", model.vocabulary, width, preset.output)
 
 
 def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
@@ -203,19 +256,21 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
     blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
     blocks = blocks.reshape(-1, block_bytes)
-    # Deviations: 4.6 of a random nibble - 8; in Q6_K 74 of a signed byte, 18.5 of its factor, six random bits - 32.
-    spread, scale = (4.6, slice(0, 2)) if tensor.encoding == "Q4_0" else (74 * 18.5, slice(208, 210))
-    # The mean of quants is below 0, so scales have both signs.
+    at, spread = SCALES[tensor.encoding]
+    # The mean of quants may be below 0, so scales have both signs.
     sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
     np.negative(sizes, where=generator.integers(0, 2, len(blocks), dtype=np.bool_), out=sizes)
     sizes /= np.float32(spread * length)
-    blocks[:, scale] = sizes.astype("<f2").view(np.uint8).reshape(-1, 2)
+    blocks[:, at : at + 2] = sizes.astype("<f2").view(np.uint8).reshape(-1, 2)
+    if tensor.encoding in MEAN_CODES:
+        minima = sizes * np.float32(MEAN_CODES[tensor.encoding])
+        blocks[:, at + 2 : at + 4] = minima.astype("<f2").view(np.uint8).reshape(-1, 2)
     return blocks.reshape(-1)
 
 
-def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
+def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
     writer.add_name(NAME)
-    writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
+    writer.add_file_type(preset.file_type)
     writer.add_vocab_size(model.vocabulary)
     writer.add_context_length(model.context_tokens)
     writer.add_embedding_length(model.width)

@@ -17,9 +17,10 @@ from neuronpipe.plans.measure.flash_reads import MIN_FILE_BYTES, ReadCase, measu
 from neuronpipe.plans.measure.kernel_speed import Case, Point, all_cases, measure_kernels, profile_cases
 from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.memory_bandwidth import PROFILE_PIECES, measure_dram
-from neuronpipe.plans.measure.probe import BUNDLES, decode_cores, this_device
+from neuronpipe.plans.measure.probe import decode_cores, this_device
 from neuronpipe.plans.measure.read_cost import COST_CASES, measure_costs, measure_sharing
-from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.manifest import BUNDLES
+from neuronpipe.plans.package.reader import Package, neurons_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
@@ -79,7 +80,7 @@ def measure_flash(
 class _Measurement:
     def __init__(self, directory: Path, effort: Effort, progress: Callable[[int, int], None]) -> None:
         self._device = this_device()
-        self._file = directory / BUNDLES
+        self._file = neurons_file(directory) or directory / BUNDLES
         self._effort, self._progress = effort, progress
         self._classes = core_classes(self._device)
         self._cores = decode_cores(self._device)

@@ -32,10 +32,10 @@ from neuronpipe.plans.measure.machine_load import MachineLoad
 from neuronpipe.plans.measure.profile_confirmation import faster_curve, with_better
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.parsing.parse import read_manifest
+from neuronpipe.plans.package.reader import neurons_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
-BUNDLES = "bundles.bin"
 CACHE_VERSION = 6
 ENGINES = ("io_uring", "threads")
 CACHED_BYTES = 32 << 20  # a processor's cache may hold a smaller package
@@ -53,17 +53,17 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
         for memory and the package's kernels). False: measure longer (1 s for flash, 3 s for the rest)
     say: receives a line when something was measured again
     """
-    device, bundles = this_device(), directory / BUNDLES
-    if not bundles.is_file():
+    device, neurons = this_device(), neurons_file(directory)
+    if neurons is None:
         return device
     profile = _cached_device_profile(device, directory, say) if brief else None
     cores, cases = decode_cores(device), _kernel_cases(directory)
-    flash_path = _cache_path("flash", device, file_system(directory), device.flash_engine)
+    flash_path = _cache_path("flash", device, file_system(neurons.parent), device.flash_engine)
     memory_path = _cache_path("memory", device, repr(_allowed(device)), repr(cases))
 
     def flash() -> FlashCurve | None:
         load = MachineLoad()
-        curve = measure_curve(bundles, brief=brief)
+        curve = measure_curve(neurons, brief=brief)
         busy = max(load.processor_share(), load.storage_share())
         return None if curve is None else dataclasses.replace(curve, busy=round(busy, 3))
 
@@ -109,7 +109,7 @@ class CacheState:
 def cache_state(directory: Path) -> CacheState:
     """Return the cached measurements that starts of the package in `directory` may use."""
     device, lines = this_device(), list[str]()
-    place, allowed, cases = file_system(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
+    place, allowed, cases = _storage(directory), repr(_allowed(device)), repr(_kernel_cases(directory))
     path, why_not = _cache_path("profile", device, place, device.flash_engine), None
     used = _cached_device_profile(device, directory, lines.append)
     profile = used
@@ -155,7 +155,8 @@ def _kernel_cases(directory: Path) -> tuple[Case, ...]:
     memory.
     """
     try:
-        if (directory / BUNDLES).stat().st_size < CACHED_BYTES:
+        neurons = neurons_file(directory)
+        if neurons is None or neurons.stat().st_size < CACHED_BYTES:
             return ()
         return kernel_cases(read_manifest(directory / MANIFEST))
     except (OSError, UserError):
@@ -183,11 +184,11 @@ def this_device() -> Device:
 
 
 def profile_path(device: Device, directory: Path) -> Path:
-    """Return the path of the cached device profile for the file system of `directory`.
+    """Return the path of the cached device profile for the file system of the package in `directory`.
 
     Raises UserError if this user has no home.
     """
-    path = _cache_path("profile", device, file_system(directory), device.flash_engine)
+    path = _cache_path("profile", device, _storage(directory), device.flash_engine)
     if path is None:
         raise UserError(f"this user has no home folder to cache the profile in; set {CACHE_VARIABLE} to a folder")
     return path
@@ -222,13 +223,19 @@ def _cached_device_profile(device: Device, directory: Path, say: Callable[[str],
     A profile that was measured with the other flash engine is used without its flash figures, for example in a
     container that forbids io_uring.
     """
-    storage = file_system(directory)
+    storage = _storage(directory)
     for engine in sorted(ENGINES, key=lambda engine: engine != device.flash_engine):
         path = _cache_path("profile", device, storage, engine)
         profile = None if path is None else usable_profile(path, device.id, _allowed(device), say)
         if profile is not None:
             return profile if engine == device.flash_engine else dataclasses.replace(profile, flash=None)
     return None
+
+
+def _storage(directory: Path) -> str:
+    """Return the name of the file system with a package's neurons; without a package, that of the directory."""
+    neurons = neurons_file(directory)
+    return file_system(directory if neurons is None else neurons.parent)
 
 
 def file_system(directory: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:

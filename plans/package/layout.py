@@ -132,8 +132,11 @@ class SlotPlaces:
 class Layout:
     """The layout of clusters, the same for all of a package.
 
+    trigger_part_bytes, value_part_bytes: if experts are read in place, the pages that hold a part's rows, at most
     clusters, blocks: numbers per (layer, expert)
-    matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down; offsets are within a part
+    matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down; offsets are within a part,
+        or within a slot if experts are read in place
+    down_by_output: Down has a row of all neurons' weights for each output, as in checkpoints; an expert is one cluster
     """
 
     cluster_neurons: int
@@ -144,6 +147,7 @@ class Layout:
     blocks: int
     neuron_order: NeuronOrder
     matrices: tuple[MatrixPlace, ...]
+    down_by_output: bool = False
 
     @property
     def cluster_stride_bytes(self) -> int:
@@ -178,11 +182,16 @@ class Layout:
 
         quantization: the package's
         """
-        count = self.cluster_neurons
         for matrix in self.matrices:
-            of_matrix = matrix.quantization or quantization
-            yield matrix.part, f"{matrix.name}.quants", matrix.quants, count * quant_bytes(of_matrix, width)
-            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, count * scale_bytes(of_matrix, width)
+            of_matrix, (rows, columns) = matrix.quantization or quantization, self.rows_and_columns(matrix.name, width)
+            yield matrix.part, f"{matrix.name}.quants", matrix.quants, rows * quant_bytes(of_matrix, columns)
+            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, rows * scale_bytes(of_matrix, columns)
+
+    def rows_and_columns(self, matrix: str, width: int) -> tuple[int, int]:
+        """Return the number of a matrix's rows in a cluster, and of the weights in each."""
+        if self.down_by_output and matrix == "down":
+            return width, self.cluster_neurons
+        return self.cluster_neurons, width
 
     def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
         """Return the bytes of a memory slot for a part: up to the end of its last piece, in whole cache lines. Offsets
@@ -318,4 +327,39 @@ def compute_layout(
         blocks=-(-clusters * count // block_neurons),
         neuron_order=neuron_order,
         matrices=(trigger, *values),
+    )
+
+
+def expert_layout(
+    width: int,
+    neurons: int,
+    quantizations: Mapping[str, Quantization],
+    *,
+    trigger_read_bytes: int,
+    value_read_bytes: int,
+) -> Layout:
+    """Return the layout of experts that are read in place: each is one cluster, with Down by output.
+
+    quantizations: of gate, up and down in memory; the gate's is the package's
+    trigger_read_bytes, value_read_bytes: see `Layout`; whole pages
+    """
+    package, places, ends = quantizations["gate"], [], {"trigger": 0, "value": 0}
+    for name, quantization in quantizations.items():
+        part: Part = "trigger" if name == "gate" else "value"
+        rows, columns = (width, neurons) if name == "down" else (neurons, width)
+        quants = ends[part]
+        scales = quants + _in_lines(rows * quant_bytes(quantization, columns))
+        ends[part] = scales + _in_lines(rows * scale_bytes(quantization, columns))
+        differing = None if quantization == package else quantization
+        places.append(MatrixPlace(name, part, quants, part, scales, differing))
+    return Layout(
+        cluster_neurons=neurons,
+        clusters=1,
+        trigger_part_bytes=trigger_read_bytes,
+        value_part_bytes=value_read_bytes,
+        block_neurons=neurons,
+        blocks=1,
+        neuron_order="source",
+        matrices=tuple(places),
+        down_by_output=True,
     )

@@ -17,6 +17,7 @@ from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
 from neuronpipe.plans.package.activity_profile import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
 from neuronpipe.plans.package.npu_section import NpuProfile
+from neuronpipe.plans.package.source_experts import SourceExperts
 from neuronpipe.protocol.frozen import frozen
 
 FORMAT = "neuronpipe-package"
@@ -192,7 +193,11 @@ class Chat:
 
 @frozen(slots=True)
 class FileEntry:
-    """Size and hash of one file. sha256: None for bundles.bin, whose clusters have checksums."""
+    """Size and hash of one file.
+
+    sha256: None for bundles.bin, whose clusters have checksums, and for the checksums of experts that are read in
+        place, which the loader adds
+    """
 
     bytes: int
     sha256: str | None
@@ -219,6 +224,7 @@ class Manifest:
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)  # of fixed matrices that differ
+    source_experts: SourceExperts | None = None  # experts that are read in place; None: they are in bundles.bin
     id: str = ""
 
     @cached_property
@@ -338,6 +344,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
                 | ({} if matrix.quantization is None else {"quantization": matrix.quantization})
                 for matrix in layout.matrices
             },
+            **({"down_by_output": True} if layout.down_by_output else {}),
         },
         "files": {
             name: {"bytes": entry.bytes} | ({"sha256": entry.sha256} if entry.sha256 else {})
@@ -345,6 +352,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         },
         "quantization_error": dict(manifest.quantization_error),
     }
+    if manifest.source_experts is not None:
+        values["source_experts"] = manifest.source_experts.as_json()
     if manifest.fired_by_layer is not None:
         values["activity"] = {"mean_by_layer": list(manifest.fired_by_layer)}
         if manifest.trigger_fired_by_layer is not None:

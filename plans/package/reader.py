@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -50,6 +51,8 @@ class Package:
                 raise UserError(f"{file}: missing; convert the model again")
             if (length := file.stat().st_size) != entry.bytes:
                 raise UserError(f"{file}: {length} bytes, but the manifest says {entry.bytes}: truncated or replaced")
+        if manifest.source_experts is not None:
+            manifest.source_experts.require_unchanged()
         return cls(path, manifest)
 
     @property
@@ -63,7 +66,26 @@ class Package:
 
     @property
     def bundles_path(self) -> Path:
+        """Path of bundles.bin, which does not exist if experts are read in place."""
         return self.path / BUNDLES
+
+    @property
+    def neurons_path(self) -> Path:
+        """Path of the file with neurons, for messages: bundles.bin, or the first file with experts."""
+        experts = self.manifest.source_experts
+        return self.bundles_path if experts is None else Path(experts.files[0].path)
+
+    @property
+    def checksums_path(self) -> Path:
+        return self.path / CHECKSUMS
+
+    def require_bundles(self, purpose: str) -> None:
+        """Raise UserError if experts are read in place. purpose: the part of the message that says what needs them."""
+        if self.manifest.source_experts is not None:
+            raise UserError(
+                f"{self.path}: its experts are read in place from {self.neurons_path}, and {purpose} needs a package "
+                f"that has them: `neuronpipe convert {shlex.quote(str(self.neurons_path))} -o PACKAGE`"
+            )
 
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
@@ -86,7 +108,12 @@ class Package:
         """Raise UserError if a file other than bundles.bin differs from its hash in the manifest.
 
         loaded: names of files to skip, because `load` compared them
+
+        The header of each file with experts is compared, too.
         """
+        if self.manifest.source_experts is not None:
+            for file in self.manifest.source_experts.files:
+                file.require_header()
         for name, entry in self.manifest.files.items():
             if entry.sha256 is not None and name not in loaded and sha256_of(self.path / name) != entry.sha256:
                 raise self._damaged(name)
@@ -153,6 +180,19 @@ class Package:
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise self._damaged(name)
         return data
+
+
+def neurons_file(directory: Path) -> Path | None:
+    """Return the file with the neurons of the package in a directory: bundles.bin, or the largest of the files in which
+    experts are read in place. None if there is no such package or file."""
+    if (directory / BUNDLES).is_file():
+        return directory / BUNDLES
+    try:
+        experts = read_manifest(directory / MANIFEST).source_experts
+    except UserError:
+        return None
+    files = [file for file in (() if experts is None else experts.files) if Path(file.path).is_file()]
+    return Path(max(files, key=lambda file: file.bytes).path) if files else None
 
 
 def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:

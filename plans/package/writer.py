@@ -77,9 +77,9 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
 
 def package_bytes(manifest: Manifest) -> int:
     """Return the size of a package's tensors, neurons and checksums on disk."""
-    return sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
-        manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
-    )
+    stride_bytes = 0 if manifest.source_experts is not None else manifest.layout.cluster_stride_bytes
+    tensors_bytes = sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values())
+    return tensors_bytes + manifest.clusters * (stride_bytes + CHECKSUM_BYTES)
 
 
 def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
@@ -137,8 +137,8 @@ class PackageWriter:
     """A context manager that writes one package.
 
     Write the rows of every fixed tensor and of the predictor, if the manifest has one, in order, and all clusters in
-    order; then call `complete` and `publish`. Raises UserError for errors of the file system, including too little
-    space. Without `publish`, the files are removed at exit, unless there is a `place`.
+    order, unless experts are read in place; then call `complete` and `publish`. Raises UserError for errors of the file
+    system, including too little space. Without `publish`, the files are removed at exit, unless there is a `place`.
 
     To continue after a kill: call `sync` and record how much is written. Pass this to `resume_after` of the next
     writer.
@@ -165,6 +165,7 @@ class PackageWriter:
         )
         self._tensors = {name: _TensorFile(tensors) for name, tensors in _tensor_files(manifest).items()}
         self._clusters = 0
+        self._in_place = manifest.source_experts is not None
 
     def __enter__(self) -> PackageWriter:
         with ExitStack() as stack:
@@ -173,7 +174,7 @@ class PackageWriter:
             self._require_space(path)
             self._files: dict[str, BinaryIO] = {
                 name: stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
-                for name in (*self._tensors, BUNDLES, CHECKSUMS)
+                for name in (*self._tensors, *((CHECKSUMS,) if self._in_place else (BUNDLES, CHECKSUMS)))
             }
             for name, tensors in self._tensors.items():
                 tensors.begin(self._files[name])
@@ -210,6 +211,8 @@ class PackageWriter:
         """
         for tensors in self._tensors.values():
             tensors.resume_after(names)
+        if self._in_place:
+            return
         self._clusters = clusters
         for file, cluster_bytes in (
             (self._files[BUNDLES], self._manifest.layout.cluster_stride_bytes),
@@ -263,16 +266,19 @@ class PackageWriter:
         Raises ValueError if tensors or clusters are missing.
         """
         missing = [name for tensors in self._tensors.values() for name in tensors.missing()]
+        if self._in_place:  # checksums are not known yet
+            self._files[CHECKSUMS].truncate(self._manifest.clusters * CHECKSUM_BYTES)
+            self._clusters = self._manifest.clusters
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
         for file in self._files.values():
             file.close()
-        path = self._directory.path
+        path, unhashed = self._directory.path, CHECKSUMS if self._in_place else BUNDLES
         texts = {TOKENIZER: tokenizer} | ({} if chat_template is None else {CHAT_TEMPLATE: chat_template.encode()})
         for name, text in texts.items():
             (path / name).write_bytes(text)
         files = {
-            name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
+            name: FileEntry((path / name).stat().st_size, None if name == unhashed else sha256_of(path / name))
             for name in (*texts, *self._files)
         }
         manifest = replace(self._manifest, files=files, quantization_error=quantization_error)

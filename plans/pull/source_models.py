@@ -117,6 +117,8 @@ class Work:
 
     disk_bytes: bytes to write, without those of interrupted work that is continued
     replaces: True if a package of that name exists, which will be replaced
+    experts_in_place: True if the package will read its experts from the model's own files
+    why_copied: a clause on why it will not, if it is a mixture that is not converted by request; else ""
     """
 
     name: str
@@ -125,6 +127,8 @@ class Work:
     disk_bytes: int
     free_bytes: int
     replaces: bool
+    experts_in_place: bool = False
+    why_copied: str = ""
 
     @property
     def missing_bytes(self) -> int:
@@ -168,7 +172,8 @@ def make(
     progress: Progress,
     report: Report,
 ) -> Package:
-    """Return the package of a model on this disk. Convert the model first if there is no package of its current state.
+    """Return the package of a model on this disk. Convert the model first if there is no package of its current state,
+    but leave the experts of a mixture where they are if they can be read in place.
 
     The package is named like the model's file or folder. While another command works on that name, `make` waits, and
     then uses its package or converts. Raises UserError for errors of model or disk, or if `convert` made the package of
@@ -286,12 +291,16 @@ def _make(
     """Convert a model, while the caller holds the lock of the name. Parameters as in `make_as_requested`."""
     from neuronpipe.plans.convert.checkpoint import Options  # imports numpy, which other functions do not need
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
+    from neuronpipe.plans.convert.experts_in_place import experts_in_place
     from neuronpipe.plans.package.writer import disk_usage_bytes
 
     origin, target = Origin.of(source), packages_folder() / name
     with open_checkpoint(source, request.options or Options()) as checkpoint:
+        placed = "" if request.command else experts_in_place(checkpoint)
+        experts = None if isinstance(placed, str) else placed
         conversion = Conversion(
             checkpoint,
+            experts=experts,
             quantization=request.quantization,
             gates=request.gates,
             frequencies=request.frequencies,
@@ -307,6 +316,8 @@ def _make(
                 disk_bytes=max(conversion.package_bytes - disk_usage_bytes(folder), 0),
                 free_bytes=shutil.disk_usage(folder).free,
                 replaces=target.exists(),
+                experts_in_place=experts is not None,
+                why_copied=placed if isinstance(placed, str) else "",
             )
         )
         command = request.command or ("inspect", os.path.abspath(source))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.encodings import unpack_gguf
 from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import MatrixPlace, Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.source_experts import SourceExperts, expert_bytes
 from neuronpipe.plans.package.writer import Rows, cluster_checksums
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -42,8 +45,11 @@ class PackageWeights:
     def __init__(self, package: Package) -> None:
         self._package, self._manifest, self.model = package, package.manifest, package.manifest.model
         self._fixed: NDArray[np.uint8] = np.memmap(package.fixed_path, mode="r", dtype=np.uint8)
-        self._bundles: NDArray[np.uint8] = np.memmap(package.bundles_path, mode="r", dtype=np.uint8)
-        self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
+        experts = self._manifest.source_experts
+        neurons = [package.bundles_path] if experts is None else [Path(file.path) for file in experts.files]
+        self._files: list[NDArray[np.uint8]] = [np.memmap(path, mode="r", dtype=np.uint8) for path in neurons]
+        if experts is None:
+            self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
 
     def vector(self, name: str) -> Array:
         entry = self._package.fixed[name]
@@ -64,9 +70,11 @@ class PackageWeights:
 
     def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
         manifest, layout = self._manifest, self._manifest.layout
+        if manifest.source_experts is not None:
+            return tuple(self._in_place(manifest.source_experts, place, layer, expert) for place in layout.matrices)
         first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
-        clusters = self._bundles[start:stop].reshape(layout.clusters, -1)
+        clusters = self._files[0][start:stop].reshape(layout.clusters, -1)
         self._require_checksums(clusters, first, layer, expert)
         return tuple(
             self._pieces(
@@ -77,6 +85,20 @@ class PackageWeights:
             )
             for matrix in layout.matrices
         )
+
+    def _in_place(self, experts: SourceExperts, place: MatrixPlace, layer: int, expert: int) -> Array:
+        """Return a matrix of an expert that is read in place, with the values that the engine computes with."""
+        manifest, stored = self._manifest, experts.matrices[place.name][layer]
+        count, columns = manifest.layout.rows_and_columns(place.name, self.model.width)
+        size_bytes = expert_bytes(stored.encoding, manifest.layout, place.name, self.model.width)
+        start = stored.offset + expert * size_bytes
+        source = np.ascontiguousarray(self._files[stored.file][start : start + size_bytes])
+        quantization = place.quantization or manifest.quantization
+        rows = unpack_gguf(stored.encoding, source.reshape(count, -1), columns, quantization)
+        if rows is None:
+            raise UserError(f"{self._package.neurons_path}: layer {layer}, expert {expert}: values do not fit: damaged")
+        weights = decode(quantization, rows)
+        return np.ascontiguousarray(weights.T) if place.name == "down" else weights
 
     def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int, expert: int) -> None:
         layout = self._manifest.layout

@@ -8,12 +8,14 @@ entries and wakes the waiting workers, all in one call that lasts until a messag
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.document import Flash
 from neuronpipe.plans.plan.memory_budget import queue_clusters
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
@@ -23,6 +25,7 @@ from neuronpipe.protocol.memory.residency import TRIGGER, VALUE
 from neuronpipe.protocol.memory.segments import Segment
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
+from neuronpipe.services.loader.native_source import NativeSource
 from neuronpipe.services.runtime.core_pinning import unpinned
 from neuronpipe.services.runtime.job import Job
 from neuronpipe.services.runtime.run_memory import Rings, RunMemory
@@ -53,22 +56,34 @@ def load_fixed(package: Package, segment: Segment) -> None:
     segment.seal()
 
 
+def _open_reader(package: Package, flash: Flash) -> Any:
+    """Return an np_reader of the files with neurons. Raises UserError if one cannot be opened."""
+    experts = package.manifest.source_experts
+    first, *others = [str(package.bundles_path)] if experts is None else [file.path for file in experts.files]
+    depth = flash.depth + flash.warm_up_reads if experts is None else lib.NP_SOURCE_READS * flash.depth
+    error = ffi.new("int *")
+    reader = lib.np_reader_open(os.fsencode(first), flash.engine.encode(), depth, error)
+    if reader == ffi.NULL and flash.engine != "threads":
+        log.warning("this system refuses %s (errno %d); reading with threads", flash.engine, error[0])
+        reader = lib.np_reader_open(os.fsencode(first), b"threads", depth, error)
+    if reader == ffi.NULL:
+        raise UserError(f"{first}: cannot be opened for reading (errno {error[0]})")
+    for path in others:
+        if (number := lib.np_reader_add(reader, os.fsencode(path))) < 0:
+            raise UserError(f"{path}: cannot be opened for reading (errno {-number})")
+    return reader
+
+
 class Core:
     """The native loader, with this process's mappings of shared memory."""
 
     def __init__(self, job: Job, memory: RunMemory) -> None:
         manifest, flash = job.package.manifest, job.plan.flash
-        error = ffi.new("int *")
-        path = str(job.package.bundles_path).encode()
-        depth = flash.depth + flash.warm_up_reads
-        self._reader = lib.np_reader_open(path, flash.engine.encode(), depth, error)
-        if self._reader == ffi.NULL and flash.engine != "threads":
-            log.warning("this system refuses %s (errno %d); reading with threads", flash.engine, error[0])
-            self._reader = lib.np_reader_open(path, b"threads", depth, error)
-        if self._reader == ffi.NULL:
-            raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
-        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # two for each cluster: one of each part
-        self._keep: list[Any] = [checksums]
+        source = None if manifest.source_experts is None else NativeSource(job.package, manifest.source_experts)
+        self._reader = _open_reader(job.package, flash)
+        # Two for each cluster: one of each part.
+        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums() if source is None else source.checksums)
+        self._keep: list[Any] = [checksums, source]
         layout, memory_plan = manifest.layout, job.plan.memory
         places = manifest.slots(moved=memory_plan.are_scales_moved)
         described = (
@@ -96,7 +111,7 @@ class Core:
             [
                 {
                     "base_offset": 0,
-                    "stride_bytes": layout.cluster_stride_bytes,
+                    "stride_bytes": layout.cluster_stride_bytes if source is None else 0,
                     "part_offset": part_offset,
                     "part_bytes": part_bytes,
                     "slot_bytes": slot_bytes,
@@ -131,6 +146,7 @@ class Core:
                 "prefetch_depth": flash.prefetch_depth,
                 "warm_up_reads": flash.warm_up_reads,
                 "warm_up_read_bytes": flash.warm_up_read_bytes,
+                "source": ffi.NULL if source is None else source.native,
             },
         )
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
@@ -138,7 +154,7 @@ class Core:
         self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, queue_clusters(manifest))
         if self._loader == ffi.NULL:
             raise UserError(
-                f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
+                f"{job.package.neurons_path}: the layout does not suit direct reads here, or memory is short"
             )
         self._attach(memory, job.doorbell, Trace.of(job, memory))
         self._state = ffi.new("np_loader_state *")

@@ -145,6 +145,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "blocks": layout.blocks,
             "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
             **places,
+            "down_by_output": layout.down_by_output,
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": ROW_TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
@@ -315,7 +316,9 @@ class Participant:
         layer, expert = divmod(ffn, self._manifest.model.experts)
         where = f"layer {layer}" if self._manifest.model.experts == 1 else f"layer {layer}, expert {expert}"
         part = next(name for name, number in PARTS.items() if number == counters.damaged_part)
-        n = self._manifest.layout.cluster_neurons
+        n, experts = self._manifest.layout.cluster_neurons, self._manifest.source_experts
+        if experts is not None:
+            return experts.fault(layer, where)
         return (
             f"bundles.bin: {where}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
             "cannot be read or does not match its checksum; convert the model again or copy the package again"

@@ -1,7 +1,7 @@
 """`neuronpipe synth NAME [-o DIR]`: make a package with a real model's shape and published activation statistics.
 
 --gguf writes a GGUF counterpart for other engines, with or without the package: the same dense work, in llama.cpp's
-architecture for the shape, as Q4_0.
+architecture for the shape, as Q4_0 or as --quantization says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, PREDICTOR_QUAN
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
+GGUF_PRESETS = ("Q4_0", "Q4_K_M", "Q6_K", "Q8_0")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
@@ -26,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, metavar="DIR", help="package directory to make (with --gguf it may be left out)"
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="write a GGUF of the same shape, for other engines")
+    parser.add_argument(
+        "--quantization",
+        choices=GGUF_PRESETS,
+        default="Q4_0",
+        help="encodings of the GGUF's weights, by the name of a preset of llama.cpp (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="random seed of the weights (default: %(default)s)")
     parser.add_argument(
         "--gates",
@@ -55,7 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
         with Progress("writing the GGUF", "bytes", plain=arguments.json, steady=True) as progress:
             from neuronpipe.plans.lab.gguf_counterpart import write_gguf_counterpart
 
-            write_gguf_counterpart(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
+            shape, preset = SHAPES[arguments.name], arguments.quantization
+            write_gguf_counterpart(arguments.gguf, shape, arguments.seed, progress, preset=preset)
     result = {} if package is None else _package_facts(package)
     if arguments.gguf is not None:
         result |= {"gguf": str(arguments.gguf), "gguf_bytes": arguments.gguf.stat().st_size}

@@ -66,6 +66,7 @@ from neuronpipe.plans.package.manifest import (
     identity,
 )
 from neuronpipe.plans.package.npu_section import parse_npu
+from neuronpipe.plans.package.parsing.parse_experts import parse_experts, require_whole_experts
 from neuronpipe.plans.package.parsing.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parsing.parse_thresholds import parse_silent
 from neuronpipe.plans.package.tensors import fixed_matrices
@@ -106,14 +107,20 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
     profiles = parse_profiles(record.records("profiles"), model) if record.has("profiles") else ()
     optional = {PREDICTOR: predictor is not None, CHAT_TEMPLATE: chat is not None, ACTIVITY: bool(profiles)}
+    layout = _parse_layout(record.record("layout"), model, quantization)
+    experts = None
+    if record.has("source_experts"):
+        experts = parse_experts(record.record("source_experts"), model, layout, quantization)
+    if layout.down_by_output != (experts is not None):
+        record.fail("layout.down_by_output", "is for experts that are read in place: source_experts")
     manifest = Manifest(
         name=record.line("name"),
         source=_parse_source(record.record("source")),
         model=model,
         quantization=quantization,
         end_tokens=_parse_end_tokens(record.record("special_tokens"), model.vocabulary),
-        layout=_parse_layout(record.record("layout"), model, quantization),
-        files=_parse_files(record.record("files"), optional),
+        layout=layout,
+        files=_parse_files(record.record("files"), optional, in_place=experts is not None),
         quantization_error=_parse_errors(record.record("quantization_error")),
         fired_by_layer=activity[0],
         trigger_fired_by_layer=activity[1],
@@ -124,13 +131,14 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
         quantizations=quantizations,
+        source_experts=experts,
         id=record.text("id"),
     )
     record.finish()
     if expected_id != manifest.id:
         record.fail("id", f"the content was changed (its hash is {expected_id[:12]}...); convert the model again")
     for name, size_bytes in (
-        (BUNDLES, manifest.clusters * manifest.layout.cluster_stride_bytes),
+        *([] if experts else [(BUNDLES, manifest.clusters * manifest.layout.cluster_stride_bytes)]),
         (CHECKSUMS, manifest.clusters * 8),
         *([(ACTIVITY, activity_bytes(model, len(profiles)))] if profiles else ()),
     ):
@@ -251,6 +259,7 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
         matrices=tuple(
             _parse_matrix(matrices.record(name), name, model.trigger, quantization) for name in model.ffn_matrices
         ),
+        down_by_output=record.has("down_by_output") and record.boolean("down_by_output"),
     )
     matrices.finish()
     stride = record.integer("cluster_stride_bytes", PAGE_BYTES, 2 * MAX_PART_BYTES)
@@ -301,18 +310,21 @@ def _check_layout(layout: Layout, stride: int, model: ModelSpec, quantization: Q
         )
     if layout.block_clusters > MAX_BLOCK_CLUSTERS:
         record.fail("block_neurons", f"{layout.block_clusters} clusters in a block; at most {MAX_BLOCK_CLUSTERS}")
+    if layout.down_by_output:
+        require_whole_experts(layout, model, record)
     used: dict[str, list[tuple[int, int, str]]] = {"trigger": [], "value": []}
     for part, name, offset, size_bytes in layout.pieces(quantization, model.width):
         if offset % 2:
             record.fail(f"matrices.{name}", f"offset {offset} is odd")
         used[part].append((offset, offset + size_bytes, name))
-    for part, part_bytes in (("trigger", layout.trigger_part_bytes), ("value", layout.value_part_bytes)):
-        end = 0
-        for start, stop, name in sorted(used[part]):
+    part_sizes = {"trigger": layout.trigger_part_bytes, "value": layout.value_part_bytes}
+    for name_of_part, bytes_of_part in part_sizes.items():
+        part_bytes, end = MAX_PART_BYTES if layout.down_by_output else bytes_of_part, 0
+        for start, stop, name in sorted(used[name_of_part]):
             if start < end or stop > part_bytes:
                 record.fail(
                     f"matrices.{name}",
-                    f"bytes {start}..{stop} overlap another piece or leave the {part} part of {part_bytes} bytes",
+                    f"bytes {start}..{stop} overlap another piece or leave the {name_of_part} part of {part_bytes}",
                 )
             end = stop
 
@@ -323,15 +335,17 @@ def _parse_chat(record: Record) -> Chat:
     return chat
 
 
-def _parse_files(record: Record, optional: Mapping[str, bool]) -> dict[str, FileEntry]:
+def _parse_files(record: Record, optional: Mapping[str, bool], *, in_place: bool) -> dict[str, FileEntry]:
     """Return the entries of all files.
 
     optional: names of the optional files; True if another section of the manifest requires the file
+    in_place: experts are read in place, so there is no bundles.bin, and the loader writes checksums
     """
     files = {}
-    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, is_used in optional.items() if is_used)):
+    neurons = (CHECKSUMS,) if in_place else (BUNDLES, CHECKSUMS)
+    for name in (TOKENIZER, FIXED, *neurons, *(name for name, is_used in optional.items() if is_used)):
         entry = record.record(name)
-        sha256 = None if name == BUNDLES else entry.text("sha256")
+        sha256 = None if name == neurons[0] else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
             entry.fail("sha256", "expected 64 hexadecimal digits")
         max_bytes = MAX_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # the tokenizer is read as a whole

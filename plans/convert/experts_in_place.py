@@ -1,0 +1,159 @@
+"""Mixtures in GGUF files whose experts a package can read in place, so that only the rest of the model is converted.
+
+In such a file the rows of an expert's gate, up and down matrix are contiguous. An expert that is needed whole can
+therefore be read from there, and the loader converts its rows to the types that the engine computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from neuronpipe.native import ROW_TYPES, lib
+from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, quant_bytes, reads_inputs_of
+from neuronpipe.plans.package.source_experts import (
+    GGUF_TYPES,
+    MATRICES,
+    SourceEntry,
+    SourceExperts,
+    SourceRows,
+    read_bytes,
+)
+from neuronpipe.protocol.frozen import frozen
+
+MAX_EXPERT_BYTES = 24 << 20  # eight experts are read at once, and their buffers count in the memory limit
+SLOT_QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "iq4", "mxfp4", "q4k", "q5k", "q6k", "q8")
+
+
+@frozen
+class ExpertsInPlace:
+    """Experts that a package reads in place.
+
+    quantizations: of gate, up and down in memory
+    """
+
+    places: SourceExperts
+    layout: Layout
+    quantizations: Mapping[str, Quantization]
+
+
+def experts_in_place(checkpoint: Checkpoint) -> ExpertsInPlace | str:
+    """Return the experts of a checkpoint that can be read in place, or the reason why they are converted.
+
+    The reason is a clause; "" for a dense model.
+    """
+    if checkpoint.model.experts == 1:
+        return ""
+    if (reason := _refusal(checkpoint)) is not None:
+        return reason
+    model, quantizations = checkpoint.model, _slot_quantizations(checkpoint)
+    if quantizations is None:
+        encodings = sorted({part.encoding for part in _all_experts(checkpoint)})
+        return f"experts in {', '.join(encodings)} are not computed with as they are stored"
+    headers = _header_bytes(checkpoint)
+    files = sorted({part.file.path for part in _all_experts(checkpoint)})
+    matrices: dict[str, tuple[SourceRows, ...]] = {}
+    for matrix in MATRICES:
+        firsts = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers)]
+        matrices[matrix] = tuple(SourceRows(files.index(m.file.path), m.offset, m.encoding) for m in firsts)
+    reads = {matrix: _read_bytes(checkpoint, matrix) for matrix in MATRICES}
+    return ExpertsInPlace(
+        SourceExperts(tuple(SourceEntry.of(path, headers[str(path)]) for path in files), matrices),
+        expert_layout(
+            model.width,
+            model.neurons,
+            quantizations,
+            trigger_read_bytes=max(reads["gate"]),
+            value_read_bytes=max(map(sum, zip(reads["up"], reads["down"], strict=True))),
+        ),
+        quantizations,
+    )
+
+
+def _expert(checkpoint: Checkpoint, layer: int, expert: int, matrix: str) -> StoredMatrix:
+    return checkpoint.matrices[ffn_name(checkpoint.model, f"layers.{layer}", expert, matrix)][0]
+
+
+def _all_experts(checkpoint: Checkpoint) -> Iterator[StoredMatrix]:
+    model = checkpoint.model
+    return (
+        _expert(checkpoint, layer, expert, matrix)
+        for matrix in MATRICES
+        for layer in range(model.layers)
+        for expert in range(model.experts)
+    )
+
+
+def _refusal(checkpoint: Checkpoint) -> str | None:
+    """Return why experts cannot be read in place, whatever their encoding; None if they can."""
+    model = checkpoint.model
+    if checkpoint.source.kind != "gguf":
+        return "the experts of a checkpoint are not contiguous"
+    if model.activation != "silu" or checkpoint.predictors is not None:
+        return "its experts are not needed whole, so they are stored by neuron"
+    if checkpoint.down_by_neuron or model.ffn_bias:
+        return "its experts are stored in a form of their own"
+    largest_bytes = 0
+    for layer in range(model.layers):
+        expert_bytes = 0
+        for matrix in MATRICES:
+            first = _expert(checkpoint, layer, 0, matrix)
+            size_bytes = first.rows * first.stride_bytes
+            expert_bytes += size_bytes
+            for expert in range(model.experts):
+                stored = _expert(checkpoint, layer, expert, matrix)
+                is_next = (stored.offset, stored.encoding) == (first.offset + expert * size_bytes, first.encoding)
+                if type(stored.file) is not SourceFile or stored.order is not None:
+                    return "its experts are not on this disk as they are needed"
+                if not is_next or stored.file.path != first.file.path:
+                    return "its experts do not follow one another in the file"
+        largest_bytes = max(largest_bytes, expert_bytes)
+    if largest_bytes > MAX_EXPERT_BYTES:
+        return f"an expert takes {largest_bytes >> 20} MiB, too much to be read as a whole"
+    return None
+
+
+def _slot_quantizations(checkpoint: Checkpoint) -> dict[str, Quantization] | None:
+    """Return the quantizations of gate, up and down in memory: the smallest that hold all layers; None if there are
+    none."""
+    model = checkpoint.model
+    chosen: dict[str, Quantization] = {}
+    for matrix in MATRICES:
+        stored = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers)]
+        if not {part.encoding for part in stored} <= GGUF_TYPES.keys():
+            return None
+        for quantization in SLOT_QUANTIZATIONS:
+            if quant_bytes(quantization, stored[0].columns) and all(_fits(part, quantization) for part in stored):
+                chosen[matrix] = quantization
+                break
+        else:
+            return None
+    if not reads_inputs_of(chosen["up"], chosen["gate"]):
+        chosen["gate"] = chosen["up"] = "q8"
+        both = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers) for matrix in ("gate", "up")]
+        if not all(_fits(part, "q8") for part in both):
+            return None
+    return chosen
+
+
+def _fits(stored: StoredMatrix, quantization: Quantization) -> bool:
+    type_ = ROW_TYPES[quantization]
+    is_whole = lib.np_quant_bytes(type_, stored.columns) > 0 and stored.stride_bytes > 0
+    return is_whole and bool(lib.np_gguf_fits(GGUF_TYPES[stored.encoding], type_))
+
+
+def _read_bytes(checkpoint: Checkpoint, matrix: str) -> list[int]:
+    """Return the most bytes of a read of one expert's rows of a matrix, by layer."""
+    stored = [_expert(checkpoint, layer, 0, matrix) for layer in range(checkpoint.model.layers)]
+    return [read_bytes(part.rows * part.stride_bytes) for part in stored]
+
+
+def _header_bytes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the length of the header of each file: up to its first tensor."""
+    starts: dict[str, int] = {}
+    for parts in (*checkpoint.matrices.values(), *checkpoint.vectors.values()):
+        for part in parts:
+            path = str(part.file.path)
+            starts[path] = min(starts.get(path, part.offset), part.offset)
+    return starts

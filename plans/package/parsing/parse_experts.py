@@ -1,0 +1,48 @@
+"""Strict reading of the manifest's section on experts that are read in place."""
+
+from __future__ import annotations
+
+from neuronpipe.native import ROW_TYPES, lib
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import Layout, Quantization
+from neuronpipe.plans.package.source_experts import (
+    GGUF_TYPES,
+    SourceExperts,
+    expert_bytes,
+    parse_source_experts,
+    read_bytes,
+)
+from neuronpipe.plans.strict_json import Record
+
+
+def parse_experts(record: Record, model: ModelSpec, layout: Layout, quantization: Quantization) -> SourceExperts:
+    """Return the section `source_experts`. Raises UserError if rows leave their file, or their encoding does not fit
+    the layout."""
+    experts = parse_source_experts(record, model.layers)
+    if not layout.down_by_output:
+        record.fail("matrices", "experts in place need a layout with down_by_output")
+    part_bytes = {"trigger": [0] * model.layers, "value": [0] * model.layers}
+    for place in layout.matrices:
+        of_slots = place.quantization or quantization
+        for layer, rows in enumerate(experts.matrices[place.name]):
+            where = f"matrices.{place.name}.{layer}"
+            size_bytes = expert_bytes(rows.encoding, layout, place.name, model.width)
+            if not size_bytes or not lib.np_gguf_fits(GGUF_TYPES[rows.encoding], ROW_TYPES[of_slots]):
+                record.fail(f"{where}.encoding", f"{rows.encoding} does not go with {of_slots} and this shape")
+            if rows.offset + model.experts * size_bytes > experts.files[rows.file].bytes:
+                record.fail(f"{where}.offset", "the experts leave the file")
+            part_bytes[place.part][layer] += read_bytes(size_bytes)
+    planned_bytes = {"trigger": layout.trigger_part_bytes, "value": layout.value_part_bytes}
+    for part, by_layer in part_bytes.items():
+        if max(by_layer) > planned_bytes[part]:
+            record.fail("matrices", f"reads of {max(by_layer)} bytes exceed the layout's {part} part")
+    return experts
+
+
+def require_whole_experts(layout: Layout, model: ModelSpec, record: Record) -> None:
+    """Raise UserError unless an expert is one cluster and one block, as Down by output requires."""
+    is_whole = layout.clusters == layout.blocks == 1 and layout.cluster_neurons == layout.block_neurons == model.neurons
+    if not (model.activation == "silu" and model.experts > 1 and is_whole):
+        record.fail("down_by_output", "needs a mixture with SiLU, each expert as one cluster and one block")
+    if model.ffn_bias or layout.neuron_order != "source":
+        record.fail("down_by_output", "needs experts without biases, in the order of the source")
