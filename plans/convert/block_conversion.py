@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
-from neuronpipe.plans.convert.encodings import decode_stored, same_values
+from neuronpipe.plans.convert.encodings import can_unpack, decode_stored, same_values, unpack_gguf
 from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.journal import Squares
 from neuronpipe.plans.convert.quantize import decode, encode
@@ -203,8 +203,14 @@ class Work:
         same = same_values(matrix.encoding, quantization, stored)
         if same is None:
             decoded = matrix.checked(decode_stored(matrix.encoding, stored))
+            # A first start waits for this, and the search for the best scales takes six times as long.
+            if self._in_place and can_unpack(matrix.encoding, quantization):
+                fast = unpack_gguf(matrix.encoding, stored, matrix.columns, quantization)
+                if fast is not None:
+                    self._count(kind, matrix, decoded, decode(quantization, fast))
+                    return fast
             return self._encode(kind, quantization, matrix, decoded, importance)
-        values = matrix.checked(decode_stored(matrix.encoding, stored))
+        values = matrix.checked(decode(quantization, same))
         self._count(kind, matrix, values, values)
         return same
 

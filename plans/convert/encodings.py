@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.convert.quantize import pack_codes, pack_fields
+from neuronpipe.plans.convert.quantize import pack_codes
 from neuronpipe.plans.package.layout import (
     BITS,
     BLOCK_QUANTIZATIONS,
@@ -37,7 +37,6 @@ BLOCK_WEIGHTS_BYTES = {  # weights and bytes of a block
 }
 GROUPS_OF_BLOCK = BLOCK_WEIGHTS // GROUP_WEIGHTS
 MAX_HALF = 65504
-MIN_HALF_EXPONENT, MAX_HALF_EXPONENT = -24, 15  # of the powers of two that fp16 can express
 ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
 
 
@@ -65,6 +64,11 @@ def decode_stored(encoding: str, stored: NDArray[np.uint8]) -> NDArray[np.float3
     return decoded
 
 
+def can_unpack(encoding: str, quantization: Quantization) -> bool:
+    """Return True if `unpack_gguf` converts this encoding to the quantization."""
+    return encoding in GGUF_TYPES and bool(lib.np_gguf_fits(GGUF_TYPES[encoding], ROW_TYPES[quantization]))
+
+
 def unpack_gguf(encoding: str, stored: NDArray[np.uint8], columns: int, quantization: Quantization) -> Rows | None:
     """Return stored rows [rows, row bytes] in a quantization, as the loader converts experts that are read in place;
     None if a value does not fit."""
@@ -86,48 +90,14 @@ def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.ui
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
     if encoding in ("Q4_K", "Q5_K"):
         fits = quantization in BLOCK_QUANTIZATIONS and BITS[quantization] >= BITS[LOSSLESS[encoding]]
-        return _with_minima(encoding, BITS[quantization], stored) if fits else None
-    if LOSSLESS.get(encoding) != quantization:
+    else:
+        fits = LOSSLESS.get(encoding) == quantization
+    if not fits:
         return None
-    if encoding == "IQ4_XS":
-        return _of_iq4_xs(stored)
-    if encoding == "MXFP4":
-        return _of_mxfp4(stored)
     if encoding in ("Q4_1", "Q5_0", "Q5_1"):
         return _with_halves(encoding, BITS[quantization], stored)
-    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
-    return Rows(blocks[..., 2:].reshape(len(stored), -1), blocks[..., :2].reshape(len(stored), -1))
-
-
-def _of_iq4_xs(stored: NDArray[np.uint8]) -> Rows | None:
-    """Return rows of IQ4_XS as iq4, with scales rounded to fp16; None if a scale exceeds the range of fp16.
-
-    A block of 256 weights is: an fp16 unit; uint16 with the upper two bits of eight scales, from the lowest bits on;
-    four bytes with their low four bits, from the low nibble on; 128 bytes of codes as in q4. A scale is unit * (its six
-    bits - 32).
-    """
-    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["IQ4_XS"][1])
-    unit = blocks[..., :2].copy().view("<f2").astype(np.float32)
-    highs = blocks[..., 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    lows = np.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), axis=3).reshape(highs.shape)
-    scales = unit * ((lows | highs << 4).astype(np.float32) - 32)
-    if not np.abs(scales).max() <= MAX_HALF:  # True for NaN, too
-        return None
-    halves = scales.astype("<f2").reshape(len(stored), -1)
-    return Rows(blocks[..., 8:].reshape(len(stored), -1), halves.view(np.uint8))
-
-
-def _of_mxfp4(stored: NDArray[np.uint8]) -> Rows | None:
-    """Return rows of MXFP4 as mxfp4; None if fp16 cannot express a scale.
-
-    A block of 32 weights is: a byte with the exponent of the scale, 127 for 1; 16 bytes of codes as in q4.
-    """
-    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES["MXFP4"][1])
-    exponents = blocks[..., 0].astype(np.int32) - 128  # not 127: mxfp4's values are twice those of MXFP4
-    if exponents.min() < MIN_HALF_EXPONENT or exponents.max() > MAX_HALF_EXPONENT:
-        return None
-    halves = np.ldexp(np.float32(1), exponents).astype("<f2")
-    return Rows(blocks[..., 1:].reshape(len(stored), -1), halves.view(np.uint8))
+    block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[encoding]
+    return unpack_gguf(encoding, stored, stored.shape[1] // block_bytes * block_weights, quantization)
 
 
 def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | None:
@@ -151,27 +121,3 @@ def _with_halves(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows | 
     padded = [np.pad(halves[..., 0], ((0, 0), (0, groups))) for halves in (scales, minima)]
     fields = np.stack([halves.reshape(len(stored), -1, GROUPS_OF_BLOCK) for halves in padded], axis=2)
     return Rows(pack_codes(codes, bits), fields.reshape(len(stored), -1).view(np.uint8))
-
-
-def _with_minima(encoding: str, bits: int, stored: NDArray[np.uint8]) -> Rows:
-    """Return rows of Q4_K or Q5_K as a quantization whose codes have at least as many `bits`: q4k, q5k or q6k.
-
-    A block of 256 weights is: fp16 units of the scales and of the minima; 12 bytes with eight six-bit scales and
-    minima; for Q5_K 32 bytes, bit g of byte j being the fifth bit of code j of group g; 128 bytes of low four bits:
-    byte 32 i + j has code j of the groups 2 i (low nibble) and 2 i + 1.
-    """
-    blocks = stored.reshape(len(stored), -1, BLOCK_WEIGHTS_BYTES[encoding][1])
-    packed, lows = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)
-    codes = np.stack((lows & 15, lows >> 4), axis=3).reshape(len(stored), -1, GROUP_WEIGHTS)
-    if encoding == "Q5_K":
-        fifths = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-        codes = codes | fifths.reshape(codes.shape) << 4
-    first, second, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    fields = np.stack(
-        (
-            np.concatenate((first & 63, high & 15 | first >> 6 << 4), axis=2),
-            np.concatenate((second & 63, high >> 4 | second >> 6 << 4), axis=2),
-        )
-    )
-    scales = np.concatenate((blocks[..., :4], pack_fields(*fields)), axis=2)
-    return Rows(pack_codes(codes, bits), scales.reshape(len(stored), -1))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from neuronpipe.native import ROW_TYPES, lib
 from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.encodings import can_unpack
 from neuronpipe.plans.convert.source_file import SourceFile
 from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, quant_bytes, reads_inputs_of
 from neuronpipe.plans.package.source_experts import (
@@ -138,9 +139,8 @@ def _slot_quantizations(checkpoint: Checkpoint) -> dict[str, Quantization] | Non
 
 
 def _fits(stored: StoredMatrix, quantization: Quantization) -> bool:
-    type_ = ROW_TYPES[quantization]
-    is_whole = lib.np_quant_bytes(type_, stored.columns) > 0 and stored.stride_bytes > 0
-    return is_whole and bool(lib.np_gguf_fits(GGUF_TYPES[stored.encoding], type_))
+    is_whole = lib.np_quant_bytes(ROW_TYPES[quantization], stored.columns) > 0 and stored.stride_bytes > 0
+    return is_whole and can_unpack(stored.encoding, quantization)
 
 
 def _read_bytes(checkpoint: Checkpoint, matrix: str) -> list[int]:

