@@ -86,16 +86,6 @@ static uint32_t fired_for(np_engine *engine, uint32_t neuron, token_lot lot)
     return fired;
 }
 
-/* List all rows of a cluster in a matrix with a row per neuron. */
-static void list_cluster(np_engine *engine, const np_matrix_place *matrix, uint32_t cluster)
-{
-    const uint32_t n = engine->shape.cluster_neurons;
-    const size_t quant_bytes = np_row_quant_bytes(engine, matrix), scale_bytes = np_row_scale_bytes(engine, matrix);
-    const uint8_t *quants = quants_of(engine, matrix, cluster), *scales = scales_of(engine, matrix, cluster);
-    for (uint32_t i = 0; i < n; i++)
-        list_row(engine, quants + i * quant_bytes, scales + i * scale_bytes, cluster * n + i, 0);
-}
-
 /* List the up rows of fired neurons whose value parts are present. Their down rows, needed next, are fetched with
  * them. */
 static void list_ups(np_engine *engine, token_lot lot)
@@ -136,36 +126,10 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
         }
 }
 
-/* The same where all neurons fire: every row times every token, by a panel. */
-static void multiply_all_by_ups(np_engine *engine)
-{
-    const np_shape *s = &engine->shape;
-    np_row_list *list = &engine->list;
-    list->count = 0;
-    for (uint32_t o = 0; o < engine->open_count; o++) {
-        const uint32_t cluster = engine->open[o];
-        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->slot[NP_VALUE][cluster] != NP_NONE)
-            list_cluster(engine, &s->up, cluster);
-    }
-    np_dot_panel(s->up.type, list->quants, list->scales, list->count, s->width, engine->inputs->panel, engine->group->count, NULL,
-                 engine->rows, engine->max_rows);
-    for (uint32_t t = 0; t < engine->group->count; t++)
-        for (uint32_t r = 0; r < list->count; r++) {
-            const float gate = *hidden_of(engine, t, list->neurons[r]);
-            if (gate == 0.0f)
-                continue;
-            store_value(engine, t, list->neurons[r], activate(s->activation, gate, product_of(engine, r, t)));
-            engine->counters.up_rows++;
-        }
-}
-
 void np_compute_values(np_engine *engine, np_range clusters)
 {
-    const int in_panel = engine->group->count >= NP_PANEL_TOKENS && np_all_neurons_fire(engine, engine->layer);
     list_open(engine, clusters);
-    if (engine->shape.gated && in_panel)
-        multiply_all_by_ups(engine);
-    for (uint32_t t = 0; engine->shape.gated && !in_panel && t < engine->group->count; t += LOT_TOKENS)
+    for (uint32_t t = 0; engine->shape.gated && t < engine->group->count; t += LOT_TOKENS)
         multiply_by_ups(engine, lot_from(engine, t));
     for (uint32_t o = 0; o < engine->open_count; o++) {
         const uint32_t cluster = engine->open[o];
