@@ -31,7 +31,7 @@ SLOT_QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "iq4", "mxfp4", "q4k", "q5
 class ExpertsInPlace:
     """Experts that a package reads in place.
 
-    quantizations: of gate, up and down in memory
+    quantizations: quantizations of gate, up and down in memory
     """
 
     places: SourceExperts

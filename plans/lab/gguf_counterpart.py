@@ -47,7 +47,7 @@ GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncTy
 class Preset:
     """The encodings of a file.
 
-    larger: of values and Down in layers that get more bits
+    larger: encoding of values and Down in layers that get more bits
     """
 
     file_type: LlamaFileType

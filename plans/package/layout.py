@@ -340,7 +340,7 @@ def expert_layout(
 ) -> Layout:
     """Return the layout of experts that are read in place: each is one cluster, with Down by output.
 
-    quantizations: of gate, up and down in memory; the gate's is the package's
+    quantizations: quantizations of gate, up and down in memory; the gate's is the package's
     trigger_read_bytes, value_read_bytes: see `Layout`; whole pages
     """
     package, places, ends = quantizations["gate"], [], {"trigger": 0, "value": 0}

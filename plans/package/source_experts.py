@@ -95,7 +95,7 @@ class SourceRows:
     """Position of one layer's experts of a matrix.
 
     file: number in `SourceExperts.files`
-    offset: of the first expert's rows, which those of the others follow
+    offset: position of the first expert's rows, which those of the others follow
     encoding: GGUF's name
     """
 
