@@ -547,7 +547,8 @@ typedef struct {
     float norm_epsilon;             /* of all norms */
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
-    int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs */
+    int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
+                                     * NP_SILU attention's matrices may have any quantized type */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */

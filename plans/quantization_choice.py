@@ -55,7 +55,7 @@ class Recipe:
 RECIPES: Mapping[Quantization, Recipe] = {
     "q4": Recipe(down="q4", ends="q8"),
     "iq4": Recipe(down="q6k", ends="q6k"),  # in q5k a model of 135M lost 1 %
-    "mxfp4": Recipe(down="q5k", ends="q6k"),
+    "mxfp4": Recipe(down="q6k", ends="q6k"),
     "q4h": Recipe(down="q5k", ends="q6k"),
     "q5h": Recipe(down="q6k", ends="q6k"),
     "q4k": Recipe(down="q5k", ends="q6k"),
@@ -131,14 +131,22 @@ def ends_quantization(
     return largest if is_enough else recipe.ends
 
 
-def with_room_for(quantization: Quantization, encodings: Mapping[str, int]) -> Quantization:
+def attention_quantization(
+    quantization: Quantization, weights: Mapping[str, int], encodings: Mapping[str, int], *, may_differ: bool
+) -> Quantization:
     """Return the quantization of an attention matrix: the package's, or one with more bits if an encoding needs them.
 
-    encodings: numbers of the matrix's weights in each encoding
+    weights, encodings: numbers of the model's and of the matrix's weights in each encoding
+    may_differ: the matrix may have any quantization. It then keeps the values of a source whose values the package
+        keeps elsewhere, and q8 stands for 16 bits. False: it reads the same inputs as the package's other matrices
     """
-    choices = [ATTENTION[name] for name in encodings if name in ATTENTION]
-    larger = [choice for choice in choices if BITS[choice] > BITS[quantization]]
-    return max(larger, key=lambda choice: BITS[choice], default=quantization)
+    if may_differ and quantization == default_quantization(weights) and not set(weights) <= set(PLAIN):
+        choices = [LOSSLESS.get(name) or NEARLY_LOSSLESS.get(name, "q8") for name in encodings]
+    elif quantization in MINIMUM_QUANTIZATIONS:
+        choices = [ATTENTION[name] for name in encodings if name in ATTENTION]
+    else:
+        return quantization
+    return max([quantization, *choices], key=lambda choice: (BITS[choice], choice in choices))
 
 
 def stored(weights: Mapping[str, int]) -> str:

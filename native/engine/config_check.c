@@ -112,13 +112,21 @@ static int fits_inputs(const np_matrix *m, int type)
     return !m->quants || np_reads_inputs_of(m->type, type);
 }
 
+/* True if a matrix of attention is absent or has a fitting type. With NP_SILU it may be any quantized type in a quantized
+ * model: no predictor, accelerator or neural processor reads attention's inputs then. */
+static int fits_attention(const np_shape *s, const np_matrix *m)
+{
+    const int may_differ = s->activation == NP_SILU && s->type != NP_F16 && m->type != NP_F16 && m->type != NP_Q3;
+    return fits_inputs(m, s->type) || (may_differ && np_quant_bytes(m->type, s->width) > 0);
+}
+
 static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
 {
     for (uint32_t n = 0; fixed->layers && n < s->layers; n++) {
         const np_layer *l = &fixed->layers[n];
-        if (!fits_inputs(&l->qkv, s->type))
+        if (!fits_attention(s, &l->qkv))
             return "qkv";
-        if (!fits_inputs(&l->attention_output, s->type))
+        if (!fits_attention(s, &l->attention_output))
             return "attention_output";
         for (uint32_t e = 0; s->predictor_rank && l->predictors && e < s->experts; e++)
             if (!fits_inputs(&l->predictors[e].input, s->predictor_type) || !fits_inputs(&l->predictors[e].sides[0], s->predictor_type) ||

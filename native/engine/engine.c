@@ -27,14 +27,30 @@ static void *aligned_zeros(size_t bytes)
     return memory;
 }
 
-/* Allocate vectors of up to max_n elements. Returns 0 if memory is short. */
-static int vectors_create(np_vectors *vectors, int type, size_t max_n, size_t tokens)
+/* Allocate vectors of up to max_n elements, and a panel of panel_bytes. Returns 0 if memory is short. */
+static int vectors_create_with(np_vectors *vectors, int type, size_t max_n, size_t tokens, size_t panel_bytes)
 {
     vectors->type = type;
     vectors->stride = (np_activation_bytes(type, max_n) + 63) & ~(size_t)63;
     vectors->prepared = aligned_zeros(tokens * vectors->stride);
-    vectors->panel = tokens >= NP_PANEL_TOKENS ? aligned_zeros(np_panel_bytes(type, max_n, tokens)) : NULL;
+    vectors->panel = tokens >= NP_PANEL_TOKENS ? aligned_zeros(panel_bytes) : NULL;
     return vectors->prepared && (tokens < NP_PANEL_TOKENS || vectors->panel);
+}
+
+static int vectors_create(np_vectors *vectors, int type, size_t max_n, size_t tokens)
+{
+    return vectors_create_with(vectors, type, max_n, tokens, np_panel_bytes(type, max_n, tokens));
+}
+
+/* The bytes of a panel for any matrix of the layers. */
+static size_t layer_panel_bytes(const np_shape *shape, const np_fixed *fixed, size_t max_n, size_t tokens)
+{
+    size_t bytes = np_panel_bytes(shape->type, max_n, tokens);
+    for (uint32_t n = 0; fixed->layers && n < shape->layers; n++) {
+        bytes = larger(bytes, np_panel_bytes(fixed->layers[n].qkv.type, max_n, tokens));
+        bytes = larger(bytes, np_panel_bytes(fixed->layers[n].attention_output.type, max_n, tokens));
+    }
+    return bytes;
 }
 
 np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
@@ -94,8 +110,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                                engine->expert_weights,        engine->expert_counts,    engine->expert_values,   engine->likely_counts,
                                engine->likely_experts,       engine->open,
                                engine->list.token_masks};
-    /* Vectors for q8 have the size of those for q4, so the output matrix's inputs fit as well. */
-    int complete = vectors_create(&engine->vectors, shape->type, max_n, tokens);
+    /* Vectors of all quantized types have the same size, so the output matrix's inputs fit as well. */
+    int complete = vectors_create_with(&engine->vectors, shape->type, max_n, tokens, layer_panel_bytes(shape, fixed, max_n, tokens));
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
     if (np_predictor_has_input(shape))

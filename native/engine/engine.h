@@ -89,7 +89,7 @@ struct np_engine {
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch memory, private to this participant */
-    np_vectors vectors;         /* inputs of the matrices and neurons in work */
+    np_vectors vectors;         /* inputs of the matrices and neurons in work; of their type */
     np_vectors predictor_input; /* the predictor's input where it differs from `vectors` (np_predictor_has_input) */
     np_vectors ranks;           /* rank vectors of the current group */
     np_vectors gathered;        /* `vectors` of the current group's tokens; unused in dense layers */

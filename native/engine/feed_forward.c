@@ -388,6 +388,7 @@ int np_begin_feed_forward(np_engine *engine, uint32_t layer)
     int done = NP_OK;
     engine->layer = layer;
     const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
+    engine->vectors.type = s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     if (np_router_reads(engine, NP_READS_FEED_FORWARD))
         np_route_and_prefetch(engine, layer);

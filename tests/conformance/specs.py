@@ -119,7 +119,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
         end_tokens=(), layout=layout, files={}, quantization_error={}, fired_by_layer=None,
-        quantizations=_ends(model, quantization),
+        quantizations=_fixed_quantizations(model, quantization),
     )  # fmt: skip
     with PackageWriter(target, manifest, overwrite=False) as writer:
         for name, length in fixed_vectors(model):
@@ -139,11 +139,18 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
         return writer.publish()
 
 
-def _ends(model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
-    """Embedding and output as the recipes of encodings with minima or codebooks have them; else as the rest."""
-    names = [name for name, _, _ in fixed_matrices(model) if name in EMBEDDINGS]
-    differs = quantization in (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS)
-    return dict.fromkeys(names, RECIPES[quantization].ends) if differs else {}
+def _fixed_quantizations(model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
+    """Embedding and output as the recipes of encodings with minima or codebooks have them; else as the rest. With silu
+    the matrices of attention have one of three that read different inputs."""
+    names = [name for name, _, _ in fixed_matrices(model)]
+    chosen: dict[str, Quantization] = {}
+    if quantization in (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS):
+        chosen = dict.fromkeys([name for name in names if name in EMBEDDINGS], RECIPES[quantization].ends)
+    if model.activation == "silu" and quantization != "f16":
+        attention = [name for name in names if name not in EMBEDDINGS]
+        others: tuple[Quantization, ...] = ("q8", "q5k", "q4")
+        chosen |= {name: others[number % 3] for number, name in enumerate(attention)}
+    return {name: other for name, other in chosen.items() if other != quantization}
 
 
 def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:

@@ -25,9 +25,9 @@ from neuronpipe.plans.quantization_choice import (
     BITS_CHOICES,
     LOSSLESS,
     Choice,
+    attention_quantization,
     default_quantization,
     why,
-    with_room_for,
 )
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
@@ -308,10 +308,27 @@ def test_scales_beyond_fp16_are_encoded_again(encoding: str, largest: float) -> 
 
 def test_attention_has_more_bits_where_the_source_has(tmp_path: Path) -> None:
     """As in a file of Q4_K_M, whose values of attention are Q6_K in some layers."""
-    assert with_room_for("q4k", {"Q4_K": 8, "Q6_K": 2}) == "q6k"
-    assert with_room_for("q4k", {"Q4_K": 8, "Q5_K": 2}) == "q5k"
-    assert with_room_for("q6k", {"Q4_K": 1}) == "q6k"
-    assert with_room_for("q4k", {"F32": 1, "BF16": 1}) == "q4k"
+
+    def chosen(quantization: Quantization, encodings: dict[str, int], *, main: str, may_differ: bool) -> Quantization:
+        return attention_quantization(quantization, {main: 1000, **encodings}, encodings, may_differ=may_differ)
+
+    for may_differ in (False, True):
+        assert chosen("q4k", {"Q4_K": 8, "Q6_K": 2}, main="Q4_K", may_differ=may_differ) == "q6k"
+        assert chosen("q4k", {"Q4_K": 8, "Q5_K": 2}, main="Q4_K", may_differ=may_differ) == "q5k"
+        assert chosen("q6k", {"Q4_K": 1}, main="Q6_K", may_differ=may_differ) == "q6k"
+        assert chosen("q4k", {"F32": 1, "BF16": 1}, main="BF16", may_differ=may_differ) == "q4k"
+        assert chosen("q4", {"Q6_K": 1}, main="Q4_K", may_differ=may_differ) == "q4"  # the user's choice
+    assert chosen("q5k", {"Q4_K": 1}, main="Q5_K", may_differ=True) == "q5k"
+    for encoding, wanted in (
+        ("Q4_1", "q4h"),
+        ("Q8_0", "q8"),
+        ("BF16", "q8"),
+        ("Q5_K", "q5k"),
+        ("Q6_K", "q6k"),
+        ("MXFP4", "mxfp4"),
+    ):
+        assert chosen("mxfp4", {encoding: 1}, main="MXFP4", may_differ=True) == wanted
+        assert chosen("mxfp4", {encoding: 1}, main="MXFP4", may_differ=False) == "mxfp4"
 
 
 @pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])

@@ -226,9 +226,8 @@ def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantiz
         if name not in names:
             record.fail(safe_name(name), "is no fixed matrix of this model")
         encoding = cast(Quantization, record.choice(name, *(other for other in QUANTIZATIONS if other != quantization)))
-        if not (
-            is_quantized_with(encoding, quantization) if name in EMBEDDINGS else reads_inputs_of(encoding, quantization)
-        ):
+        has_own_inputs = name in EMBEDDINGS or model.activation == "silu"
+        if not (is_quantized_with if has_own_inputs else reads_inputs_of)(encoding, quantization):
             record.fail(name, f"{encoding} does not go with {quantization}")
         quantizations[name] = encoding
     record.finish()
