@@ -16,6 +16,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 
 MATRICES = ("gate", "up", "down")
+MAGIC = b"GGUF"
 MAX_FILES = 1000
 MAX_FILE_BYTES = 1 << 47  # the loader's offsets have 48 bits for the place in a file
 MAX_HEADER_BYTES = 128 << 20
@@ -77,10 +78,13 @@ CHANGED = (
 
 
 def header_digest(path: Path, header_bytes: int) -> str:
-    """Return the SHA-256 of the first bytes of a file. Raises UserError if it cannot be read or is shorter."""
+    """Return the SHA-256 of the first bytes of a GGUF file. Raises UserError if it cannot be read, is shorter, or is
+    another file: a stranger's manifest must not have others read."""
     digest, left = hashlib.sha256(), header_bytes
     try:
         for piece in passing(path):
+            if left == header_bytes and piece[:4] != MAGIC:
+                raise UserError(f"{path}: is not GGUF; experts are read in place from GGUF files only")
             digest.update(piece[:left])
             left -= min(left, len(piece))
             if not left:

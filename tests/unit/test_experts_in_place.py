@@ -129,11 +129,12 @@ def test_a_file_that_changed_or_went_away_is_named(tmp_path: Path) -> None:
         Package.open(package.path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     Package.open(package.path)
-    with path.open("r+b") as file:
-        file.write(b"GGXF")
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(UserError, match=r"m\.gguf: has changed"):
-        package.verify_fixed()
+    for begin, complaint in ((b"GGUF\4", r"m\.gguf: has changed"), (b"GGXF", r"m\.gguf: is not GGUF")):
+        with path.open("r+b") as file:
+            file.write(begin)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(UserError, match=complaint):
+            package.verify_fixed()
     path.unlink()
     with pytest.raises(UserError, match=r"m\.gguf: cannot be read: No such file"):
         Package.open(package.path)
