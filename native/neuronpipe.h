@@ -447,7 +447,7 @@ typedef struct {
     uint32_t checksum_stride;   /* 1, or more if the table interleaves other checksums */
 } np_loader_part;
 typedef struct {
-    uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part. With a source: of all reads of a cluster */
+    uint32_t most_read_bytes; /* maximum of one read, and size of its staging buffer; at least the longer part. With a source: of a cluster's reads together */
     uint32_t merge_gap_bytes; /* clusters with at most this gap between them are read together */
     uint32_t prefetch_depth;  /* prefetches start only while fewer reads are in flight; 0: no prefetching */
     uint32_t warm_up_reads;   /* long reads, for warm-up only, within the reader's depth; 0: warm-up uses ordinary reads */

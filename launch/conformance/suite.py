@@ -150,6 +150,7 @@ class Suite:
 
     def _damaged(self, folder: Path) -> Package:
         """Return a copy of the package with a wrong bit in every part of every cluster."""
+        self._package.require_bundles("the check of damaged flash")
         copy = folder / "damaged"
         shutil.copytree(self._package.path, copy)
         with (copy / BUNDLES).open("r+b") as stream:

@@ -85,6 +85,9 @@ def _announce(source: Path, work: Work, reason: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+    if work.experts_in_place:
+        copying = line_to_paste("convert", source)
+        print(f"neuronpipe: `{copying}` makes a package that needs the file no more", file=sys.stderr, flush=True)
     if work.why_copied:
         print(f"neuronpipe: experts are copied, not read in place: {work.why_copied}", file=sys.stderr, flush=True)
     alternative = f"`{line_to_paste('convert', source, '--quantization', work.choice.alternative or '')}`"

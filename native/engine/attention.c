@@ -116,7 +116,8 @@ static void attend(np_engine *engine, uint32_t layer)
 void np_begin_projection(np_engine *engine)
 {
     const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
-    engine->vectors.type = engine->fixed.layers[engine->layer].attention_output.type;
+    const np_matrix *output = &engine->fixed.layers[engine->layer].attention_output;
+    engine->vectors.type = output->quants ? output->type : engine->shape.type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
 }
 
@@ -158,7 +159,8 @@ int np_begin_attention(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
-    engine->vectors.type = engine->fixed.layers[layer].qkv.type;
+    const np_matrix *qkv = &engine->fixed.layers[layer].qkv;
+    engine->vectors.type = qkv->quants ? qkv->type : s->type;
     np_prepare_vectors(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     return np_predictor_runs(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
 }

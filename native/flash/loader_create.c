@@ -113,7 +113,7 @@ static void size_pools(np_loader *loader, uint32_t min_part_bytes)
     loader->pools[NP_POOL_ORDINARY] = (np_staging_pool){.read_bytes = reading->most_read_bytes, .count = loader->depth - reading->warm_up_reads};
     loader->pools[NP_POOL_LONG] = (np_staging_pool){.read_bytes = reading->warm_up_read_bytes, .count = reading->warm_up_reads};
     for (int i = 0; i < NP_LOADER_POOLS; i++)
-        loader->pools[i].max_claims = loader->pools[i].read_bytes / min_part_bytes + NP_LOADER_PARTS;
+        loader->pools[i].max_claims = (reading->source ? 0 : loader->pools[i].read_bytes / min_part_bytes) + NP_LOADER_PARTS;
 }
 
 /* Assign each flight its buffer and its claims. */

@@ -2,9 +2,9 @@
  * to the types that the engine computes with.
  *
  * Rows are not aligned to pages, so each read has whole pages around them. A checksum is made by the first read of a
- * part, and later reads are compared with it. A file that was changed since the package was made gives no clusters: its
- * size and time of modification are compared after the bytes have arrived, so a write that could have changed them has
- * changed the time before. */
+ * part whose rows could be converted, and later reads are compared with it. A file that was changed since the package
+ * was made gives no clusters: its size and time of modification are compared after the bytes have arrived, and a write
+ * changes the time before the bytes. (A write through a mapping may change it later; only the checksum finds that.) */
 #include "flash/source.h"
 
 #include <sys/stat.h>
@@ -61,7 +61,7 @@ static int is_matrix_valid(const np_source *source, const np_source_matrix *matr
         if (!bytes || bytes > INT32_MAX || !np_gguf_fits(matrix->encodings[layer], matrix->type) || np_file_number(offset) >= source->file_count)
             return 0;
         const uint64_t file_bytes = source->files[np_file_number(offset)].bytes;
-        if (place > file_bytes || (file_bytes - place) / source->experts < bytes)
+        if (file_bytes >> NP_FILE_SHIFT || place > file_bytes || (file_bytes - place) / source->experts < bytes)
             return 0;
     }
     return 1;
@@ -123,17 +123,14 @@ static const uint8_t *rows_of(const np_flight *flight, uint32_t number)
     return flight->staged + flight->reads[number].staged + flight->reads[number].skipped_bytes;
 }
 
-/* True if a part's bytes are those of its first read. */
-static int is_part_same(const np_source *source, const np_flight *flight, const np_claim *claim)
+/* The checksum of a part's rows; never 0, which means that none is known. */
+static uint32_t checksum_of(const np_source *source, const np_flight *flight, const np_claim *claim)
 {
-    uint32_t *known = &source->checksums[2 * (size_t)claim->id + claim->part], checksum = 0;
+    uint32_t checksum = 0;
     for (uint32_t i = 0; i < NP_SOURCE_READS; i++)
         if (matrix_of(source, i)->part == claim->part)
             checksum = np_crc32c(checksum, rows_of(flight, i), flight->reads[i].needed_bytes - flight->reads[i].skipped_bytes);
-    checksum += checksum == 0; /* 0 means that none is known */
-    if (!*known)
-        *known = checksum;
-    return *known == checksum;
+    return checksum + (checksum == 0);
 }
 
 static int convert_part(const np_loader *loader, const np_flight *flight, const np_claim *claim)
@@ -153,9 +150,14 @@ static int convert_part(const np_loader *loader, const np_flight *flight, const 
 
 void np_fill_from_source(const np_loader *loader, np_flight *flight)
 {
+    const np_source *source = loader->reading.source;
     flight->is_complete = are_files_unchanged(loader, flight);
     for (uint32_t i = 0; i < flight->claim_count; i++) {
         np_claim *claim = &flight->claims[i];
-        claim->is_valid = flight->is_complete && is_part_same(loader->reading.source, flight, claim) && convert_part(loader, flight, claim);
+        uint32_t *known = &source->checksums[2 * (size_t)claim->id + claim->part];
+        const uint32_t checksum = flight->is_complete ? checksum_of(source, flight, claim) : 0;
+        claim->is_valid = flight->is_complete && (!*known || *known == checksum) && convert_part(loader, flight, claim);
+        if (claim->is_valid)
+            *known = checksum;
     }
 }

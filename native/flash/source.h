@@ -10,8 +10,8 @@ int np_is_source_valid(const np_loader_reading *reading, const np_loader_part *p
 uint64_t np_source_read_bytes(const np_loader *loader, uint32_t entry);
 /* Set the flight's reads, for these parts of a cluster. */
 void np_plan_source_reads(const np_loader *loader, uint32_t entry, np_flight *flight);
-/* Verify the flight's claims and convert their rows into the slots. Touches nothing of the loader but the checksums of
- * these clusters, so that several flights may be filled at once. */
+/* Verify the flight's claims and convert their rows into the slots. Writes the flight, these slots and the checksums of
+ * these clusters only, so that several flights may be filled at once. */
 void np_fill_from_source(const np_loader *loader, np_flight *flight);
 
 #endif

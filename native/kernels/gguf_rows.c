@@ -62,13 +62,14 @@ NP_INLINE unsigned widen_groups(const uint8_t *stored, size_t groups, const size
     return strange;
 }
 
-/* mxfp4's values are twice those of MXFP4, so exponents count from 128. fp16 has powers of two from -24 to 15. */
+/* mxfp4's values are twice those of MXFP4, so exponents count from 128. fp16 has powers of two from -24 to 15; smaller
+ * ones, as of blocks of zeros, are rounded to 0. */
 NP_INLINE unsigned move_mxfp4(const uint8_t *stored, size_t groups, uint8_t *quants, uint8_t *scales) {
     unsigned strange = 0;
     for (size_t g = 0; g < groups; g++, stored += 17) {
         const int exponent = stored[0] - 128;
-        const uint16_t half = (uint16_t)(exponent >= -14 ? (exponent + 15) << 10 : 1 << ((exponent + 24) & 15));
-        strange |= exponent < -24 || exponent > 15;
+        const uint16_t half = (uint16_t)(exponent >= -14 ? (exponent + 15) << 10 : exponent >= -24 ? 1 << ((exponent + 24) & 15) : 0);
+        strange |= exponent > 15;
         memcpy(scales + 2 * g, &half, 2);
         memcpy(quants + 16 * g, stored + 1, 16);
     }

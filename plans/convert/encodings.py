@@ -85,7 +85,7 @@ def unpack_gguf(encoding: str, stored: NDArray[np.uint8], columns: int, quantiza
 
 def same_values(encoding: str, quantization: Quantization, stored: NDArray[np.uint8]) -> Rows | None:
     """Return stored rows [rows, row bytes] in a package's quantization, with the same values; None if that is not
-    possible. Scales of IQ4_XS are rounded to fp16."""
+    possible. Scales of IQ4_XS are rounded to fp16, as are those of MXFP4 below the range of fp16."""
     if encoding == "F16" and quantization == "f16":
         return Rows(stored, np.empty((len(stored), 0), dtype=np.uint8))
     if encoding in ("Q4_K", "Q5_K"):

@@ -16,6 +16,7 @@ from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout,
 from neuronpipe.plans.package.source_experts import (
     GGUF_TYPES,
     MATRICES,
+    MAX_HEADER_BYTES,
     SourceEntry,
     SourceExperts,
     SourceRows,
@@ -150,10 +151,10 @@ def _read_bytes(checkpoint: Checkpoint, matrix: str) -> list[int]:
 
 
 def _header_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the length of the header of each file: up to its first tensor."""
+    """Return the length of the header of each file, up to the first tensor of the model; at most MAX_HEADER_BYTES."""
     starts: dict[str, int] = {}
     for parts in (*checkpoint.matrices.values(), *checkpoint.vectors.values()):
         for part in parts:
             path = str(part.file.path)
-            starts[path] = min(starts.get(path, part.offset), part.offset)
+            starts[path] = min(starts.get(path, MAX_HEADER_BYTES), part.offset)
     return starts

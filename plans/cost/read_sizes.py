@@ -191,15 +191,19 @@ def choose_read_sizes(
     elif bundle:
         demand = demands[0]
     cluster_read_bytes = largest_read_bytes(layout, bundle=bundle or demand.moved)
-    is_long = curve is not None and bundle and demand.in_order
+    # Experts in place are no neighbours, so a read never has two.
+    may_join = not layout.down_by_output
+    is_long = curve is not None and bundle and demand.in_order and may_join
     if curve and is_long:  # neighbours are read together: fewer and longer reads
         knee = _knee_depth(curve, _longest(curve))
     depth = max(1, min(knee if depth is None else depth, max_staging_bytes // cluster_read_bytes))
-    target_bytes = cluster_read_bytes if curve is None else _longest(curve) if is_long else _knee_size(curve, depth)
+    target_bytes = cluster_read_bytes
+    if curve and may_join:
+        target_bytes = _longest(curve) if is_long else _knee_size(curve, depth)
     max_read_bytes = max(
         cluster_read_bytes, min(target_bytes, max_staging_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES)
     )
-    gap_bytes = min(_gap_bytes(curve, depth), max_read_bytes - cluster_read_bytes) if curve else 0
+    gap_bytes = min(_gap_bytes(curve, depth), max_read_bytes - cluster_read_bytes) if curve and may_join else 0
     if curve:
         kib = (max_read_bytes if is_long else layout.value_part_bytes) >> 10
         reasons.append(
@@ -209,8 +213,7 @@ def choose_read_sizes(
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
     warm_up_bytes = (max_staging_bytes - depth * max_read_bytes) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
-    may_join = warm_up_bytes > max_read_bytes and not layout.down_by_output  # experts in place are not neighbours
-    warm_up_read_bytes = min(warm_up_bytes, MAX_READ_BYTES) if may_join else 0
+    warm_up_read_bytes = min(warm_up_bytes, MAX_READ_BYTES) if warm_up_bytes > max_read_bytes and may_join else 0
     return ReadSizes(
         depth=depth,
         bundle=bundle,
@@ -221,7 +224,8 @@ def choose_read_sizes(
         warm_up_reads=WARM_UP_READS if warm_up_read_bytes else 0,
         warm_up_read_bytes=warm_up_read_bytes,
         set_aside_bytes=min(
-            max_staging_bytes, depth * max(cluster_read_bytes, target_bytes) + WARM_UP_READS * MAX_READ_BYTES
+            max_staging_bytes,
+            depth * max(cluster_read_bytes, target_bytes) + (WARM_UP_READS * MAX_READ_BYTES if may_join else 0),
         ),
         reasons=tuple(reasons),
     )

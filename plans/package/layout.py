@@ -133,7 +133,7 @@ class SlotPlaces:
 class Layout:
     """The layout of clusters, the same for all of a package.
 
-    trigger_part_bytes, value_part_bytes: if experts are read in place, the pages that hold a part's rows, at most
+    trigger_part_bytes, value_part_bytes: if experts are read in place, the most that pages around a part's rows take
     clusters, blocks: numbers per (layer, expert)
     matrices: matrices of the feed-forward, the trigger first: gate, up, down, or up, down; offsets are within a part,
         or within a slot if experts are read in place

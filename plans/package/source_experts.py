@@ -59,8 +59,8 @@ class SourceEntry:
             status = os.stat(self.path)
         except OSError as error:
             raise UserError(
-                f"{self.path}: cannot be read: {error.strerror}; this package reads its experts from that file: put it "
-                "back, or remove the package with `neuronpipe rm`"
+                f"{self.path}: cannot be read: {error.strerror}; a package reads its experts from that file: put it "
+                "back, or remove the package"
             ) from None
         if (status.st_size, status.st_mtime_ns) != (self.bytes, self.modified_ns):
             raise UserError(f"{self.path}: {CHANGED}")
@@ -127,7 +127,10 @@ class SourceExperts:
         except UserError as error:
             return str(error)
         paths = dict.fromkeys(self.files[layers[layer].file].path for layers in self.matrices.values())
-        return f"{', '.join(paths)}: {where}: cannot be read, is damaged, or differs from what was read first"
+        return (
+            f"{', '.join(paths)}: {where}: cannot be read, is damaged, or differs from the first read; if the file "
+            "is intact, remove the package of it and name the file again"
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -172,6 +172,9 @@ class PackageWriter:
             stack.push(self._explain)
             path = stack.enter_context(self._directory).path
             self._require_space(path)
+            if self._in_place:  # neither neurons nor checksums of an interrupted conversion with its own experts
+                (path / BUNDLES).unlink(missing_ok=True)
+                (path / CHECKSUMS).unlink(missing_ok=True)
             self._files: dict[str, BinaryIO] = {
                 name: stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
                 for name in (*self._tensors, *((CHECKSUMS,) if self._in_place else (BUNDLES, CHECKSUMS)))
@@ -266,8 +269,8 @@ class PackageWriter:
         Raises ValueError if tensors or clusters are missing.
         """
         missing = [name for tensors in self._tensors.values() for name in tensors.missing()]
-        if self._in_place:  # checksums are not known yet
-            self._files[CHECKSUMS].truncate(self._manifest.clusters * CHECKSUM_BYTES)
+        if self._in_place:  # checksums are not known yet; no hole, since the loader writes to a mapping of the file
+            self._files[CHECKSUMS].write(bytes(self._manifest.clusters * CHECKSUM_BYTES))
             self._clusters = self._manifest.clusters
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")

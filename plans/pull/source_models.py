@@ -99,6 +99,7 @@ class PackageRequest:
     name: None: the default name
     quantization, gates, frequencies, importance, overwrite: as in `convert`
     command: the words of the `convert` command that makes the package again, with absolute paths; empty for `make`
+    may_be_in_place: whether experts may stay in the model's own files
     """
 
     name: str | None = None
@@ -109,6 +110,7 @@ class PackageRequest:
     importance: MeasureImportance | None = None
     overwrite: bool = False
     command: tuple[str, ...] = ()
+    may_be_in_place: bool = False
 
 
 @frozen(kw_only=True)
@@ -160,7 +162,12 @@ def existing_package(source: Path) -> Path | None:
     `Origin.of`."""
     origin, unfinished = Origin.of(source), pull_names()
     packages = [packages_folder() / name for name in package_names() if name not in unfinished]
-    return next((package for package in packages if origin_of(package) == origin), None)
+    return min((package for package in packages if origin_of(package) == origin), key=_has_no_experts, default=None)
+
+
+def _has_no_experts(package: Path) -> bool:
+    """Return True if the package in a folder reads its experts from the model's own files."""
+    return not (package / BUNDLES).exists()
 
 
 def make(
@@ -192,7 +199,15 @@ def make(
             with working_folder(name) as folder, _removed_at_exit(folder):
                 # Another command may have made the package before this one got the lock.
                 if name == _name_for(source) and existing_package(source) is None:
-                    return _make(source, name, folder, PackageRequest(options=options), agree, progress, report)
+                    return _make(
+                        source,
+                        name,
+                        folder,
+                        PackageRequest(options=options, may_be_in_place=True),
+                        agree,
+                        progress,
+                        report,
+                    )
         except Busy:
             waiting(name)
             time.sleep(WAIT_S)
@@ -232,14 +247,19 @@ def _removed_at_exit(folder: Path) -> Iterator[None]:
 
 
 def _refuse_name_in_use(source: Path, name: str, *, overwrite: bool) -> None:
-    """Raise UserError if a package has the name, unless `overwrite`, or an interrupted command for another model."""
+    """Raise UserError if a package has the name, unless `overwrite`, or an interrupted command for another model. A
+    package that reads its experts from the same model may be replaced."""
     unfinished = unfinished_pull(name)
     if unfinished is not None and unfinished.reference != one_line(Origin.of(source).path):
         raise UserError(
             f"{name}: an interrupted command makes a package of {unfinished.reference} of that name; go on with that "
             f"one, remove it with `neuronpipe rm {name}`, or take another --name"
         )
-    if (packages_folder() / name).exists() and not overwrite:
+    existing = packages_folder() / name
+    if not existing.exists() or overwrite:
+        return
+    origin = origin_of(existing)
+    if not _has_no_experts(existing) or origin is None or origin.path != Origin.of(source).path:
         raise UserError(f"{name}: is there already; take another --name, `neuronpipe rm {name}`, or pass --overwrite")
 
 
@@ -296,8 +316,10 @@ def _make(
 
     origin, target = Origin.of(source), packages_folder() / name
     with open_checkpoint(source, request.options or Options()) as checkpoint:
-        placed = "" if request.command else experts_in_place(checkpoint)
+        placed = experts_in_place(checkpoint) if request.may_be_in_place else ""
         experts = None if isinstance(placed, str) else placed
+        if experts is not None and Origin.of(source) != origin:
+            raise UserError(f"{source}: changed while its header was read; try again when it is complete")
         conversion = Conversion(
             checkpoint,
             experts=experts,

@@ -65,10 +65,10 @@ def _map_checksums(package: Package) -> mmap.mmap:
     try:
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), length)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: shorter than the manifest says
         pass
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None

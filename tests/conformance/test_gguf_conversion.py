@@ -281,21 +281,22 @@ def test_values_with_fp16_scales_pass_unchanged_along_the_sources_axis(tmp_path:
             np.testing.assert_allclose(values, expected, rtol=2**-11 if encoding == "IQ4_XS" else 0)
 
 
-def test_mxfp4_whose_scales_are_no_fp16_is_encoded_again() -> None:
+def test_mxfp4_whose_scales_exceed_fp16_is_encoded_again_and_smaller_ones_are_zero() -> None:
     stored = np.full((1, 17), 128, dtype=np.uint8)
     for exponent, fits in (
         (128 - 24, True),
-        (128 - 25, False),
+        (128 - 25, True),
         (128 + 15, True),
         (128 + 16, False),
         (255, False),
-        (0, False),
+        (0, True),
     ):
         stored[0, 0] = exponent
         rows = same_values("MXFP4", "mxfp4", stored)
         assert (rows is not None) == fits
         if rows is not None:
-            np.testing.assert_array_equal(decode("mxfp4", rows), decode_stored("MXFP4", stored))
+            expected = decode_stored("MXFP4", stored)
+            np.testing.assert_array_equal(decode("mxfp4", rows), expected if exponent >= 128 - 24 else 0 * expected)
 
 
 @pytest.mark.parametrize(("encoding", "largest"), [("IQ4_XS", 65504 / 32), ("Q5_0", 65504 / 16)])

@@ -139,6 +139,19 @@ def test_a_file_that_went_away_is_named(shell: Shell, data: Path, mixture: Path)
     assert f"{mixture}: cannot be read" in said
 
 
+def test_a_package_made_by_request_takes_the_place_of_the_one_made_unasked(
+    shell: Shell, data: Path, mixture: Path
+) -> None:
+    assert shell.call("run", mixture, "-p", "1 2", "-n", "2").code == 0
+    done = shell.call("convert", mixture)
+    assert done.code == 0, done.errors
+    (package,) = data.iterdir()
+    assert (package / "bundles.bin").exists()
+    assert shell.json("inspect", mixture)["source_experts"] is None
+    mixture.unlink()
+    assert shell.call("run", package, "-p", "1 2", "-n", "2").code == 0
+
+
 def test_an_encoding_that_is_not_computed_with_is_copied_and_said(shell: Shell, data: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", RECIPE, "F16", metadata=METADATA, architecture="qwen3moe")
     done = shell.call("run", path, "-p", "the rain", "-n", "2")

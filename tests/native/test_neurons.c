@@ -22,6 +22,7 @@ typedef struct {
 
 static float at_first[TOKENS][WIDTH];
 static uint32_t wants[NEURONS]; /* bit t: token t, of all */
+static float silent_below;      /* of the layer */
 
 static uint32_t of_slot(const np_shape *s, uint32_t rows, int is_scales) {
     const size_t each = s->cluster_neurons;
@@ -70,7 +71,7 @@ static void compute(stage *s, uint32_t first, uint32_t count) {
         for (uint32_t t = 0; t < count; t++)
             if (wants[i] >> (first + t) & 1) s->predicted[i * mask_bytes + t / 8] |= (uint8_t)(1u << t % 8);
     memcpy(s->residual, at_first[first], count * sizeof s->residual[0]);
-    const np_layer layer = {.ffn_norm = {ones, NULL}};
+    const np_layer layer = {.ffn_norm = {ones, NULL}, .silent_below = silent_below};
     const np_fixed fixed = {.layers = &layer};
     const np_shared shared = {
         .residual = s->residual[0], .hidden = s->hidden[0], .partials = s->partials[0][0], .ranks = s->ranks[0], .predicted = s->predicted,
@@ -157,6 +158,21 @@ static void test_down_by_output(const char *isa) {
     }
 }
 
+/* Nobody asks for the value part of an expert of which no neuron fires. */
+static void test_silent_expert(const char *isa) {
+    static stage s;
+    const np_shape shape = shape_by_output(NP_Q8);
+    fill(&s, &shape);
+    silent_below = 1e9f;
+    for (uint32_t count = 1; count <= TOKENS; count += 20) {
+        s.entries[NP_VALUE][0] = NP_ENTRY_ABSENT;
+        compute(&s, 0, count);
+        CHECK(memcmp(s.residual, at_first, count * sizeof s.residual[0]) == 0, "%s: a silent expert adds something", isa);
+        CHECK(s.counters.down_rows == 0, "%s: rows of a silent expert", isa);
+    }
+    silent_below = 0.0f;
+}
+
 static void test_isa(const char *isa) {
     static const uint32_t counts[] = {1, 2, 4, 7, 15, 16, TOKENS};
     static stage s, alone;
@@ -177,5 +193,6 @@ int main(void) {
         for (int j = 0; j < WIDTH; j++) at_first[t][j] = random_float();
     for_each_isa(test_isa);
     for_each_isa(test_down_by_output);
+    for_each_isa(test_silent_expert);
     return checks_report();
 }

@@ -100,6 +100,20 @@ def test_checksums_that_a_loader_added_leave_the_package_valid(package: Package)
     Package.open(package.path).verify_fixed()
 
 
+def test_files_of_an_interrupted_conversion_do_not_stay(tmp_path: Path) -> None:
+    path, place = write(tmp_path), tmp_path / "place"
+    unfinished = place / "package"
+    unfinished.mkdir(parents=True)
+    for name in ("bundles.bin", "checksums.bin"):
+        (unfinished / name).write_bytes(b"x" * 100_000)
+    with open_checkpoint(path, Options()) as checkpoint:
+        experts = experts_in_place(checkpoint)
+        assert isinstance(experts, ExpertsInPlace)
+        package = Conversion(checkpoint, experts=experts).write(tmp_path / "p", overwrite=False, place=place)
+    assert not package.bundles_path.exists()
+    assert package.checksums_path.read_bytes() == bytes(8 * package.manifest.clusters)
+
+
 def test_other_models_are_copied_for_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(model: ModelSpec, preset: str = "Q4_0") -> str:
         with open_checkpoint(write(tmp_path, model, preset), Options()) as checkpoint:
@@ -181,6 +195,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a bundle file beside them": (
         lambda m: m["files"].update({"bundles.bin": {"bytes": 0}}),
         r"files\.bundles\.bin: unknown field",
+    ),
+    "scales in the other part": (
+        lambda m: m["layout"]["matrices"]["up"].update(scales_part="trigger"),
+        r"the scales of the value part's matrices lie in one part",
+    ),
+    "all scales in the trigger part": (
+        lambda m: [m["layout"]["matrices"][name].update(scales_part="trigger") for name in ("up", "down")],
+        r"scales lie in their matrix's part",
     ),
     "places that overlap": (
         lambda m: m["layout"]["matrices"]["down"].update(quants=0),
