@@ -80,7 +80,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "trigger_part": {"bytes": layout.trigger_part_bytes, "pieces": parts["trigger"]},
             "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
-        "source_experts": None if (experts := manifest.source_experts) is None else experts.as_json(),
+        "source_experts": None if manifest.source_experts is None else asdict(manifest.source_experts),
         "reading": read_units(manifest, curve) if curve is not None else None,
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),

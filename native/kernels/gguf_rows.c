@@ -76,7 +76,7 @@ NP_INLINE unsigned move_mxfp4(const uint8_t *stored, size_t groups, uint8_t *qua
     return strange;
 }
 
-/* A scale just above 65504 would be rounded down to it; encodings.py refuses it, too. */
+/* A scale just above 65504 would be rounded down to it, and is refused. */
 NP_INLINE unsigned move_iq4_xs(const uint8_t *stored, size_t n, uint8_t *quants, uint8_t *scales) {
     unsigned strange = 0;
     for (size_t b = 0; b < n / NP_GGUF_WIDE; b++, stored += 136) {

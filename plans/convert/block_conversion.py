@@ -203,7 +203,7 @@ class Work:
         same = same_values(matrix.encoding, quantization, stored)
         if same is None:
             decoded = matrix.checked(decode_stored(matrix.encoding, stored))
-            # A first start waits for this, and the search for the best scales takes six times as long.
+            # A first start waits for this, and the search for the best scales would take most of the time.
             if self._in_place and can_unpack(matrix.encoding, quantization):
                 fast = unpack_gguf(matrix.encoding, stored, matrix.columns, quantization)
                 if fast is not None:

@@ -12,9 +12,8 @@ from neuronpipe.native import ROW_TYPES, lib
 from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.encodings import can_unpack
 from neuronpipe.plans.convert.source_file import SourceFile
-from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, quant_bytes, reads_inputs_of
+from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, reads_inputs_of
 from neuronpipe.plans.package.source_experts import (
-    GGUF_TYPES,
     MATRICES,
     MAX_HEADER_BYTES,
     SourceEntry,
@@ -123,19 +122,12 @@ def _slot_quantizations(checkpoint: Checkpoint) -> dict[str, Quantization] | Non
     chosen: dict[str, Quantization] = {}
     for matrix in MATRICES:
         stored = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers)]
-        if not {part.encoding for part in stored} <= GGUF_TYPES.keys():
+        fitting = [choice for choice in SLOT_QUANTIZATIONS if all(_fits(part, choice) for part in stored)]
+        if not fitting:
             return None
-        for quantization in SLOT_QUANTIZATIONS:
-            if quant_bytes(quantization, stored[0].columns) and all(_fits(part, quantization) for part in stored):
-                chosen[matrix] = quantization
-                break
-        else:
-            return None
+        chosen[matrix] = fitting[0]
     if not reads_inputs_of(chosen["up"], chosen["gate"]):
-        chosen["gate"] = chosen["up"] = "q8"
-        both = [_expert(checkpoint, layer, 0, matrix) for layer in range(model.layers) for matrix in ("gate", "up")]
-        if not all(_fits(part, "q8") for part in both):
-            return None
+        chosen["gate"] = chosen["up"] = SLOT_QUANTIZATIONS[-1]  # it holds every encoding that another one holds
     return chosen
 
 

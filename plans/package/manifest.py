@@ -353,7 +353,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "quantization_error": dict(manifest.quantization_error),
     }
     if manifest.source_experts is not None:
-        values["source_experts"] = manifest.source_experts.as_json()
+        values["source_experts"] = asdict(manifest.source_experts)
     if manifest.fired_by_layer is not None:
         values["activity"] = {"mean_by_layer": list(manifest.fired_by_layer)}
         if manifest.trigger_fired_by_layer is not None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from neuronpipe.native import lib
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout, pages
@@ -131,24 +130,6 @@ class SourceExperts:
             f"{', '.join(paths)}: {where}: cannot be read, is damaged, or differs from the first read; if the file "
             "is intact, remove the package of it and name the file again"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "files": [
-                {
-                    "path": file.path,
-                    "bytes": file.bytes,
-                    "modified_ns": file.modified_ns,
-                    "header_bytes": file.header_bytes,
-                    "header_sha256": file.header_sha256,
-                }
-                for file in self.files
-            ],
-            "matrices": {
-                name: [{"file": rows.file, "offset": rows.offset, "encoding": rows.encoding} for rows in layers]
-                for name, layers in self.matrices.items()
-            },
-        }
 
 
 def expert_bytes(encoding: str, layout: Layout, matrix: str, width: int) -> int:

@@ -57,6 +57,9 @@ HEADROOM_PERCENT = 2  # added to the budget for memory that has no item in it
 # lists of free slots (8), bits for resident and warming clusters (less than 1). Cache: free slots (2), requests of
 # warm-up in flight (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
+# Tokens that an engine multiplies with Down by output at once (NP_OUTPUT_TOKENS), and its memory for each of their
+# values: prepared for the kernels, and in a panel.
+OUTPUT_TOKENS, OUTPUT_VALUE_BYTES = 64, 4
 OPEN_CLUSTER_BYTES = 13  # of a mixture's open cluster in a participant: state, slots of its parts, requests
 LOADER_QUEUES = 9  # three kinds of requests with three priorities
 MAX_QUEUED_CLUSTERS = 32768  # of each queue: two layers of a 7B model; further requests stay in the workers' rings
@@ -204,7 +207,7 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     """Return the bytes of the participants' private memory.
 
     It has each token's vectors as kernels need them (in two types, since a predictor may need another one), results of
-    rows, attention scores, and the state of a mixture's open clusters.
+    rows, attention scores, the state of a mixture's open clusters, and the values that Down by output reads.
     """
     model, layout = manifest.model, manifest.layout
     max_width = max(model.width, model.query_width)
@@ -213,6 +216,10 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     open_experts = shape.workers * min(model.experts, shape.sequences * model.experts_per_token)
     open_experts += shape.prefill_threads * min(model.experts, prefill_tokens * model.experts_per_token)
     clusters_bytes = OPEN_CLUSTER_BYTES * layout.clusters * open_experts if model.experts > 1 else 0
+    if layout.down_by_output:
+        at_once = shape.prefill_threads * min(prefill_tokens, OUTPUT_TOKENS)
+        at_once += shape.workers * min(shape.sequences, OUTPUT_TOKENS)
+        clusters_bytes += OUTPUT_VALUE_BYTES * layout.cluster_neurons * at_once
     return tokens * token_bytes + clusters_bytes + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 
 

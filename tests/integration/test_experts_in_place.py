@@ -83,11 +83,14 @@ def test_any_memory_and_any_number_of_workers_says_the_same(shell: Shell, data: 
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_a_loader_that_dies_changes_no_token(shell: Shell, data: Path, mixture: Path) -> None:
+def test_a_loader_that_dies_or_is_swapped_changes_no_token(shell: Shell, data: Path, mixture: Path) -> None:
     with shell.up(mixture, "--ffn-resident", "20%") as run:
         expected = run.ask(PROMPT, MOST)["token_ids"]
         os.kill(run.pid("loader"), signal.SIGKILL)
         assert run.ask(PROMPT, MOST)["token_ids"] == expected
+        for process in ("loader", "decode.0"):
+            assert shell.call("swap", process, "--run", run.path).code == 0
+            assert run.ask(PROMPT, MOST)["token_ids"] == expected
 
 
 @pytest.mark.parametrize(("encoding", "tensors_of_part"), [("Q8_0", 0), ("Q8_0", 9), ("Q4_0", 0), ("Q5_0", 0)])
@@ -118,7 +121,7 @@ def test_logits_agree_with_the_stored_weights(
 
 def test_a_file_that_changes_gives_no_token_more(shell: Shell, data: Path, mixture: Path) -> None:
     with shell.up(mixture, "--ffn-resident", "20%") as run:
-        expected = run.ask(PROMPT, MOST)["token_ids"]
+        run.ask(PROMPT, MOST)
         mixture.write_bytes(mixture.read_bytes())  # the same bytes: the time of modification tells
         with pytest.raises(UserError, match=r"mixture\.gguf: has changed since a package was made of it"):
             run.ask([9, *PROMPT], 40)
@@ -128,7 +131,6 @@ def test_a_file_that_changes_gives_no_token_more(shell: Shell, data: Path, mixtu
     anew = shell.call("run", mixture, "-p", "1 2", "-n", "2")
     assert anew.code == 0, anew.errors
     assert "the model has changed" in anew.errors
-    assert len(expected) == MOST
 
 
 def test_a_file_that_went_away_is_named(shell: Shell, data: Path, mixture: Path) -> None:
