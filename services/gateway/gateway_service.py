@@ -76,7 +76,7 @@ def serve(
     run_ended: polled; returns the reason once the run has ended; None if a signal announces the end
     pulse: written regularly, for a watchdog that detects a server that hangs
     """
-    _run_until_signal(_serve_run(package, run, listener, run_ended), pulse or unwatched())
+    _run_until_signal(lambda: _serve_run(package, run, listener, run_ended), pulse or unwatched())
 
 
 def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket, pulse: Pulse) -> None:
@@ -86,15 +86,18 @@ def serve_hosted(hosted: HostedPackages, listener: Listener, link: socket.socket
 
     pulse: as in `serve`
     """
-    _run_until_signal(_serve_hosted(hosted, listener, link), pulse)
+    _run_until_signal(lambda: _serve_hosted(hosted, listener, link), pulse)
 
 
-def _run_until_signal(work: Coroutine[None, None, None], pulse: Pulse) -> None:
-    """Run a coroutine with SIGNALS blocked until the server handles them; before, they would abort the event loop."""
+def _run_until_signal(work: Callable[[], Coroutine[None, None, None]], pulse: Pulse) -> None:
+    """Run a coroutine with SIGNALS blocked until the server handles them; before, they would abort the event loop.
+
+    work: creates the coroutine. A signal before that leaves none that was never awaited.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with asyncio.Runner(loop_factory=lambda: event_loop(pulse)) as runner:
-            runner.run(work)
+            runner.run(work())
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
