@@ -86,6 +86,7 @@ void np_request_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_ran
 
 uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens)
 {
-    const int needs_both = engine->config.bundle || tokens >= NP_DENSE_TOKENS || np_all_neurons_fire(engine, layer);
+    const int needs_both = engine->config.bundle || tokens >= NP_DENSE_TOKENS || engine->shape.down_by_output ||
+                           np_all_neurons_fire(engine, layer);
     return needs_both ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
 }

@@ -100,7 +100,7 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
     FIRST_ERROR({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
                 {"window_blocks", p->window_blocks > 0},
                 {"external_products", !p->external_products || may_have_external_products(p, s)},
-                {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks)},
+                {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks || (s->predictor_rank && !p->hints))},
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
                 {"offload_blocks", !p->offload_blocks || (!p->external_products && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
                 {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "engine/config_check.h"
+#include "engine/experts.h"
 #include "engine/feed_forward.h"
 #include "engine/prediction.h"
 
@@ -84,7 +85,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->states = aligned_zeros((size_t)engine->max_open_groups * shape->clusters);
     for (int part = 0; part < NP_PARTS; part++)
         engine->slot_tables[part] = aligned_zeros((size_t)engine->max_open_groups * shape->clusters * sizeof(uint32_t));
-    engine->pending = aligned_zeros((size_t)engine->max_open_groups * shape->blocks * sizeof(uint32_t));
+    engine->pieces = shape->down_by_output ? np_neuron_pieces(shape) : shape->blocks;
+    engine->pending = aligned_zeros((size_t)engine->max_open_groups * engine->pieces * sizeof(uint32_t));
     engine->open = aligned_zeros(shape->block_neurons / shape->cluster_neurons * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));

@@ -95,6 +95,7 @@ struct np_engine {
     np_vectors gathered;        /* `vectors` of the current group's tokens; unused in dense layers */
     np_vectors gathered_input;  /* the same of predictor_input */
     np_vectors values;          /* values of an expert's neurons, the inputs of down by output */
+    uint32_t values_pair;       /* the first pair of the current layer whose values these are; NP_NONE: of no pair */
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;
@@ -117,7 +118,8 @@ struct np_engine {
     uint32_t layer;
     const np_group *group;     /* the current group: cluster_state, slot and inputs are this group's */
     const np_vectors *inputs;  /* of the group's tokens */
-    uint32_t block_piece, down_piece; /* claimed but not begun, possibly of a later group */
+    uint32_t pieces;           /* of a group, for participants to claim: its blocks, or with down_by_output np_neuron_pieces */
+    uint32_t piece, down_piece; /* claimed but not begun, possibly of a later group */
     uint32_t down_pieces_done; /* pieces of the groups before */
     np_range window;           /* open blocks of the current group */
     int is_layer_open;         /* 1: the window is the whole layer; all groups are open at once */
@@ -130,7 +132,7 @@ struct np_engine {
     uint32_t *slot_tables[NP_PARTS]; /* by part: [max_open_groups][clusters] slots or NP_NONE; valid while the window is open */
     uint8_t *cluster_state;    /* the current group's row of `states` */
     uint32_t *slot[NP_PARTS];  /* the current group's rows of slot_tables */
-    uint32_t *pending;         /* [max_open_groups*blocks] group * blocks + block: claimed blocks that wait for clusters */
+    uint32_t *pending;         /* [max_open_groups*pieces] group * pieces + piece: claimed pieces that wait for clusters */
     uint32_t pending_count;
     uint32_t *open;            /* [clusters of a block] clusters of the current block that are not done */
     uint32_t open_count;

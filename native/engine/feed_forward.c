@@ -7,6 +7,9 @@
  *   a cluster    looked up  ->  triggered (fired or not)  ->  done     its parts may arrive at any time, in any order
  *   a block      claimed  ->  pending while a cluster is not done  ->  done: its down rows are added
  *
+ * An expert whose down matrix has a row per output is one block. There participants claim pieces of its neurons instead
+ * of blocks, meet, and claim pieces of its outputs (experts.c).
+ *
  * Results have the same bits whatever the residency and the participants, by four rules kept here, in triggers.c and in
  * neurons.c: a gate or up value is the product of one whole row; the neurons of a block add to the block's partial sum
  * in index order; block sums are added in a fixed tree (np_sum_tree); a token's experts are added to its residual
@@ -15,7 +18,9 @@
 
 #include <string.h>
 
+#include "engine/block_sums.h"
 #include "engine/clusters.h"
+#include "engine/experts.h"
 #include "engine/neurons.h"
 #include "engine/prediction.h"
 #include "engine/prefetch.h"
@@ -23,13 +28,6 @@
 #include "engine/triggers.h"
 #include "engine/vectors.h"
 #include "engine/work.h"
-
-/* True if the block sums of all tokens fit `partials` at once: then a block's down rows are added as soon as its values
- * are computed. Otherwise the values of all blocks come first, and sums are computed for some tokens at a time. */
-static int fit_all_sums(const np_engine *engine)
-{
-    return engine->count <= engine->config.partial_tokens;
-}
 
 /* ---- groups ----------------------------------------------------------------------------------------------------- */
 int np_opens_whole_layers(const np_engine *engine)
@@ -85,7 +83,7 @@ static void enter_group(np_engine *engine, const np_group *group)
 /* Open the window over the whole layer, if memory holds several layers and `partials` the block sums of all groups. */
 static void open_layer(np_engine *engine)
 {
-    engine->is_layer_open = np_opens_whole_layers(engine) && fit_all_sums(engine);
+    engine->is_layer_open = np_opens_whole_layers(engine) && np_fit_all_sums(engine);
     if (!engine->is_layer_open)
         return;
     publish_window(engine, (np_range){0, engine->shape.experts}, (np_range){0, engine->shape.clusters});
@@ -100,7 +98,7 @@ static int finish_block(np_engine *engine, uint32_t block)
     const np_range clusters = np_block_clusters(engine, block, block + 1);
     engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * engine->group->count;
     const int added =
-        fit_all_sums(engine) ? np_add_down_rows(engine, block, (np_range){0, engine->group->count}, engine->group->first) : NP_OK;
+        np_fit_all_sums(engine) ? np_add_down_rows(engine, block, (np_range){0, engine->group->count}, engine->group->first) : NP_OK;
     return added < 0 ? added : 1;
 }
 
@@ -120,22 +118,28 @@ static int advance_block(np_engine *engine, uint32_t block)
     return triggers || values ? 0 : finish_block(engine, block);
 }
 
-/* Make a block of the current group pending. */
-static void add_pending(np_engine *engine, uint32_t block)
+/* Compute a piece of the current group's work: a block, or some neurons of an expert with down by output. */
+static int advance_piece(np_engine *engine, uint32_t piece)
 {
-    engine->pending[engine->pending_count++] = (uint32_t)(engine->group - engine->groups) * engine->shape.blocks + block;
+    return engine->shape.down_by_output ? np_compute_neuron_piece(engine, piece) : advance_block(engine, piece);
 }
 
-/* Call `step` for the pending blocks until it returns 1 for each, sleeping between passes until clusters arrive. */
+/* Make a piece of the current group pending. */
+static void add_pending(np_engine *engine, uint32_t piece)
+{
+    engine->pending[engine->pending_count++] = (uint32_t)(engine->group - engine->groups) * engine->pieces + piece;
+}
+
+/* Call `step` for the pending pieces until it returns 1 for each, sleeping between passes until clusters arrive. */
 static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 {
-    const uint32_t blocks = engine->shape.blocks;
+    const uint32_t pieces = engine->pieces;
     while (engine->pending_count) {
         const uint32_t arrivals = np_word_load(engine->shared.arrivals); /* read before the pass, so that no arrival is missed */
         uint32_t left = 0;
         for (uint32_t i = 0; i < engine->pending_count; i++) {
-            enter_group(engine, engine->groups + engine->pending[i] / blocks);
-            const int done = step(engine, engine->pending[i] % blocks);
+            enter_group(engine, engine->groups + engine->pending[i] / pieces);
+            const int done = step(engine, engine->pending[i] % pieces);
             if (done < 0)
                 return done;
             if (!done)
@@ -269,113 +273,126 @@ static int compute_matrices(np_engine *engine, const np_group *group)
 }
 
 /* ---- the pipeline ------------------------------------------------------------------------------------------------- */
-static void claim_block(np_engine *engine)
+/* The pieces of each group that this participant shares. */
+static np_range group_pieces(const np_engine *engine)
 {
-    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
-    engine->block_piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * block_count);
+    const np_range blocks = engine->blocks;
+    return engine->shape.down_by_output && blocks.from < blocks.to ? (np_range){0, engine->pieces} : blocks;
 }
 
-/* Compute the blocks that this participant claims of the groups before `end`. The first claimed block of a later group
- * is left in block_piece. */
-static int compute_blocks(np_engine *engine, const np_group *end)
+static void claim_piece(np_engine *engine)
 {
-    const uint32_t block_count = engine->blocks.to - engine->blocks.from;
+    const np_range pieces = group_pieces(engine);
+    engine->piece = np_claim_shared_blocks(engine, NP_WORK_BLOCKS, engine->group_count * (pieces.to - pieces.from));
+}
+
+/* Compute the pieces that this participant claims of the groups before `end`. The first claimed piece of a later group
+ * is left in engine->piece. */
+static int compute_pieces(np_engine *engine, const np_group *end)
+{
+    const np_range pieces = group_pieces(engine);
+    const uint32_t count = pieces.to - pieces.from;
     int done = NP_OK;
     engine->pending_count = 0;
-    for (; engine->block_piece != NP_NONE && engine->groups + engine->block_piece / block_count < end; claim_block(engine)) {
-        const uint32_t block = engine->blocks.from + engine->block_piece % block_count;
-        enter_group(engine, engine->groups + engine->block_piece / block_count);
+    for (; engine->piece != NP_NONE && engine->groups + engine->piece / count < end; claim_piece(engine)) {
+        const uint32_t piece = pieces.from + engine->piece % count, block = engine->shape.down_by_output ? 0 : piece;
+        enter_group(engine, engine->groups + engine->piece / count);
         if (block < engine->window.from || block >= engine->window.to) {
-            done = finish_pending(engine, advance_block);
+            done = finish_pending(engine, advance_piece);
             if (done < 0)
                 return done;
             open_window(engine, block);
         }
-        done = advance_block(engine, block);
+        done = advance_piece(engine, piece);
         if (done < 0)
             return done;
         if (!done)
-            add_pending(engine, block);
+            add_pending(engine, piece);
     }
-    return finish_pending(engine, advance_block);
+    return finish_pending(engine, advance_piece);
 }
 
-/* ---- sums --------------------------------------------------------------------------------------------------------- */
-/* Add a row of block sums to a token's residual stream, in these columns. */
-static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_range columns)
+/* ---- down rows in pieces ------------------------------------------------------------------------------------------- */
+/* Claim and compute the down rows of the group's tokens [from, to), into rows of `partials` from first_row on. */
+static int compute_down_pieces(np_engine *engine, const np_group *group, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
-    const float *bias = engine->fixed.layers[engine->layer].down_bias;
-    for (uint32_t column = columns.from; column < columns.to; column += NP_PIECE_ROWS) {
-        const uint32_t count = columns.to - column < NP_PIECE_ROWS ? columns.to - column : NP_PIECE_ROWS;
-        const float *sums = engine->shared.partials + (size_t)row * s->blocks * s->width + column;
-        np_sum_tree_on(sums, engine->offloaded_blocks, s->blocks, s->width, count, engine->rows);
-        if (bias)
-            np_add(bias + column, count, engine->rows);
-        np_scale(engine->rows, count, s->residual_scale);
-        np_add(engine->rows, count, engine->shared.residual + (size_t)token * s->width + column);
+    const np_range pieces = s->down_by_output && engine->blocks.from < engine->blocks.to ? (np_range){0, np_output_pieces(s)} : engine->blocks;
+    const uint32_t done_before = engine->down_pieces_done, end = done_before + pieces.to - pieces.from;
+    int done = NP_OK;
+    for (; engine->down_piece < end && done >= 0; engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX)) {
+        const uint32_t piece = pieces.from + engine->down_piece - done_before;
+        enter_group(engine, group);
+        done = s->down_by_output ? np_multiply_output_piece(engine, piece, tokens, first_row) : np_add_down_rows(engine, piece, tokens, first_row);
     }
-}
-
-/* Add the sums of all blocks, and the down matrix's bias, to the residual stream: of all pairs of these tokens if group
- * is NULL, else of the group's tokens [from, to), whose sums lie in rows from 0 on. */
-static int add_sums(np_engine *engine, const np_group *group, np_range tokens)
-{
-    const np_range columns = np_even_share(engine, engine->shape.width);
-    const uint32_t per_token = engine->shape.experts_per_token;
-    const int done = np_meet(engine);
-    if (done < 0)
-        return done;
-    const uint64_t started = np_clock_ns();
-    for (uint32_t t = tokens.from; t < tokens.to; t++) {
-        if (group)
-            add_block_sums(engine, t - tokens.from, engine->pair_token[group->first + t], columns);
-        for (uint32_t n = 0; !group && n < per_token; n++)
-            add_block_sums(engine, engine->token_pairs[t * per_token + n], t, columns);
-    }
-    np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
-    return np_meet(engine);
+    engine->down_pieces_done = end;
+    return done;
 }
 
 /* With many tokens: compute and add the block sums of some of a group's tokens, then those of the next. The window, a
  * whole expert, stays open. */
 static int sum_in_parts(np_engine *engine, const np_group *group)
 {
-    const uint32_t block_count = engine->blocks.to - engine->blocks.from, part_tokens = engine->config.partial_tokens;
-    const uint32_t part_count = (group->count + part_tokens - 1) / part_tokens;
+    const uint32_t part_tokens = engine->config.partial_tokens, part_count = (group->count + part_tokens - 1) / part_tokens;
     int done = np_meet(engine);
     enter_group(engine, group);
     if (engine->window.to == 0)
         open_window(engine, engine->blocks.from); /* this participant claimed no block of the group */
     for (uint32_t part = 0; part < part_count && done >= 0; part++) {
-        const uint32_t from = part * part_tokens, end = engine->down_pieces_done + (part + 1) * block_count;
+        const uint32_t from = part * part_tokens;
         const np_range tokens = {from, group->count - from < part_tokens ? group->count : from + part_tokens};
-        for (; engine->down_piece < end && done >= 0; engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX))
-            done = np_add_down_rows(engine, engine->blocks.from + engine->down_piece % block_count, tokens, 0);
+        done = compute_down_pieces(engine, group, tokens, 0);
         if (done >= 0)
-            done = add_sums(engine, group, tokens);
+            done = np_add_sums(engine, group, tokens);
     }
-    engine->down_pieces_done += part_count * block_count;
+    return done;
+}
+
+/* With down by output: compute the values of all groups that are open together, meet, and compute their outputs. Every
+ * participant opens the window of a group before the barrier, also if it claims none of its neurons: the expert is not
+ * evicted when the participants that computed it leave the group. */
+static int compute_experts(np_engine *engine)
+{
+    const uint32_t open_groups = engine->is_layer_open ? engine->group_count : 1;
+    const int fits = np_fit_all_sums(engine);
+    int done = NP_OK;
+    engine->values_pair = NP_NONE;
+    for (const np_group *first = engine->groups, *end; first < engine->groups + engine->group_count && done >= 0; first = end) {
+        end = first + open_groups;
+        if (!engine->is_layer_open) {
+            enter_group(engine, first);
+            open_window(engine, 0);
+        }
+        done = compute_pieces(engine, end);
+        if (done >= 0 && !fits)
+            done = sum_in_parts(engine, first);
+        if (done >= 0 && fits)
+            done = np_meet(engine);
+        for (const np_group *group = first; group < end && fits && done >= 0; group++)
+            done = compute_down_pieces(engine, group, (np_range){0, group->count}, group->first);
+    }
     return done;
 }
 
 static int compute_groups(np_engine *engine)
 {
-    const int fits = fit_all_sums(engine);
+    const int fits = np_fit_all_sums(engine), by_output = engine->shape.down_by_output;
     int done = NP_OK;
     engine->group = NULL;
     engine->claimed[0] = engine->claimed[1] = 0;
     engine->down_pieces_done = 0;
     open_layer(engine);
-    if (engine->config.pipeline)
-        claim_block(engine);
-    if (!fits)
+    if (engine->config.pipeline || by_output)
+        claim_piece(engine);
+    if (!fits || by_output)
         engine->down_piece = np_claim_shared_blocks(engine, NP_WORK_DOWN_ROWS, UINT32_MAX);
+    if (by_output)
+        return compute_experts(engine);
     if (engine->is_layer_open)
-        return compute_blocks(engine, engine->groups + engine->group_count);
+        return compute_pieces(engine, engine->groups + engine->group_count);
     for (uint32_t g = 0; g < engine->group_count && done >= 0; g++) {
         const np_group *group = &engine->groups[g];
-        done = engine->config.pipeline ? compute_blocks(engine, group + 1) : compute_matrices(engine, group);
+        done = engine->config.pipeline ? compute_pieces(engine, group + 1) : compute_matrices(engine, group);
         if (done >= 0 && !fits)
             done = sum_in_parts(engine, &engine->groups[g]);
     }
@@ -405,7 +422,7 @@ int np_begin_feed_forward(np_engine *engine, uint32_t layer)
 
 int np_end_feed_forward(np_engine *engine)
 {
-    return add_sums(engine, NULL, (np_range){0, engine->count});
+    return np_add_sums(engine, NULL, (np_range){0, engine->count});
 }
 
 int np_feed_forward(np_engine *engine, uint32_t layer)
@@ -416,5 +433,5 @@ int np_feed_forward(np_engine *engine, uint32_t layer)
         done = compute_groups(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, layer, (uint32_t)(engine->counters.active - active), engine->step, started);
     np_close_window(engine); /* also after errors: nothing is read from here on */
-    return done >= 0 && fit_all_sums(engine) ? np_end_feed_forward(engine) : done;
+    return done >= 0 && np_fit_all_sums(engine) ? np_end_feed_forward(engine) : done;
 }

@@ -6,7 +6,6 @@
 #include "engine/neuron_rows.h"
 #include "engine/prediction.h"
 #include "engine/triggers.h"
-#include "engine/vectors.h"
 
 static float activate(int activation, float gate, float up)
 {
@@ -197,52 +196,9 @@ static int has_listed_rows(np_engine *engine, np_range clusters, uint32_t t, flo
     return next_active(values, neuron, end) == end;
 }
 
-/* True if no neuron of the expert is active for token t of the group. */
-static int is_silent(np_engine *engine, uint32_t t)
-{
-    const uint32_t neurons = engine->shape.neurons;
-    return next_active(hidden_of(engine, t, 0), 0, neurons) == neurons;
-}
-
-/* The expert's sums, each times the pair's weight, if down has a row per output. The expert is one block. If no neuron
- * fired for any token, nobody asked for the value part, and it may be absent. */
-static int multiply_down_rows(np_engine *engine, np_range tokens, uint32_t first_row)
-{
-    const np_shape *s = &engine->shape;
-    uint32_t silent = 0;
-    for (uint32_t t = tokens.from; t < tokens.to; t++)
-        silent += (uint32_t)is_silent(engine, t);
-    if (silent == tokens.to - tokens.from) {
-        memset(engine->shared.partials + (size_t)first_row * s->width, 0, (size_t)silent * s->width * sizeof(float));
-        return NP_OK;
-    }
-    const int done = find_slots(engine, 0);
-    if (done < 0)
-        return done;
-    const np_matrix down = {.quants = quants_of(engine, &s->down, 0), .scales = scales_of(engine, &s->down, 0), .type = s->down.type};
-    for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {
-        float *sums = engine->shared.partials + (size_t)(first_row + t - tokens.from) * s->width;
-        count = tokens.to - t < NP_OUTPUT_TOKENS ? tokens.to - t : NP_OUTPUT_TOKENS;
-        np_prepare_vectors(engine, &engine->values, hidden_of(engine, t, 0), count, engine->layer_neurons, s->neurons, NULL);
-        np_multiply_rows(engine, &engine->values, &down, 0, s->width, NULL, sums, s->width);
-        for (uint32_t i = 0; i < count; i++) {
-            float *sum = sums + (size_t)i * s->width;
-            if (is_silent(engine, t + i)) {
-                memset(sum, 0, s->width * sizeof *sum); /* a product may be minus zero, and the token's bits alone are these */
-                continue;
-            }
-            np_scale(sum, s->width, engine->pair_weight[engine->group->first + t + i]);
-            engine->counters.down_rows += s->neurons;
-        }
-    }
-    return NP_OK;
-}
-
 int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
-    if (s->down_by_output)
-        return multiply_down_rows(engine, tokens, first_row);
     const np_range clusters = np_block_clusters(engine, block, block + 1);
     const size_t partial_stride = (size_t)s->blocks * s->width;
     for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {

@@ -158,17 +158,16 @@ static void test_down_by_output(const char *isa) {
     }
 }
 
-/* Nobody asks for the value part of an expert of which no neuron fires. */
+/* The values of an expert of which no neuron fires are zeros, which add nothing. */
 static void test_silent_expert(const char *isa) {
     static stage s;
     const np_shape shape = shape_by_output(NP_Q8);
     fill(&s, &shape);
     silent_below = 1e9f;
     for (uint32_t count = 1; count <= TOKENS; count += 20) {
-        s.entries[NP_VALUE][0] = NP_ENTRY_ABSENT;
         compute(&s, 0, count);
         CHECK(memcmp(s.residual, at_first, count * sizeof s.residual[0]) == 0, "%s: a silent expert adds something", isa);
-        CHECK(s.counters.down_rows == 0, "%s: rows of a silent expert", isa);
+        CHECK(s.counters.fired == 0 && s.counters.active == 0, "%s: neurons of a silent expert", isa);
     }
     silent_below = 0.0f;
 }
