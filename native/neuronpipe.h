@@ -156,10 +156,10 @@ void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
 /* Attention of query heads that share fp16 keys and values [positions, width], which are read once for four heads.
- * queries and out: [heads, width]. A head's bits do not depend on the others. scores: scratch of min(heads, 4) *
- * positions floats. */
+ * queries and out: [heads, width]. A head's bits do not depend on the others. sinks: [heads] scores that join each
+ * softmax and whose shares are dropped, or NULL. scores: scratch of min(heads, 4) * (positions + 1) floats. */
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-               float scale, float *scores, float *out);
+               float scale, const float *sinks, float *scores, float *out);
 
 /* y[j] += x[j]. */
 void np_add(const float *x, size_t n, float *y);
@@ -522,7 +522,7 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * claims the next head, rows or block of neurons. Results do not depend on which participant claims what: a row, head
  * or block is always computed as a whole, by the same kernel, in index order. Participants and their blocks may change
  * with every step. */
-enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
+enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3, NP_CLAMPED_SWIGLU = 4 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* The input of a layer's predictor or router: the normed input of its attention or feed-forward. Routers may read the
  * layer's input instead, predictors the residual stream before the feed-forward's norm. */
@@ -548,9 +548,10 @@ typedef struct {
     int32_t head_norm;              /* 1: each head of queries and keys is RMS-normed before it is rotated */
     int32_t rotary;                 /* 1: heads are rotated; 0: learned position embeddings are added to the token embeddings */
     int32_t type;                   /* the inputs of the layers' matrices are prepared for this type: each has it, or another that reads the same inputs. With
-                                     * NP_SILU attention's matrices may have any quantized type */
+                                     * NP_SILU and NP_CLAMPED_SWIGLU attention's matrices may have any quantized type */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* a neuron fires if its trigger exceeds this; nonzero only with NP_RELU */
+    float activation_limit;         /* NP_CLAMPED_SWIGLU: the limit of gate, from above, and of up, on both sides; otherwise 0 */
     float embedding_scale, logit_scale; /* factors of token embeddings and of logits */
     float attention_scale;          /* a factor of attention scores, besides 1 / sqrt(head_width) */
     float residual_scale;           /* a factor of what attention and feed-forward add to the residual stream */
@@ -590,8 +591,9 @@ typedef struct {
     np_norm attention_norm, ffn_norm;
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
     const float *query_norm, *key_norm;             /* [head_width], with shape.head_norm */
-    const float *up_bias, *down_bias;               /* [neurons], [width], only without a gate; NULL: none */
-    const float *router;                            /* [experts][width], with several experts */
+    const float *gate_bias, *up_bias, *down_bias;   /* [experts][neurons] twice, [experts][width]; NULL: none */
+    const float *router, *router_bias;              /* [experts][width], [experts], with several experts; router_bias NULL: none */
+    const float *sinks;                             /* [query_heads] scores that join each softmax and whose shares are dropped; NULL: none */
     const np_predictor *predictors;                 /* [experts], with shape.predictor_rank > 0 */
     int32_t rotary;                                 /* 0: heads are not rotated in this layer, even with shape.rotary */
     float silent_below; /* NP_SILU only: a neuron fires if |silu(gate)| is not less than this; 0: if its gate is not 0 */

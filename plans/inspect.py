@@ -103,8 +103,8 @@ def warnings(manifest: Manifest) -> list[str]:
 
 
 def dense_reading(model: ModelSpec) -> str | None:
-    """Return a warning that a token reads all weights of its experts, since all neurons fire; None without silu."""
-    if model.activation != "silu":
+    """Return a warning that a token reads all weights of its experts, since all neurons fire; None if not all fire."""
+    if not model.all_neurons_fire:
         return None
     share = model.experts_per_token / model.experts
     return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
@@ -112,15 +112,15 @@ def dense_reading(model: ModelSpec) -> str | None:
 
 def streams_densely(model: ModelSpec, plan: Plan) -> str | None:
     """Return a note on the share of the weights that do not fit memory and are read repeatedly, since all neurons fire;
-    None if all weights are resident, in thresholded mode, or without silu."""
+    None if all weights are resident, in thresholded mode, or if not all fire."""
     memory = plan.memory
     absent = 1 - (memory.slots_bytes + memory.accelerator_bytes) / memory.ffn_bytes
-    if model.activation != "silu" or plan.compute.mode == "thresholded" or absent <= 0:
+    if not model.all_neurons_fire or plan.compute.mode == "thresholded" or absent <= 0:
         return None
     whose = "" if model.experts == 1 else " of a chosen expert"
     return (
-        f"with silu every neuron{whose} fires, and {absent:.0%} of the feed-forward weights do not fit memory: "
-        "they are read again and again; `neuronpipe inspect` says more"
+        f"with {model.activation} every neuron{whose} fires, and {absent:.0%} of the feed-forward weights do not fit "
+        "memory: they are read again and again; `neuronpipe inspect` says more"
     )
 
 

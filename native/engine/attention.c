@@ -98,6 +98,7 @@ static void attend(np_engine *engine, uint32_t layer)
     const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const uint32_t heads_per_key = s->query_heads / s->key_heads;
     const uint32_t heads = s->key_heads * engine->count >= engine->participants ? heads_per_key : 1;
+    const float *sinks = engine->fixed.layers[layer].sinks;
     const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
@@ -108,7 +109,7 @@ static void attend(np_engine *engine, uint32_t layer)
         const size_t offset = ((size_t)t * s->query_heads + head) * width;
         np_attend(engine->shared.queries + offset, heads, kv_of(engine, layer, sequence, head / heads_per_key, 0) + first * width,
                   kv_of(engine, layer, sequence, head / heads_per_key, 1) + first * width, positions - first, width, scale,
-                  engine->scores, engine->shared.attention + offset);
+                  sinks ? sinks + head : NULL, engine->scores, engine->shared.attention + offset);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }

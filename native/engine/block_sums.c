@@ -11,7 +11,7 @@ int np_fit_all_sums(const np_engine *engine)
 static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_range columns)
 {
     const np_shape *s = &engine->shape;
-    const float *bias = engine->fixed.layers[engine->layer].down_bias;
+    const float *bias = s->experts == 1 ? engine->fixed.layers[engine->layer].down_bias : NULL; /* a mixture's is in its sums */
     for (uint32_t column = columns.from; column < columns.to; column += NP_PIECE_ROWS) {
         const uint32_t count = columns.to - column < NP_PIECE_ROWS ? columns.to - column : NP_PIECE_ROWS;
         const float *sums = engine->shared.partials + (size_t)row * s->blocks * s->width + column;

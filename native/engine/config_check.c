@@ -32,7 +32,9 @@ static const char *invalid_size(const np_shape *s)
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
-                                   (s->gated && (s->activation == NP_DRELU || s->activation == NP_SILU))},
+                                   (s->gated && (s->activation == NP_DRELU || np_is_smooth(s)))},
+                {"activation_limit", s->activation == NP_CLAMPED_SWIGLU ? s->activation_limit > 0.0f && isfinite(s->activation_limit)
+                                                                      : s->activation_limit == 0.0f},
                 {"activation_threshold", s->activation == NP_RELU ? s->activation_threshold >= 0.0f && isfinite(s->activation_threshold)
                                                                  : s->activation_threshold == 0.0f},
                 {"embedding_scale", s->embedding_scale > 0.0f && isfinite(s->embedding_scale)},
@@ -92,7 +94,7 @@ static const char *invalid_place(const np_shape *s)
 /* True if an external runtime can compute all of a layer's products. */
 static int may_have_external_products(const np_engine_config *p, const np_shape *s)
 {
-    return s->gated && s->activation != NP_SILU && s->type != NP_F16 && (!s->predictor_rank || p->hints);
+    return s->gated && !np_is_smooth(s) && s->type != NP_F16 && (!s->predictor_rank || p->hints);
 }
 
 static const char *invalid_config(const np_engine_config *p, const np_shape *s)
@@ -102,7 +104,7 @@ static const char *invalid_config(const np_engine_config *p, const np_shape *s)
                 {"external_products", !p->external_products || may_have_external_products(p, s)},
                 {"down_by_output", !s->down_by_output || !(p->external_products || p->offload_blocks || (s->predictor_rank && !p->hints))},
                 {"product_blocks", !p->external_products || (p->product_blocks && p->product_blocks <= p->window_blocks)},
-                {"offload_blocks", !p->offload_blocks || (!p->external_products && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
+                {"offload_blocks", !p->offload_blocks || (!p->external_products && !np_is_smooth(s) && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
                 {"partial_tokens", p->external_products || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
 }
 
@@ -112,11 +114,11 @@ static int fits_inputs(const np_matrix *m, int type)
     return !m->quants || np_reads_inputs_of(m->type, type);
 }
 
-/* True if a matrix of attention is absent or has a fitting type. With NP_SILU it may be any quantized type in a quantized
+/* True if a matrix of attention is absent or has a fitting type. With a smooth activation it may be any type in a quantized
  * model: no predictor, accelerator or neural processor reads attention's inputs then. */
 static int fits_attention(const np_shape *s, const np_matrix *m)
 {
-    const int may_differ = s->activation == NP_SILU && s->type != NP_F16 && m->type != NP_F16 && m->type != NP_Q3;
+    const int may_differ = np_is_smooth(s) && s->type != NP_F16 && m->type != NP_F16 && m->type != NP_Q3;
     return fits_inputs(m, s->type) || (may_differ && np_quant_bytes(m->type, s->width) > 0);
 }
 
@@ -140,8 +142,11 @@ static const char *invalid_matrix(const np_shape *s, const np_fixed *fixed)
     return fixed->embedding.quants && !np_quant_bytes(fixed->embedding.type, s->width) ? "embedding" : NULL;
 }
 
-static const char *invalid_layer(const np_shape *s, const np_fixed *fixed)
+static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const np_engine_config *p)
 {
+    for (uint32_t n = 0; (p->external_products || p->offload_blocks) && fixed->layers && n < s->layers; n++)
+        if (fixed->layers[n].gate_bias)
+            return "gate_bias"; /* runtimes and accelerators do not add it */
     for (uint32_t n = 0; s->activation == NP_SILU && n < s->layers; n++)
         if (!(fixed->layers[n].silent_below >= 0.0f && isfinite(fixed->layers[n].silent_below)))
             return "silent_below";
@@ -160,7 +165,7 @@ const char *np_invalid_field(const np_shape *shape, const np_fixed *fixed, const
     if (!wrong)
         wrong = invalid_matrix(shape, fixed);
     if (!wrong)
-        wrong = invalid_layer(shape, fixed);
+        wrong = invalid_layer(shape, fixed, config);
     if (!wrong && config->external_products && !(shared->inputs && shared->outputs))
         wrong = shared->inputs ? "outputs" : "inputs";
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))

@@ -99,7 +99,7 @@ struct np_engine {
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of dot products */
     size_t max_rows;
-    float *scores;             /* [4][context_tokens] */
+    float *scores;             /* [4][context_tokens + 1] */
 
     /* routing of the current layer (routing.c) */
     np_group *groups;          /* [G] */
@@ -185,10 +185,22 @@ static inline int np_predictor_decides(const np_engine *engine)
     return engine->shape.predictor_rank && !engine->config.hints;
 }
 
-/* True if every neuron of a layer fires for every token: SiLU without a threshold. */
+/* True if every neuron has a value other than 0, so that all fire unless a threshold silences them. */
+static inline int np_is_smooth(const np_shape *s)
+{
+    return s->activation == NP_SILU || s->activation == NP_CLAMPED_SWIGLU;
+}
+
+/* True if every neuron of a layer fires for every token: a smooth activation without a threshold. */
 static inline int np_all_neurons_fire(const np_engine *engine, uint32_t layer)
 {
-    return engine->shape.activation == NP_SILU && engine->fixed.layers[layer].silent_below == 0.0f;
+    return np_is_smooth(&engine->shape) && engine->fixed.layers[layer].silent_below == 0.0f;
+}
+
+/* A bias of the group's expert, `length` elements long; NULL: none. */
+static inline const float *np_bias_of(const np_engine *engine, const float *biases, size_t length)
+{
+    return biases ? biases + engine->group->expert * length : NULL;
 }
 
 /* The number of rows of the joint query, key and value matrix. */

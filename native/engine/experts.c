@@ -88,8 +88,9 @@ int np_compute_neuron_piece(np_engine *engine, uint32_t piece)
     const uint32_t count = neurons.to - neurons.from, tokens = engine->group->count;
     const np_matrix gate = matrix_at(engine, &s->gate), up = matrix_at(engine, &s->up);
     float *gates = engine->rows, *ups = gates + count; /* max_rows >= 2 * block_neurons */
-    np_multiply_rows(engine, engine->inputs, &gate, neurons.from, count, NULL, gates, engine->max_rows);
-    np_multiply_rows(engine, engine->inputs, &up, neurons.from, count, NULL, ups, engine->max_rows);
+    const np_layer *l = &engine->fixed.layers[engine->layer];
+    np_multiply_rows(engine, engine->inputs, &gate, neurons.from, count, np_bias_of(engine, l->gate_bias, s->neurons), gates, engine->max_rows);
+    np_multiply_rows(engine, engine->inputs, &up, neurons.from, count, np_bias_of(engine, l->up_bias, s->neurons), ups, engine->max_rows);
     for (uint32_t t = 0; t < tokens; t++, gates += engine->max_rows, ups += engine->max_rows)
         for (uint32_t i = 0; i < count; i++)
             store(engine, t, neurons.from + i, gates[i], ups[i]);
@@ -121,11 +122,12 @@ int np_multiply_output_piece(np_engine *engine, uint32_t piece, np_range tokens,
     const np_range outputs = piece_rows(piece, OUTPUT_PIECE_ROWS, s->width);
     const uint32_t rows = outputs.to - outputs.from;
     const np_matrix down = matrix_at(engine, &s->down);
+    const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].down_bias, s->width);
     for (uint32_t t = tokens.from, count; t < tokens.to; t += count) {
         float *sums = engine->shared.partials + (size_t)(first_row + t - tokens.from) * s->width + outputs.from;
         count = tokens.to - t < NP_OUTPUT_TOKENS ? tokens.to - t : NP_OUTPUT_TOKENS;
         prepare_values(engine, t, count);
-        np_multiply_rows(engine, &engine->values, &down, outputs.from, rows, NULL, sums, s->width);
+        np_multiply_rows(engine, &engine->values, &down, outputs.from, rows, bias, sums, s->width);
         for (uint32_t i = 0; i < count; i++)
             np_scale(sums + (size_t)i * s->width, rows, engine->pair_weight[engine->group->first + t + i]);
     }

@@ -24,7 +24,7 @@ static inline float silu(float gate)
  * threshold. NaN fires, so that it shows in the result. */
 static inline int fires(const np_engine *engine, float trigger)
 {
-    if (engine->shape.activation != NP_SILU)
+    if (!np_is_smooth(&engine->shape))
         return trigger > engine->shape.activation_threshold;
     const float silent_below = engine->fixed.layers[engine->layer].silent_below;
     return silent_below == 0.0f ? trigger != 0.0f : !(fabsf(silu(trigger)) < silent_below);

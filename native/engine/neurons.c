@@ -7,15 +7,24 @@
 #include "engine/prediction.h"
 #include "engine/triggers.h"
 
-static float activate(int activation, float gate, float up)
+/* The activation of gpt-oss. NaN stays NaN. */
+static float clamped_swiglu(float limit, float gate, float up)
 {
-    switch (activation) {
+    const float below = gate > limit ? limit : gate, within = up > limit ? limit : up < -limit ? -limit : up;
+    return (within + 1.0f) * (below / (1.0f + expf(-1.702f * below)));
+}
+
+static float activate(const np_shape *s, float gate, float up)
+{
+    switch (s->activation) {
     case NP_RELU:
         return gate * up;
     case NP_DRELU:
         return up > 0.0f ? gate * up : 0.0f;
     case NP_RELU2:
         return gate * gate * up;
+    case NP_CLAMPED_SWIGLU:
+        return clamped_swiglu(s->activation_limit, gate, up);
     default:
         return silu(gate) * up;
     }
@@ -73,7 +82,7 @@ void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint3
 
 float np_neuron_value(const np_engine *engine, float gate, float up)
 {
-    return fires(engine, gate) ? activate(engine->shape.activation, gate, up) : 0.0f;
+    return fires(engine, gate) ? activate(&engine->shape, gate, up) : 0.0f;
 }
 
 /* The lot's tokens for which a neuron fired, as a token mask. */
@@ -115,12 +124,14 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
 {
     const np_shape *s = &engine->shape;
     const np_fetch fetch = {.prefetch = engine->list.prefetch, .prefetch_bytes = np_row_quant_bytes(engine, &s->down)};
+    const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].up_bias, s->neurons);
     list_ups(engine, lot);
     dot_listed(engine, &s->up, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
     for (uint32_t r = 0; r < engine->list.count; r++)
         for (uint32_t tokens = engine->list.token_masks[r]; tokens;) {
             const uint32_t t = lot.first + pop_token(&tokens), neuron = engine->list.neurons[r];
-            store_value(engine, t, neuron, activate(s->activation, *hidden_of(engine, t, neuron), product_of(engine, r, t)));
+            const float up = product_of(engine, r, t) + (bias && neuron < s->neurons ? bias[neuron] : 0.0f);
+            store_value(engine, t, neuron, activate(s, *hidden_of(engine, t, neuron), up));
             engine->counters.up_rows++;
         }
 }
@@ -196,6 +207,19 @@ static int has_listed_rows(np_engine *engine, np_range clusters, uint32_t t, flo
     return next_active(values, neuron, end) == end;
 }
 
+/* Begin a block's sum: with zeros, or in a mixture's first block with the expert's bias times its weight. A dense
+ * layer's bias is added to the sum of all blocks. */
+static void begin_sum(const np_engine *engine, uint32_t block, uint32_t t, float *partial)
+{
+    const np_shape *s = &engine->shape;
+    const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].down_bias, s->width);
+    memset(partial, 0, s->width * sizeof *partial);
+    if (!bias || block || s->experts == 1)
+        return;
+    np_add(bias, s->width, partial);
+    np_scale(partial, s->width, engine->pair_weight[engine->group->first + t]);
+}
+
 int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
@@ -210,7 +234,7 @@ int np_add_down_rows(np_engine *engine, uint32_t block, np_range tokens, uint32_
             if (!has_listed_rows(engine, clusters, t + count, engine->list.values + (size_t)count * s->block_neurons))
                 break;
         for (uint32_t i = 0; i < count; i++)
-            memset(partial + i * partial_stride, 0, s->width * sizeof *partial);
+            begin_sum(engine, block, t + i, partial + i * partial_stride);
         np_add_rows_for_tokens(s->down.type, engine->list.quants, engine->list.scales, engine->list.values, s->block_neurons, engine->list.count,
                                count, s->width, partial, partial_stride);
         engine->counters.down_rows += (uint64_t)engine->list.count * count;

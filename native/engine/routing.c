@@ -122,7 +122,7 @@ void np_choose_experts(np_engine *engine, uint32_t layer, const float *x, uint32
         x = engine->vector;
     }
     for (uint32_t expert = 0; expert < s->experts; expert++)
-        engine->expert_values[expert] = dot(l->router + (size_t)expert * s->width, x, s->width);
+        engine->expert_values[expert] = dot(l->router + (size_t)expert * s->width, x, s->width) + (l->router_bias ? l->router_bias[expert] : 0.0f);
     choose(s, engine->expert_values, chosen);
 }
 

@@ -68,6 +68,9 @@ static void record_fired(np_engine *engine, uint32_t neuron)
 /* Store token t's gate product, or zero if the neuron does not fire. */
 static void store_gate(np_engine *engine, uint32_t t, uint32_t neuron, float gate)
 {
+    const float *bias = np_bias_of(engine, engine->fixed.layers[engine->layer].gate_bias, engine->shape.neurons);
+    if (bias && neuron < engine->shape.neurons) /* padding has no bias */
+        gate += bias[neuron];
     if (!fires(engine, gate))
         gate = 0.0f;
     else

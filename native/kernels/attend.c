@@ -6,8 +6,9 @@
 enum { CHUNK = 64 }; /* positions per chunk: their values stay in the first-level cache for all heads */
 
 void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-               float scale, float *scores, float *out) {
+               float scale, const float *sinks, float *scores, float *out) {
     const np_isa *isa = np_isa_current();
+    const size_t stride = positions + (sinks != NULL); /* a sink's score lies behind those of the positions */
     float sums[NP_TOKEN_BLOCK];
     memset(out, 0, heads * width * sizeof *out);
     if (!positions || !width) return;
@@ -20,16 +21,17 @@ void np_attend(const float *queries, size_t heads, const uint16_t *keys, const u
             .activation_stride_bytes = width * sizeof *queries,
             .tokens = count,
             .out = scores,
-            .out_stride = positions,
+            .out_stride = stride,
         };
         isa->dot_rows[NP_F16](&job);
-        for (size_t i = 0; i < count * positions; i++) scores[i] *= scale;
-        for (size_t h = 0; h < count; h++) sums[h] = isa->softmax_weights(scores + h * positions, positions);
+        for (size_t i = 0; i < count * stride; i++) scores[i] *= scale;
+        for (size_t h = 0; h < count && sinks; h++) scores[h * stride + positions] = sinks[first + h];
+        for (size_t h = 0; h < count; h++) sums[h] = isa->softmax_weights(scores + h * stride, stride);
         for (size_t p = 0; p < positions; p += CHUNK) {
             rows.quants = (const uint8_t *)(values + p * width);
             rows.rows = positions - p < CHUNK ? positions - p : CHUNK;
             for (size_t h = 0; h < count; h++)
-                isa->add_rows[NP_F16](&rows, scores + h * positions + p, out + (first + h) * width);
+                isa->add_rows[NP_F16](&rows, scores + h * stride + p, out + (first + h) * width);
         }
         for (size_t h = 0; h < count; h++)
             for (size_t j = 0; j < width; j++) out[(first + h) * width + j] /= sums[h];

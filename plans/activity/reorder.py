@@ -120,8 +120,10 @@ def _copy_fixed(package: Package, writer: PackageWriter, orders: list[Order]) ->
     model = package.manifest.model
     for name, _ in fixed_vectors(model):
         values = np.frombuffer(_bytes(package.fixed_path, package.fixed[name]), "<f4")
-        if name.endswith(".up.bias"):
-            values = values[orders[int(name.split(".")[1])]]
+        if name.endswith((".gate.bias", ".up.bias")):
+            first = int(name.split(".")[1]) * model.experts
+            of_experts = zip(values.reshape(model.experts, -1), orders[first : first + model.experts], strict=True)
+            values = np.concatenate([of_expert[order] for of_expert, order in of_experts])
         writer.vector(name, values)
     for name, rows, _ in fixed_matrices(model):
         for piece in _row_pieces(package.fixed_path, package.fixed, name, rows):

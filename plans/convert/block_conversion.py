@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.checkpoint import Checkpoint, ffn_name
 from neuronpipe.plans.convert.checkpoint_pieces import Piece
 from neuronpipe.plans.convert.encodings import can_unpack, decode_stored, same_values, unpack_gguf
 from neuronpipe.plans.convert.importance import ByColumn, Importance
 from neuronpipe.plans.convert.journal import Squares
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.convert.stored_tensors import RowNumbers, StoredMatrix
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
@@ -106,9 +107,11 @@ class Work:
     def do(self, piece: Piece) -> None:
         """Convert a piece: its fixed tensors, its neurons, its predictors."""
         for name in piece.vectors:
-            if not name.endswith(".up.bias"):  # written with the neurons, in their order
-                parts = self.checkpoint.vectors[name]
-                self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
+            values = np.concatenate([part.vector() for part in self.checkpoint.vectors[name]])
+            if name.endswith((".gate.bias", ".up.bias")):
+                of_experts = zip(values.reshape(len(piece.orders), -1), piece.orders, strict=True)
+                values = np.concatenate([of_expert[order] for of_expert, order in of_experts])
+            self.writer.vector(name, values)
         for name in piece.matrices:
             kind = name if name in ("embedding", "output") else "attention"
             quantization = self.manifest.quantization_of(name)
@@ -156,8 +159,6 @@ class Work:
         return {matrix: ffn_name(model, f"layers.{layer}", expert, matrix) for matrix in model.ffn_matrices}
 
     def _neurons(self, layer: int | None, expert: int, order: RowNumbers) -> None:
-        if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
-            self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
         quantizations = {matrix: self.manifest.row_quantization(matrix) for matrix in rows_of}
         importance = {matrix: self._importance_of(name) for matrix, name in self._ffn(layer, expert).items()}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate, ExamineTemplate
-from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.convert.end_tokens import EndToken
-from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.joined_experts import take_joined_experts
+from neuronpipe.plans.convert.stored_tensors import Inventory, RowNumbers, StoredMatrix
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
@@ -21,152 +20,8 @@ from neuronpipe.protocol.errors import UserError, quoted, safe_name
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
-RowNumbers = NDArray[np.int64]
-MAX_TENSORS = 1 << 18  # in all files of a model together
-
-
-@frozen
-class StoredMatrix:
-    """Rows of one encoding at equal distances in a file. A vector is a matrix of one row, or after `as_column` of one
-    column.
-
-    order: row r is the stored row order[r]; None: as stored
-    offset_added: added to every element by `vector`
-    """
-
-    name: str
-    file: SourceFile
-    offset: int
-    rows: int
-    columns: int
-    encoding: str
-    order: RowNumbers | None = None
-    offset_added: float = 0.0
-
-    def reordered(self, order: RowNumbers | None) -> StoredMatrix:
-        return replace(self, order=order)
-
-    def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
-        if first + count > self.rows:
-            raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
-        return replace(self, offset=self.offset + first * self.stride_bytes, rows=count)
-
-    @property
-    def stride_bytes(self) -> int:
-        return row_bytes(self.encoding, self.columns) or 0
-
-    def as_column(self) -> StoredMatrix:
-        """Return a vector as a matrix of one column, so that its elements can be reordered. Raises UserError if it is
-        quantized."""
-        if self.encoding not in PLAIN_BYTES:
-            raise UserError(f"{self.file.path}: {self.name}: {self.encoding} is not supported for a bias")
-        return replace(self, rows=self.columns, columns=1)
-
-    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
-        """Return the bytes of some rows: [len(rows), row bytes]. Raises UserError if they cannot be read."""
-        stride = self.stride_bytes
-        places = rows if self.order is None else self.order[rows]
-        target = np.empty((len(rows), stride), dtype=np.uint8)
-        # Consecutive stored rows are read at once.
-        breaks = np.flatnonzero(np.diff(places) != 1) + 1
-        for start, stop in zip((0, *breaks), (*breaks, len(rows)), strict=True):
-            if start < stop:
-                self.file.read_into(self.offset + int(places[start]) * stride, target[start:stop])
-        return target
-
-    def values(self, rows: RowNumbers) -> NDArray[np.float32]:
-        """Return some rows, [len(rows), columns]. Raises UserError if they cannot be read or are not finite."""
-        return self.checked(decode_stored(self.encoding, self.stored(rows)))
-
-    def checked(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return `values`, which were decoded from this tensor. Raises UserError if one is NaN or infinite."""
-        if not np.isfinite(values).all():
-            raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
-        return values
-
-    def plus(self, offset: float) -> StoredMatrix:
-        return replace(self, offset_added=offset)
-
-    def vector(self) -> NDArray[np.float32]:
-        """Return all values in one dimension, plus `offset_added`."""
-        values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
-        return values + np.float32(self.offset_added) if self.offset_added else values
-
-
-OpenFile = Callable[[Path], SourceFile]
-"""Opens a file of weights: `SourceFile` for files on this disk, or a function for files that are downloaded."""
-
 Stack = Mapping[str, tuple[StoredMatrix, ...]]
 """Name -> the stored tensors of which it consists, one below the other."""
-
-
-class Inventory:
-    """The tensors of a source by name. It records which are used, so that tensors are not ignored silently."""
-
-    def __init__(self, where: Path) -> None:
-        self._where = where
-        self._tensors: dict[str, tuple[SourceFile, int, tuple[int, ...], str]] = {}
-        self._used: set[str] = set()
-
-    def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
-        """Add a tensor. Raises UserError if the name is there already, or for too many tensors.
-
-        shape: rows first
-        """
-        if name in self._tensors or len(self._tensors) == MAX_TENSORS:
-            problem = "the tensor appears twice" if name in self._tensors else f"more than {MAX_TENSORS} tensors"
-            raise UserError(f"{file.path}: {safe_name(name)}: {problem}")
-        self._tensors[name] = (file, offset, shape, encoding)
-
-    def has(self, name: str) -> bool:
-        return name in self._tensors
-
-    def leave(self, name: str) -> None:
-        """Mark a tensor as used, although the package does not need it."""
-        self._used.add(name)
-
-    def file(self, name: str) -> Path:
-        return self._tensors[name][0].path
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, rows first. Raises UserError if there is no such tensor."""
-        if name not in self._tensors:
-            raise UserError(f"{self._where}: {safe_name(name)}: the tensor is missing")
-        return self._tensors[name][2]
-
-    def take(self, name: str, *shape: int) -> StoredMatrix:
-        """Return a tensor and mark it as used. Raises UserError if it is missing, has another shape, or an encoding
-        that is not supported."""
-        if (actual := self.shape(name)) != shape:
-            raise UserError(
-                f"{self._where}: {safe_name(name)}: has shape {quoted(list(actual))}, "
-                f"but the configuration needs {list(shape)}"
-            )
-        file, offset, _, encoding = self._tensors[name]
-        if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
-            raise UserError(f"{file.path}: {safe_name(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
-        self._used.add(name)
-        return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
-
-    def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
-        """Return the `count` matrices [rows, columns] of a tensor with three dimensions, as `take`."""
-        whole = self.take(name, count, rows, columns)
-        row = replace(whole, rows=count * rows)
-        return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
-
-    def take_rows(self, name: str, columns: int) -> StoredMatrix:
-        """Return a matrix with `columns` and any number of rows, as `take`."""
-        shape = self.shape(name)
-        return self.take(name, shape[0] if shape else 0, columns)
-
-    def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
-        """Raise UserError if a tensor was not used and its name does not match `harmless`."""
-        for name in self._tensors:
-            if name not in self._used and not harmless.fullmatch(name):
-                raise UserError(
-                    f"{self._where}: {safe_name(name)}: a tensor that this architecture does not have; not supported"
-                )
 
 
 class Options(NamedTuple):
@@ -278,8 +133,9 @@ def take_tensors(
 def take_predictors(
     inventory: Inventory, model: ModelSpec, names: TensorNames, *, enabled: bool, threshold: float | None = None
 ) -> SourcePredictors | None:
-    """Return the predictors of a source; None if it has none, if they are not `enabled`, or for SiLU, with which every
-    neuron fires. Raises UserError, which names file and tensor, if one is missing or does not fit the model.
+    """Return the predictors of a source; None if it has none, if they are not `enabled`, or if every neuron fires.
+
+    Raises UserError, which names file and tensor, if one is missing or does not fit the model.
 
     threshold: the field of SourcePredictors
     """
@@ -294,7 +150,7 @@ def take_predictors(
     present = [name for pair in stored for name in pair if inventory.has(name)]
     if not present:
         return None
-    if not enabled or model.activation == "silu":
+    if not enabled or model.all_neurons_fire:
         for name in present:
             inventory.leave(name)
         return None
@@ -356,6 +212,9 @@ class _Tensors:
         self._take_attention_output(prefix, layer)
         if self._model.head_norm:
             self._take_head_norms(prefix, layer)
+        if self._model.attention_sinks:
+            sinks = self._inventory.take(f"{layer}{self._name('sinks')}", self._model.query_heads)
+            self.vectors[f"{prefix}.sinks"] = (sinks,)
         self._take_ffn(prefix, layer)
 
     def _take_projections(self, prefix: str, layer: str) -> None:
@@ -388,15 +247,28 @@ class _Tensors:
     def _take_ffn(self, prefix: str, layer: str) -> None:
         neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
         if experts > 1:
-            self.vectors[f"{prefix}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
+            router = f"{layer}{self._name('router')}"
+            self.vectors[f"{prefix}.router"] = (self._weight(router, experts, width),)
+            if self._model.router_bias:
+                self.vectors[f"{prefix}.router.bias"] = (self._bias(router, experts),)
+        if self._names.joined_gate_up is not None:
+            self._take_joined(prefix, layer, self._names.joined_gate_up)
+            return
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
         for matrix in self._model.ffn_matrices:
             for expert, tensor in enumerate(self._take_experts(layer, self._name(matrix), *shapes[matrix])):
                 self.matrices[ffn_name(self._model, prefix, expert, matrix)] = (tensor,)
-        if self._model.ffn_bias:
-            self.vectors[f"{prefix}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
-            self.vectors[f"{prefix}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
+        for matrix in self._model.ffn_matrices if self._model.ffn_bias else ():
+            length = width if matrix == "down" else neurons
+            self.vectors[f"{prefix}.{matrix}.bias"] = self._take_ffn_bias(layer, self._name(matrix), length)
+
+    def _take_joined(self, prefix: str, layer: str, gate_up: str) -> None:
+        joined = take_joined_experts(self._inventory, self._model, layer, gate_up, self._names.down)
+        for matrix, experts in joined.matrices.items():
+            for number, tensor in enumerate(experts):
+                self.matrices[ffn_name(self._model, prefix, number, matrix)] = (tensor,)
+        self.vectors |= {f"{prefix}.{matrix}.bias": parts for matrix, parts in joined.biases.items()}
 
     def _take_norm(self, name: str, stored: str) -> None:
         self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
@@ -410,6 +282,14 @@ class _Tensors:
             return self._inventory.take_stack(f"{layer}{name}.weight", experts, rows, columns)
         parents = [self._names.expert.format(number) for number in range(experts)] if experts > 1 else [""]
         return [self._weight(f"{layer}{parent}{name}", rows, columns) for parent in parents]
+
+    def _take_ffn_bias(self, layer: str, name: str, length: int) -> tuple[StoredMatrix, ...]:
+        """Return the biases with this name of a layer's experts, one after the other."""
+        experts = self._model.experts
+        if self._names.stacked:
+            return (self._inventory.take(f"{layer}{name}.bias", experts, length),)
+        parents = [self._names.expert.format(number) for number in range(experts)] if experts > 1 else [""]
+        return tuple(self._bias(f"{layer}{parent}{name}", length) for parent in parents)
 
     def _weight(self, stored: str, *shape: int) -> StoredMatrix:
         return self._inventory.take(f"{stored}.weight", *shape)

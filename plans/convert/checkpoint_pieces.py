@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, StoredMatrix
+from neuronpipe.plans.convert.checkpoint import Checkpoint
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import RowNumbers, StoredMatrix
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.protocol.errors import UserError, safe_name
@@ -43,7 +44,7 @@ def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tup
 
     def piece(belongs: Callable[[str], bool], predictors: Sequence[StoredMatrix] = (), **layer: Any) -> Piece:
         stored = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
-        files = {part.file for name, parts in stored if belongs(name) for part in parts}
+        files = {file for name, parts in stored if belongs(name) for part in parts for file in part.files}
         files |= {matrix.file for matrix in predictors}
         return Piece(
             vectors=tuple(name for name in checkpoint.vectors if belongs(name)),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from neuronpipe.plans.convert.block_conversion import Progress, Work
 from neuronpipe.plans.convert.chat_template import ExamineTemplate
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, StoredMatrix
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
 from neuronpipe.plans.convert.checkpoint_pieces import pieces_of, read_frequencies
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES
 from neuronpipe.plans.convert.end_tokens import EndToken
@@ -23,6 +23,7 @@ from neuronpipe.plans.convert.importance import Importance
 from neuronpipe.plans.convert.journal import Done, Journal
 from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import StoredMatrix
 from neuronpipe.plans.gguf_part_names import gguf_file
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.layout import (
@@ -368,7 +369,7 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
             is_looked_up = name == "embedding" and not checkpoint.model.tied_embeddings
             of_matrix = ends_quantization(quantization, recipe, encodings, is_looked_up=is_looked_up)
         else:
-            may_differ = quantization != "f16" and checkpoint.model.activation == "silu"
+            may_differ = quantization != "f16" and checkpoint.model.all_neurons_fire
             of_matrix = attention_quantization(quantization, weights, encodings, may_differ=may_differ)
         if of_matrix != quantization:
             quantizations[name] = of_matrix

@@ -20,6 +20,7 @@ from neuronpipe.plans.quantization_choice import LOSSLESS
 from numpy.typing import NDArray
 
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+BYTES = "U8"  # bytes that are parts of weights, in tensors of checkpoints
 BLOCK_WEIGHTS_BYTES = {  # weights and bytes of a block
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -42,6 +43,8 @@ ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
 
 def row_bytes(encoding: str, columns: int) -> int | None:
     """Return the bytes of a row; None if it is not a whole number of the encoding's blocks."""
+    if encoding == BYTES:
+        return columns
     if encoding in PLAIN_BYTES:
         return columns * PLAIN_BYTES[encoding]
     block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[encoding]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from neuronpipe.native import ROW_TYPES, lib
-from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.checkpoint import Checkpoint, ffn_name
 from neuronpipe.plans.convert.encodings import can_unpack
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import StoredMatrix
 from neuronpipe.plans.package.layout import Layout, Quantization, expert_layout, reads_inputs_of
 from neuronpipe.plans.package.source_experts import (
     MATRICES,
@@ -91,9 +92,9 @@ def _refusal(checkpoint: Checkpoint) -> str | None:
     model = checkpoint.model
     if checkpoint.source.kind != "gguf":
         return "the experts of a checkpoint are not contiguous"
-    if model.activation != "silu" or checkpoint.predictors is not None:
+    if not model.all_neurons_fire or checkpoint.predictors is not None:
         return "its experts are not needed whole, so they are stored by neuron"
-    if checkpoint.down_by_neuron or model.ffn_bias:
+    if checkpoint.down_by_neuron:
         return "its experts are stored in a form of their own"
     largest_bytes = 0
     for layer in range(model.layers):

@@ -9,19 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import CONFIG, examined, huggingface_end, huggingface_template
-from neuronpipe.plans.convert.checkpoint import (
-    Checkpoint,
-    Inventory,
-    OpenFile,
-    Options,
-    RowNumbers,
-    take_predictors,
-    take_tensors,
-)
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
 from neuronpipe.plans.convert.end_tokens import EndToken, added_tokens, end_tokens, ids_at
+from neuronpipe.plans.convert.joined_experts import is_in_mxfp4
 from neuronpipe.plans.convert.refusals import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
@@ -55,6 +49,9 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
+        down_by_neuron = names.joined_gate_up is not None and not is_in_mxfp4(
+            inventory, names.layer.format(0), names.joined_gate_up
+        )
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
         predictors = take_predictors(inventory, model, names, enabled=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
@@ -72,6 +69,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
+            down_by_neuron=down_by_neuron,
             predictors=predictors,
             files=files.pop_all(),
         )
@@ -100,9 +98,15 @@ def _architecture(config: Record) -> str:
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         supported = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
         config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {supported}")
-    if config.has("quantization_config"):
+    if config.has("quantization_config") and not _is_mxfp4(config.record("quantization_config"), names[0]):
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])
+
+
+def _is_mxfp4(quantization: Record, architecture: str) -> bool:
+    names = ARCHITECTURES[architecture].names
+    has_joined = not callable(names) and names.joined_gate_up is not None
+    return has_joined and quantization.has("quant_method") and quantization.text("quant_method") == "mxfp4"
 
 
 def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:

@@ -307,7 +307,7 @@ def rates(manifest: Manifest, mode: Mode, frequencies: AccessFrequencies | None 
     """Return the activation rates of one token in this mode, as measured or assumed."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
-    if manifest.model.activation == "silu":
+    if manifest.model.all_neurons_fire:
         fired = trigger_fired = 1.0
         if mode == "thresholded" and manifest.silent is not None:
             fired = trigger_fired = 1.0 - _mean(tuple(layer.share for layer in manifest.silent.by_layer))

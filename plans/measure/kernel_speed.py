@@ -101,7 +101,7 @@ def kernel_cases(manifest: Manifest) -> tuple[Case, ...]:
     """Return the cases of the kernels that dominate runs of this package."""
     width = min(manifest.model.width, MAX_ROW_WEIGHTS)
     rows, gates = (manifest.quantization, width), (manifest.trigger_quantization, width)
-    share = SHARES[-1] if manifest.model.activation == "silu" else SHARES[0]
+    share = SHARES[-1] if manifest.model.all_neurons_fire else SHARES[0]
     cases = [Case("matrix", *rows, 1.0), Case("exact", *rows, share), Case("reused", *rows, share)]
     cases += [Case("predicted", *rows, share)] if manifest.predictor is not None else []
     cases += [Case("panel", *rows, float(tokens)) for tokens in PANEL_TOKENS[1:]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
+from neuronpipe.plans.models.spec import CHOICES, Activation, ModelSpec, NormKind, Router, RouterInput
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
@@ -33,6 +33,8 @@ class TensorNames:
     stacked: one tensor has the matrices of all experts of a layer, one after the other
     query_key_value: the joined tensor of queries, keys and values; None: each has a separate tensor
     first_position: number of rows of `positions` before the row of position 0
+    joined_gate_up: the tensor in which the rows of gate and up of all experts alternate
+    sinks: scores of attention sinks; the whole name
     predictor: the two matrices of the predictor, {} is 1 or 2; the prefix is `layer`, in a mixture also `expert`
     """
 
@@ -52,6 +54,8 @@ class TensorNames:
     gate: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
+    joined_gate_up: str | None = None
+    sinks: str | None = None
     positions: str | None = None
     first_position: int = 0
     router: str | None = None
@@ -106,6 +110,10 @@ class GgufArchitecture:
     parallel: attention and feed-forward are computed from the same input, after one norm or one norm each; queries,
         keys and values lie in one tensor, in that order
     partial_rotary: `rope.dimension_count` may be less than the width of a head
+    activation_limit: the field of ModelSpec
+    ffn_norm: the name of the feed-forward's norm
+    full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
+    rounds_yarn: the bounds of YaRN are rounded to whole pairs
     """
 
     interleaved: bool
@@ -120,6 +128,10 @@ class GgufArchitecture:
     gated: bool = True
     parallel: bool = False
     partial_rotary: bool = False
+    activation_limit: float = 0.0
+    ffn_norm: str = "ffn_norm"
+    full_layer_every: int = 0
+    rounds_yarn: bool = True
 
 
 @frozen(kw_only=True)
@@ -143,7 +155,7 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "swish": "silu",
 }
 SAY_WHICH = (
-    f"say which it is with --activation {'|'.join(ACTIVATIONS)} "
+    f"say which it is with --activation {'|'.join(CHOICES)} "
     "(drelu: SparseQwen2, TurboSparse, Bamboo; relu: ReluLLaMA and others with relu(gate) * up)"
 )
 _RELU_MODELS = re.compile(r"relu|sparse|bamboo|powerinfer|minicpm-s", re.IGNORECASE)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from neuronpipe.plans.models import (
     arcee,
     falcon,
+    gpt_oss,
     llama,
     minicpm,
     mixtral,
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
         sparse_llama.FAMILY,
         minicpm.FAMILY,
         arcee.FAMILY,
+        gpt_oss.FAMILY,
     )
 }
 

@@ -8,6 +8,7 @@ run. No other code depends on the family of a model.
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
     relu       0 for values up to activation_threshold, others unchanged
+    clamped_swiglu  (clamp(up) + 1) * g * sigmoid(1.702 g) with g = min(gate, limit): the experts of gpt-oss
     mixture    down(inner(norm(x))) is a sum over the experts with the greatest router values, each times its share
 """
 
@@ -19,12 +20,13 @@ from typing import Literal, NamedTuple
 
 from neuronpipe.protocol.frozen import frozen
 
-Activation = Literal["relu", "drelu", "relu2", "silu"]
+Activation = Literal["relu", "drelu", "relu2", "silu", "clamped_swiglu"]
 NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 Router = Literal["softmax", "sigmoid"]
 RouterInput = Literal["feed_forward", "layer"]
-ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
+ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu", "clamped_swiglu")
+CHOICES: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")  # which one a user may choose
 NORMS: tuple[NormKind, ...] = ("rms", "layer")
 POSITIONS: tuple[Positions, ...] = ("rotary", "learned")
 ROUTERS: tuple[Router, ...] = ("softmax", "sigmoid")
@@ -102,9 +104,12 @@ class ModelSpec:
     gated: the feed-forward has Gate beside Up and Down
     qkv_bias: the projections of queries, keys and values have biases
     output_bias: the output projection of attention has a bias
-    ffn_bias: Up and Down have biases, in a feed-forward without Gate
+    ffn_bias: all matrices of the feed-forward have biases; with a gate only if all neurons fire
+    router_bias: the router has a bias for each expert
+    attention_sinks: each query head has a score that joins its softmax, and whose share is dropped
     tied_embeddings: the embedding is the output matrix too
     parallel: the feed-forward of a layer reads the layer's input, not its sum with attention's output
+    activation_limit: the largest value of Gate, and of Up on both sides; 0 unless activation is clamped_swiglu
     activation_threshold: value that a neuron's trigger must exceed for the neuron to fire; 0 unless activation is relu
     embedding_scale: factor of a token's embedding
     logit_scale: factor of every logit
@@ -134,8 +139,11 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     ffn_bias: bool = False
+    router_bias: bool = False
+    attention_sinks: bool = False
     tied_embeddings: bool = False
     parallel: bool = False
+    activation_limit: float = 0.0
     activation_threshold: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -168,7 +176,12 @@ class ModelSpec:
         chosen = self.experts_per_token
         self._require("experts_per_token", 1 <= chosen <= self.experts, f"{chosen} of {self.experts} experts")
         self._require("experts", self.gated or self.experts == 1, "a mixture's experts have a gate")
-        self._require("ffn_bias", not (self.gated and self.ffn_bias), "not supported where there is a gate")
+        plain = not (self.gated and self.ffn_bias) or self.all_neurons_fire
+        self._require("ffn_bias", plain, f"not supported with a gate and {self.activation}")
+        self._require("router_bias", self.experts > 1 or not self.router_bias, "a dense model has no router")
+        limited = self.activation == "clamped_swiglu"
+        within = 0 < self.activation_limit <= MAX_THRESHOLD if limited else self.activation_limit == 0
+        self._require("activation_limit", within, f"{self.activation_limit} does not go with {self.activation}")
 
     def _require(self, field: str, holds: bool, complaint: str) -> None:
         if not holds:
@@ -199,7 +212,12 @@ class ModelSpec:
     def read_whole(self) -> bool:
         """True if a token needs nearly all pages of an expert that computes it. With SiLU every neuron fires; with ReLU
         in the small experts of SmallThinker about 40 % do, which touches almost every page."""
-        return self.activation == "silu" or (self.activation == "relu" and self.experts > 1)
+        return self.all_neurons_fire or (self.activation == "relu" and self.experts > 1)
+
+    @property
+    def all_neurons_fire(self) -> bool:
+        """True if no neuron has a value of exactly 0, so that every neuron of a chosen expert is needed."""
+        return self.activation in ("silu", "clamped_swiglu")
 
     @property
     def query_width(self) -> int:
@@ -228,7 +246,10 @@ class ModelSpec:
 
 
 # Manifests omit these fields while they have ModelSpec's defaults, so that older packages keep their ids.
-_LATER = ("experts_per_token", "router", "router_reads", "parallel", "activation_threshold", *SCALES)
+_LATER = (
+    "experts_per_token", "router", "router_reads", "router_bias", "parallel", "attention_sinks",
+    "activation_limit", "activation_threshold", *SCALES,
+)  # fmt: skip
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 

@@ -23,7 +23,8 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     """Yield (name, length) of every float32 vector of fixed.safetensors, in the order of the file. Also two tables with
-    rows of `width`: `position_embedding` with a row per position, a layer's `router` with a row per expert."""
+    rows of `width`: `position_embedding` with a row per position, a layer's `router` with a row per expert. Biases of
+    feed-forwards lie expert after expert."""
     if model.positions == "rotary":
         yield "rope.inverse_frequency", model.head_width // 2
     else:
@@ -37,8 +38,11 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
             ("query_norm", model.head_width, model.head_norm),
             ("key_norm", model.head_width, model.head_norm),
             ("attention_output.bias", model.width, model.output_bias),
-            ("up.bias", model.neurons, model.ffn_bias),
-            ("down.bias", model.width, model.ffn_bias),
+            ("sinks", model.query_heads, model.attention_sinks),
+            ("gate.bias", model.experts * model.neurons, model.ffn_bias and model.gated),
+            ("up.bias", model.experts * model.neurons, model.ffn_bias),
+            ("down.bias", model.experts * model.width, model.ffn_bias),
+            ("router.bias", model.experts, model.router_bias),
         ):
             if is_present:
                 yield f"layers.{layer}.{name}", length

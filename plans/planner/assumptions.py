@@ -49,7 +49,7 @@ def assumptions(
 
 
 def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[str]:
-    if manifest.model.activation != "silu" and manifest.fired_by_layer is None:
+    if not manifest.model.all_neurons_fire and manifest.fired_by_layer is None:
         yield f"assumed, since the package states none: {ASSUMED_FIRED:.0%} of the neurons fire"
     if all_resident:
         return

@@ -164,10 +164,10 @@ def profile(
     Raises UserError if the package is damaged or has SiLU, or if options do not fit it.
     """
     model = package.manifest.model
-    if model.activation == "silu":
+    if model.all_neurons_fire:
+        hint = "; `--silent 50%` leaves out those that count least" if model.activation == "silu" else ""
         raise UserError(
-            f"{package.path}: activation: silu neurons always fire; there is nothing to predict; `--silent 50%` leaves "
-            "out those that count least"
+            f"{package.path}: activation: {model.activation} neurons always fire; there is nothing to predict{hint}"
         )
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")

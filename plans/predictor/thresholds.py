@@ -113,7 +113,7 @@ def require_silu(package: Package) -> None:
     activation = package.manifest.model.activation
     if activation != "silu":
         raise UserError(
-            f"{package.path}: activation: neurons of {activation} are silent by themselves, --silent is for silu; "
+            f"{package.path}: activation: --silent is for silu, and this model computes {activation}; "
             "take --mode exact or predicted"
         )
 

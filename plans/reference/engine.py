@@ -26,6 +26,9 @@ class Result(NamedTuple):
     fired: np.ndarray
 
 
+CLAMPED_SWIGLU_GAIN = np.float32(1.702)
+
+
 def _relu(x: Array) -> Array:
     return np.maximum(x, np.float32(0))
 
@@ -37,6 +40,16 @@ GATED: dict[Activation, Callable[[Array, Array], Array]] = {
     "relu2": lambda gate, up: np.square(_relu(gate)) * up,
     "silu": lambda gate, up: gate * (1 + np.tanh(gate / 2)) / 2 * up,  # gate * sigmoid(gate), without overflow
 }
+
+
+def gated_values(model: ModelSpec, gate: Array, up: Array) -> Array:
+    """Return the values of neurons with a gate, from their gate and up products."""
+    if model.activation != "clamped_swiglu":
+        return GATED[model.activation](gate, up)
+    limit = np.float32(model.activation_limit)
+    below = np.minimum(gate, limit)
+    shares = (1 + np.tanh(CLAMPED_SWIGLU_GAIN * below / 2)) / 2
+    return np.asarray((np.clip(up, -limit, limit) + 1) * (below * shares), dtype=np.float32)
 
 
 UNGATED: dict[Activation, Callable[[Array], Array]] = {"relu": _relu, "relu2": lambda up: np.square(_relu(up))}
@@ -63,11 +76,12 @@ def rotate(heads: Array, angles: Array) -> Array:
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
 
 
-def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Array:
+def attend(queries: Array, keys: Array, values: Array, window_tokens: int, sinks: Array | None = None) -> Array:
     """Return causal attention, [tokens, query_heads, head_width].
 
     keys, values: [tokens, key_heads, head_width]; each serves query_heads / key_heads consecutive query heads
     window_tokens: field of LayerKind
+    sinks: [query_heads] scores that join each softmax and whose shares are dropped
     """
     tokens, query_heads, head_width = queries.shape
     group = query_heads // keys.shape[1]
@@ -77,8 +91,11 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
     for head in range(query_heads):
         scores = queries[:, head] @ keys[:, head // group].T / np.float32(np.sqrt(head_width))
         scores = np.where(is_visible, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        result[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[:, head // group]
+        sink = -np.inf if sinks is None else sinks[head]
+        greatest = np.maximum(scores.max(axis=1, keepdims=True), np.float32(sink))
+        weights = np.exp(scores - greatest)
+        total = weights.sum(axis=1, keepdims=True) + np.exp(np.float32(sink) - greatest)
+        result[:, head] = weights / total @ values[:, head // group]
     return result
 
 
@@ -215,6 +232,7 @@ class ReferenceEngine:
         qkv = self._product(layer, "qkv", normed)
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
+        sinks = weights.vector(f"{name}.sinks") if model.attention_sinks else None
         mixed = []
         ends = np.cumsum(lengths)
         heads = np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1])
@@ -223,7 +241,7 @@ class ReferenceEngine:
             rotary = model.rotary_layers[layer]
             queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
             keys = self._placed(f"{name}.key_norm", keys, rotary)
-            mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
+            mixed.append(attend(queries, keys, values, model.windows_tokens[layer], sinks))
             self._attended(layer, int(end))
         attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
@@ -248,7 +266,10 @@ class ReferenceEngine:
         if model.experts == 1:
             return np.ones((len(x), 1), dtype=np.float32)
         router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
-        return expert_shares(model, x @ router.T)
+        values = x @ router.T
+        if model.router_bias:
+            values = values + self._weights.vector(f"layers.{layer}.router.bias")
+        return expert_shares(model, values)
 
     def _feed_forward(
         self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray
@@ -264,10 +285,10 @@ class ReferenceEngine:
         for matrix in weights:
             self._observe_inputs(ffn_name(model, name, expert, matrix), normed)
         values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
-        if model.ffn_bias:
-            values["up"] = values["up"] + self._weights.vector(f"{name}.up.bias")
+        for matrix in values if model.ffn_bias else ():
+            values[matrix] = values[matrix] + self._bias(f"{name}.{matrix}.bias", expert)
         inner = (
-            GATED[model.activation](values["gate"], values["up"])
+            gated_values(model, values["gate"], values["up"])
             if model.gated
             else UNGATED[model.activation](values["up"])
         )
@@ -280,5 +301,10 @@ class ReferenceEngine:
             inner = np.where(self._mask(run), inner, np.float32(0))
         change = inner @ down
         if model.ffn_bias:
-            change = change + self._weights.vector(f"{name}.down.bias")
+            change = change + self._bias(f"{name}.down.bias", expert)
         return change, np.count_nonzero(inner, axis=0)
+
+    def _bias(self, name: str, expert: int) -> Array:
+        """Return the bias of one expert's matrix."""
+        bias: Array = self._weights.vector(name).reshape(self._model.experts, -1)[expert]
+        return bias

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from neuronpipe.plans.convert.checkpoint import Checkpoint, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.checkpoint import Checkpoint, ffn_name
 from neuronpipe.plans.convert.encodings import unpack_gguf
 from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.convert.stored_tensors import StoredMatrix
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import MatrixPlace, Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package

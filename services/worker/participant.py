@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuronpipe.native import ROW_TYPES, ffi, lib
-from neuronpipe.plans.models.spec import SCALES
+from neuronpipe.plans.models.spec import ACTIVATIONS, SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.protocol.frozen import frozen
@@ -20,7 +20,7 @@ from neuronpipe.services.steps.step_counters import PARTS, counters_by_name
 from neuronpipe.services.worker.external_products import ComputeBlocks, ComputeRows, Multiply
 from neuronpipe.services.worker.step_channel import Lane
 
-ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
+NATIVE_ACTIVATIONS = {name: getattr(lib, f"NP_{name.upper()}") for name in ACTIVATIONS}
 ROUTERS = {"softmax": lib.NP_ROUTER_SOFTMAX, "sigmoid": lib.NP_ROUTER_SIGMOID}
 NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
 READS = {
@@ -134,8 +134,9 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "head_norm": s.head_norm,
             "rotary": s.positions == "rotary",
             "type": ROW_TYPES[manifest.quantization],
-            "activation": ACTIVATIONS[s.activation],
+            "activation": NATIVE_ACTIVATIONS[s.activation],
             "activation_threshold": s.activation_threshold,
+            "activation_limit": s.activation_limit,
             **{name: getattr(s, name) for name in SCALES},
             "parallel": s.parallel,
             "gated": s.gated,
@@ -414,6 +415,9 @@ class Participant:
                     "rotary": rotary,
                     "silent_below": self._silent_below(n),
                     "router": vector(f"layers.{n}.router"),
+                    "router_bias": vector(f"layers.{n}.router.bias"),
+                    "sinks": vector(f"layers.{n}.sinks"),
+                    "gate_bias": vector(f"layers.{n}.gate.bias"),
                     "qkv": matrix(f"layers.{n}.qkv"),
                     "attention_output": matrix(f"layers.{n}.attention_output"),
                     "attention_norm": norm(f"layers.{n}.attention_norm"),

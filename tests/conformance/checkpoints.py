@@ -58,6 +58,7 @@ MODEL_TYPES = {
     "ArceeForCausalLM": "arcee",
     "MiniCPMForCausalLM": "minicpm",
     "SparseLlamaForCausalLM": "sparsellama",
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -160,6 +161,16 @@ RECIPES = {
             "falcon per head", "FalconForCausalLM", "relu", 96, 270, 2, 3, 3, 32, tied=True, bias=True,
             config={"new_decoder_architecture": False, "multi_query": False, "activation": "relu", "bias": True},
         ),
+        Recipe(
+            "gpt-oss", "GptOssForCausalLM", "silu", 96, 64, 4, 6, 2, 32, dtype="BF16", experts=6,
+            config={
+                "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9, "swiglu_limit": 2.0,
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0,
+                    "truncate": False, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
     )
 }  # fmt: skip
 
@@ -193,6 +204,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         return
     if recipe.architecture == "NemotronForCausalLM":
         yield from _nemotron_tensors(recipe)
+        return
+    if recipe.architecture == "GptOssForCausalLM":
+        yield from _gpt_oss_tensors(recipe)
         return
     if recipe.architecture == "FalconForCausalLM":
         yield from _falcon_tensors(recipe)
@@ -287,6 +301,39 @@ def _nemotron_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield from linear(f"{name}.mlp.up_proj", neurons, width, 1.0)
         yield from linear(f"{name}.mlp.down_proj", width, neurons, 0.5)
     yield from norm("model.norm")
+    yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def _gpt_oss_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Matrices of experts have a row for each input. Sinks are as large as scores, and many gates exceed the limit."""
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons, experts = recipe.width, recipe.neurons, recipe.experts
+    heads_width = recipe.query_heads * recipe.head_width
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield made(f"{name}.input_layernorm.weight", (width,), 0.1, 1.0)
+        yield made(f"{name}.self_attn.sinks", (recipe.query_heads,), 1.5)
+        for part, rows, columns, gain in (
+            ("q", heads_width, width, 1.3),
+            ("k", recipe.key_heads * recipe.head_width, width, 1.3),
+            ("v", recipe.key_heads * recipe.head_width, width, 1.3),
+            ("o", width, heads_width, 0.5),
+        ):
+            yield made(f"{name}.self_attn.{part}_proj.weight", (rows, columns), gain * columns**-0.5)
+            yield made(f"{name}.self_attn.{part}_proj.bias", (rows,), 0.3)
+        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
+        yield made(f"{name}.mlp.router.weight", (experts, width), 1.5 * width**-0.5)
+        yield made(f"{name}.mlp.router.bias", (experts,), 0.5)
+        yield made(f"{name}.mlp.experts.gate_up_proj", (experts, width, 2 * neurons), 1.5 * width**-0.5)
+        yield made(f"{name}.mlp.experts.gate_up_proj_bias", (experts, 2 * neurons), 0.5)
+        yield made(f"{name}.mlp.experts.down_proj", (experts, neurons, width), 0.5 * neurons**-0.5)
+        yield made(f"{name}.mlp.experts.down_proj_bias", (experts, width), 0.2)
+    yield made("model.norm.weight", (width,), 0.1, 1.0)
     yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 

@@ -31,6 +31,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.primary_router": "ffn_gate_inp",
     "transformer.word_embeddings": "token_embd",
@@ -57,6 +58,7 @@ ARCHITECTURES = {
     "FalconForCausalLM": "falcon",
     "NemotronForCausalLM": "nemotron",
     "ArceeForCausalLM": "arcee",
+    "GptOssForCausalLM": "gpt-oss",
 }
 INTERLEAVED = ("llama", "bamboo", "arcee")
 LAYER_NORM = ("falcon", "nemotron")
@@ -64,6 +66,8 @@ LAYER_NORM = ("falcon", "nemotron")
 
 def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    if name.startswith("blk."):
+        return name
     stem, kind = name.rsplit(".", 1)
     if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
@@ -146,7 +150,7 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
     if "partial_rotary_factor" in values:
         writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * recipe.head_width))
         writer.add_rope_scaling_type(RopeScalingType.NONE)
-    scaling = values.get("rope_scaling", {})
+    scaling = values.get("rope_scaling", rope if rope.get("rope_type") == "yarn" else {})
     if "factor" in scaling:
         writer.add_rope_scaling_factor(scaling["factor"])
     if scaling.get("rope_type") == "yarn":
@@ -158,6 +162,9 @@ def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
 def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     """The recipe's tensors; those of all experts of a layer in one, by the name that it has in GGUF."""
     stacks: dict[str, list[Array]] = {}
+    if recipe.architecture == "GptOssForCausalLM":
+        yield from _gpt_oss(recipe)
+        return
     for name, tensor in tensors(recipe):
         if match := EXPERT.fullmatch(name):
             stacks.setdefault(f"{match[1]}.{STACKS[match[2]]}.weight", []).append(tensor)
@@ -165,6 +172,32 @@ def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield name, tensor
     for name, parts in stacks.items():
         yield name, np.stack(parts)
+
+
+def _gpt_oss(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """The tensors of gpt-oss: gate and up apart, a row per neuron, and Down with a row per output."""
+    for name, tensor in tensors(recipe):
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        place = "" if match is None else match[2]
+        layer = "" if match is None else f"blk.{match[1]}"
+        if place == "self_attn.sinks":
+            yield f"{layer}.attn_sinks.weight", tensor
+        elif place == "post_attention_layernorm.weight":
+            yield f"{layer}.post_attention_norm.weight", tensor
+        elif place.startswith("mlp.experts.gate_up_proj"):
+            kind = "bias" if place.endswith("_bias") else "weight"
+            for first, matrix in enumerate(("gate", "up")):
+                rows = tensor[..., first::2]
+                yield f"{layer}.ffn_{matrix}_exps.{kind}", rows if kind == "bias" else _turned(rows)
+        elif place.startswith("mlp.experts.down_proj"):
+            kind = "bias" if place.endswith("_bias") else "weight"
+            yield f"{layer}.ffn_down_exps.{kind}", tensor if kind == "bias" else _turned(tensor)
+        else:
+            yield name, tensor
+
+
+def _turned(experts: Array) -> Array:
+    return np.ascontiguousarray(experts.swapaxes(1, 2))
 
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -195,7 +228,8 @@ def add_tensor(
     named = gguf_name(name)
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
-    if values.ndim == 1 or "ffn_gate_inp" in named or encoding == "F32":  # routers stay float32 as well
+    is_plain = values.ndim == 1 or named.endswith(".bias") or "ffn_gate_inp" in named  # routers, too
+    if is_plain or encoding == "F32":
         writer.add_tensor(named, values)
         return
     kind = GGMLQuantizationType[encoding]

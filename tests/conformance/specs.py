@@ -93,6 +93,11 @@ SPECS = {
         activation="relu", embedding_scale=12.0, residual_scale=0.7, logit_scale=0.3, attention_scale=1.4,
         **COMMON,
     ),
+    "gpt-oss": ModelSpec(
+        family="llama", width=96, neurons=160, experts=6, experts_per_token=3, router_bias=True,
+        layer_kinds=(LayerKind(1, 20), LayerKind(1)), query_heads=6, key_heads=2, head_width=32, attention_sinks=True,
+        activation="clamped_swiglu", activation_limit=1.0, qkv_bias=True, output_bias=True, ffn_bias=True, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
@@ -140,13 +145,13 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
 
 
 def _fixed_quantizations(model: ModelSpec, quantization: Quantization) -> dict[str, Quantization]:
-    """Embedding and output as the recipes of encodings with minima or codebooks have them; else as the rest. With silu
-    the matrices of attention have one of three that read different inputs."""
+    """Embedding and output as the recipes of encodings with minima or codebooks have them; else as the rest. Where all
+    neurons fire, the matrices of attention have one of three that read different inputs."""
     names = [name for name, _, _ in fixed_matrices(model)]
     chosen: dict[str, Quantization] = {}
     if quantization in (*MINIMUM_QUANTIZATIONS, *CODEBOOK_QUANTIZATIONS):
         chosen = dict.fromkeys([name for name in names if name in EMBEDDINGS], RECIPES[quantization].ends)
-    if model.activation == "silu" and quantization != "f16":
+    if model.all_neurons_fire and quantization != "f16":
         attention = [name for name in names if name not in EMBEDDINGS]
         others: tuple[Quantization, ...] = ("q8", "q5k", "q4")
         chosen |= {name: others[number % 3] for number, name in enumerate(attention)}
@@ -167,6 +172,8 @@ def _vector(name: str, length: int, random: np.random.Generator) -> Array:
         return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
     if name.endswith("router"):
         return _normal(random, (length,), 0.12)
+    if name.endswith("sinks"):
+        return _normal(random, (length,), 1.5)
     centre = 1.0 if name.endswith("norm") else -1.8 if name.endswith("up.bias") else 0.0
     return _normal(random, (length,), 0.3) + np.float32(centre)
 

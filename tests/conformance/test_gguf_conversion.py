@@ -162,6 +162,18 @@ def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
     assert package.manifest.model == told
 
 
+def test_gpt_oss_is_the_same_package_from_either_source(
+    tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES["gpt-oss"], converted("gpt-oss", "q8")
+    metadata = {"gpt-oss.expert_count": 6, "gpt-oss.expert_used_count": 3, "gpt-oss.attention.sliding_window": 9}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    told = {"norm_epsilon": float(np.float32(1e-5)), "activation_limit": 7.0}  # files do not state the limit
+    assert package.manifest.model == replace(expected.manifest.model, **told)
+
+
 SMALLTHINKER = {
     "smallthinker.expert_count": 7,
     "smallthinker.expert_used_count": 3,

@@ -100,7 +100,7 @@ static void attend_case(const char *isa, size_t positions, size_t width, float s
         most = fmax(most, weights[p]);
     }
     for (size_t p = 0; p < positions; p++) sum += weights[p] = exp(weights[p] - most);
-    np_attend(query, 1, keys, values, positions, width, scale, scores, out);
+    np_attend(query, 1, keys, values, positions, width, scale, NULL, scores, out);
     for (size_t j = 0; j < width; j++) {
         double want = 0;
         for (size_t p = 0; p < positions; p++) want += weights[p] / sum * np_half_to_float(values[p * width + j]);
@@ -129,9 +129,9 @@ static void test_attend_heads(const char *isa) {
         keys[i] = np_float_to_half(random_float()), values[i] = np_float_to_half(random_float());
     for (size_t heads = 1; heads <= HEADS; heads++)
         for (size_t positions = 0; positions <= POSITIONS; positions += positions < 3 ? 1 : 63) {
-            np_attend(queries[0], heads, keys, values, positions, WIDTH, 0.3f, scores, together[0]);
+            np_attend(queries[0], heads, keys, values, positions, WIDTH, 0.3f, NULL, scores, together[0]);
             for (size_t h = 0; h < heads; h++) {
-                np_attend(queries[h], 1, keys, values, positions, WIDTH, 0.3f, scores, alone);
+                np_attend(queries[h], 1, keys, values, positions, WIDTH, 0.3f, NULL, scores, alone);
                 CHECK(memcmp(together[h], alone, sizeof alone) == 0, "%s head %zu of %zu, %zu positions", isa, h, heads, positions);
             }
         }

@@ -189,7 +189,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "half an expert as a cluster": (
         lambda m: m["layout"].update(cluster_neurons=128, clusters=2, block_neurons=256, blocks=1),
-        r"down_by_output: needs a mixture with SiLU, each expert as one cluster",
+        r"down_by_output: needs a mixture whose neurons all fire, each expert as one cluster",
     ),
     "a bundle file beside them": (
         lambda m: m["files"].update({"bundles.bin": {"bytes": 0}}),

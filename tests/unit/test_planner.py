@@ -230,7 +230,7 @@ def test_mode_thresholded_needs_thresholds_and_says_how_to_get_them() -> None:
         UserError, match=r"'m' has no thresholds; set them with `neuronpipe profile PACKAGE --silent 50%"
     ):
         make_plan(silu, device(), PlanOptions(mode="thresholded"))
-    with pytest.raises(UserError, match=r"'m' computes drelu, whose neurons are silent by themselves; take exact or"):
+    with pytest.raises(UserError, match=r"'m' computes drelu, and only silu has thresholds; take exact or"):
         make_plan(manifest(), device(), PlanOptions(mode="thresholded"))
     with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
         make_plan(thresholded(manifest(), 0.5), device(), PlanOptions(mode="thresholded", baseline="llm-in-a-flash"))

@@ -209,9 +209,7 @@ def test_neurons_of_other_models_are_silent_by_themselves(
     silent: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = convert(write_checkpoint(tmp_path / "source", TINY), tmp_path / "relu", quantization="q8").path
-    message = (
-        "activation: neurons of relu are silent by themselves, --silent is for silu; take --mode exact or predicted"
-    )
+    message = "activation: --silent is for silu, and this model computes relu; take --mode exact or predicted"
     refused(["profile", str(target), "--silent", silent, "--text", str(text)], message, capsys)
 
 

@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import examined, gguf_template
-from neuronpipe.plans.convert.checkpoint import (
-    Checkpoint,
-    Inventory,
-    OpenFile,
-    Options,
-    RowNumbers,
-    take_predictors,
-    take_tensors,
-)
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, take_predictors, take_tensors
 from neuronpipe.plans.convert.gguf.gguf_parts import OpenPart, open_parts
 from neuronpipe.plans.convert.gguf.gguf_tokenizer import gguf_ends, package_tokenizer
 from neuronpipe.plans.convert.gguf.powerinfer import (
@@ -33,6 +25,7 @@ from neuronpipe.plans.convert.gguf.powerinfer import (
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import Inventory, OpenFile, RowNumbers
 from neuronpipe.plans.gguf_part_names import model_stem
 from neuronpipe.plans.models.family import (
     SAY_WHICH,
@@ -60,6 +53,7 @@ NAMES = TensorNames(
     query="attn_q",
     key="attn_k",
     value="attn_v",
+    sinks="attn_sinks.weight",
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
     attention_output="attn_output",
@@ -70,7 +64,7 @@ NAMES = TensorNames(
 MIXTURE_NAMES = replace(
     NAMES, router="ffn_gate_inp", gate="ffn_gate_exps", up="ffn_up_exps", down="ffn_down_exps", stacked=True
 )
-GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid"}  # llama_expert_gating_func_type
+GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # llama_expert_gating_func_type
 NOPE_EVERY = 4  # in a smallthinker with windows, each fourth layer has neither window nor rotary positions
 
 
@@ -109,7 +103,9 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             _orders(metadata, name, model, architecture),
             down_by_neuron=down_by_neuron,
         )
-        frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
+        frequencies = (
+            _frequencies(metadata, name, architecture, model, inventory) if model.positions == "rotary" else None
+        )
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, enabled=options.predictor, threshold=threshold)
         inventory.refuse_leftovers(re.compile(architecture.harmless))
@@ -229,19 +225,26 @@ def _model(
             activation=activation,
             gated=architecture.gated,
             qkv_bias=architecture.qkv_bias or inventory.has("blk.0.attn_q.bias"),
-            output_bias=not architecture.gated and inventory.has("blk.0.attn_output.bias"),
-            ffn_bias=not architecture.gated and inventory.has("blk.0.ffn_up.bias"),
+            output_bias=inventory.has("blk.0.attn_output.bias"),
+            ffn_bias=inventory.has("blk.0.ffn_up_exps.bias" if mixture else "blk.0.ffn_up.bias"),
+            router_bias=inventory.has("blk.0.ffn_gate_inp.bias"),
+            attention_sinks=inventory.has("blk.0.attn_sinks.weight"),
+            activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
             parallel=architecture.parallel,
-            attention_scale=attention_scale(_rope(metadata, name)),
+            attention_scale=attention_scale(_rope(metadata, name, architecture)),
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)
 
 
 def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture) -> tuple[LayerKind, ...]:
-    """Return the runs of equal layers. All layers have the same window, except in a smallthinker with windows: its
-    layers 0, 4, 8 ... have none and are not rotated, as in llama.cpp, since files do not state it."""
+    """Return the runs of equal layers. All layers have the same window unless the architecture has a pattern, which
+    files do not state. In a smallthinker with windows, layers 0, 4, 8 ... have none and are not rotated, as in
+    llama.cpp."""
+    if architecture.full_layer_every and window_tokens:
+        every = architecture.full_layer_every
+        return runs_of([0 if number % every == every - 1 else window_tokens for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:
         return (LayerKind(layers, window_tokens),)
     full = [number % NOPE_EVERY == 0 for number in range(layers)]
@@ -258,10 +261,12 @@ def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:
     return metadata.integer(field, minimum, maximum)
 
 
-def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventory: Inventory) -> NDArray[np.float32]:
+def _frequencies(
+    metadata: Record, name: str, architecture: GgufArchitecture, model: ModelSpec, inventory: Inventory
+) -> NDArray[np.float32]:
     """Return the table of inverse frequencies. Files of Llama 3 have its scaling as a tensor of divisors."""
-    rotated = _rotated_width(metadata, architecture, model)
-    frequencies = scaled_frequencies(_rope(metadata, architecture), model.head_width, rotated)
+    rotated = _rotated_width(metadata, name, model)
+    frequencies = scaled_frequencies(_rope(metadata, name, architecture), model.head_width, rotated)
     if inventory.has("rope_freqs.weight"):
         factors = inventory.take("rope_freqs.weight", rotated // 2).vector()
         if (factors <= 0).any():
@@ -270,7 +275,7 @@ def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventor
     return frequencies
 
 
-def _rope(metadata: Record, architecture: str) -> Record:
+def _rope(metadata: Record, architecture: str, rules: GgufArchitecture) -> Record:
     """Return the file's keys about rotary positions by the names of config.json."""
 
     def number(name: str, default: float, minimum: float, maximum: float) -> float:
@@ -286,7 +291,7 @@ def _rope(metadata: Record, architecture: str) -> Record:
     if kind != "none":
         rope["rope_scaling"] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        rope["rope_scaling"] |= _yarn(metadata, architecture)
+        rope["rope_scaling"] |= _yarn(metadata, architecture) | {"truncate": rules.rounds_yarn}
     return Record(rope, metadata.where)
 
 
@@ -321,7 +326,7 @@ def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int
 
 
 def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
-    names = NAMES if model.experts == 1 else MIXTURE_NAMES
+    names = replace(NAMES if model.experts == 1 else MIXTURE_NAMES, ffn_norm=architecture.ffn_norm)
     if not architecture.parallel:
         return names
     norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"

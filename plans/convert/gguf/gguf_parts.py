@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuronpipe.plans.convert.checkpoint import OpenFile
 from neuronpipe.plans.convert.gguf.gguf_header import MAX_TENSORS, GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.source_file import SourceFile
+from neuronpipe.plans.convert.stored_tensors import OpenFile
 from neuronpipe.plans.gguf_part_names import gguf_files, part_of, place_among_parts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from neuronpipe.plans.convert.checkpoint import Inventory
+from neuronpipe.plans.convert.stored_tensors import Inventory
 from neuronpipe.plans.models import falcon, opt
 from neuronpipe.plans.models.family import Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.registry import FAMILIES

@@ -210,8 +210,8 @@ def model_of(manifest: Manifest) -> SimulatedModel:
     spec = manifest.model
     model = _assumed(manifest.name, spec)
     mean = _mean(manifest.fired_by_layer)
-    active = model.active if mean is None or spec.activation == "silu" else mean
-    predicted = model.predicted if spec.activation == "silu" else min(1.0, ASSUMED_PREDICTED * active)
+    active = model.active if mean is None or spec.all_neurons_fire else mean
+    predicted = model.predicted if spec.all_neurons_fire else min(1.0, ASSUMED_PREDICTED * active)
     rank = 0
     if manifest.predictor is not None:
         rank = manifest.predictor.rank
@@ -223,7 +223,7 @@ def model_of(manifest: Manifest) -> SimulatedModel:
 
 
 def _assumed(name: str, spec: ModelSpec) -> SimulatedModel:
-    active = 1.0 if spec.activation == "silu" else ASSUMED_FIRED
+    active = 1.0 if spec.all_neurons_fire else ASSUMED_FIRED
     if spec.activation == "relu" and spec.experts > 1:
         active = 0.4  # SmallThinker's experts
     predicted = min(1.0, ASSUMED_PREDICTED * active)

@@ -35,7 +35,7 @@ TOKEN_BYTES = 64  # of tokenizer.json per token; published files have 45 to 70
 def manifest_of_shape(shape: SimulatedModel) -> Manifest:
     """Return the manifest of a q4 package of a shape, with a predictor if its activation is dReLU."""
     spec = shape.spec
-    order: NeuronOrder = "source" if spec.activation == "silu" else "frequency"
+    order: NeuronOrder = "source" if spec.all_neurons_fire else "frequency"
     layout = compute_layout("q4", spec.width, spec.neurons, spec.ffn_matrices, order, read_whole=spec.read_whole)
     clusters = spec.ffns * layout.clusters
     predictor = _predictor(shape) if spec.activation == "drelu" else None

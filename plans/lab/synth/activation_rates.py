@@ -59,7 +59,7 @@ def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
 
 def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
     """Return the requested mean share of firing neurons of each layer; in a mixture, of a chosen expert's neurons."""
-    if model.activation == "silu":
+    if model.all_neurons_fire:
         return np.ones(model.layers)
     if model.activation == "relu":
         early = np.arange(model.layers) < min(RELU_EARLY_LAYERS, model.layers - 1)
@@ -70,7 +70,7 @@ def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
 def cuts(activation: Activation, p: Shares) -> list[Shares]:
     """Return the thresholds, in standard deviations, that values of Gate, or of Gate and Up, exceed if a neuron fires;
     empty if all neurons fire. p: requested activity."""
-    if activation == "silu":
+    if activation in ("silu", "clamped_swiglu"):
         return []
     return [-quantile(p)] if activation == "relu" else list(thresholds(p))
 

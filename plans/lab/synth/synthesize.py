@@ -74,7 +74,7 @@ def synthesize(
     if model.experts > 1:
         reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)
-    order: NeuronOrder = "source" if model.activation == "silu" else "frequency"
+    order: NeuronOrder = "source" if model.all_neurons_fire else "frequency"
     layout = compute_layout(
         "q4",
         model.width,

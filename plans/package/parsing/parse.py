@@ -198,6 +198,11 @@ def _parse_model(record: Record) -> ModelSpec:
             ffn_bias=record.boolean("ffn_bias"),
             tied_embeddings=record.boolean("tied_embeddings"),
             parallel=record.has("parallel") and record.boolean("parallel"),
+            router_bias=record.has("router_bias") and record.boolean("router_bias"),
+            attention_sinks=record.has("attention_sinks") and record.boolean("attention_sinks"),
+            activation_limit=record.number("activation_limit", 0.0, MAX_THRESHOLD)
+            if record.has("activation_limit")
+            else 0.0,
             activation_threshold=record.number("activation_threshold", 0.0, MAX_THRESHOLD)
             if record.has("activation_threshold")
             else 0.0,
@@ -226,7 +231,7 @@ def _parse_quantizations(record: Record, model: ModelSpec, quantization: Quantiz
         if name not in names:
             record.fail(safe_name(name), "is no fixed matrix of this model")
         encoding = cast(Quantization, record.choice(name, *(other for other in QUANTIZATIONS if other != quantization)))
-        has_own_inputs = name in EMBEDDINGS or model.activation == "silu"
+        has_own_inputs = name in EMBEDDINGS or model.all_neurons_fire
         if not (is_quantized_with if has_own_inputs else reads_inputs_of)(encoding, quantization):
             record.fail(name, f"{encoding} does not go with {quantization}")
         quantizations[name] = encoding

@@ -42,9 +42,11 @@ def parse_experts(record: Record, model: ModelSpec, layout: Layout, quantization
 def require_whole_experts(layout: Layout, model: ModelSpec, record: Record) -> None:
     """Raise UserError unless an expert is one cluster and one block, as Down by output requires."""
     is_whole = layout.clusters == layout.blocks == 1 and layout.cluster_neurons == layout.block_neurons == model.neurons
-    if not (model.activation == "silu" and model.experts > 1 and is_whole):
-        record.fail("down_by_output", "needs a mixture with SiLU, each expert as one cluster and one block")
+    if not (model.all_neurons_fire and model.experts > 1 and is_whole):
+        record.fail(
+            "down_by_output", "needs a mixture whose neurons all fire, each expert as one cluster and one block"
+        )
     if any(place.scales_part != place.part for place in layout.matrices):
         record.fail("matrices.down.scales_part", "with down_by_output scales lie in their matrix's part")
-    if model.ffn_bias or layout.neuron_order != "source":
-        record.fail("down_by_output", "needs experts without biases, in the order of the source")
+    if layout.neuron_order != "source":
+        record.fail("down_by_output", "needs neurons in the order of the source")

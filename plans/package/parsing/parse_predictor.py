@@ -23,8 +23,8 @@ from neuronpipe.protocol.errors import quoted
 
 def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
     """Return the parsed predictor. Raises UserError if it does not fit the model."""
-    if model.activation == "silu":
-        record.fail("sides", "silu neurons always fire; there is nothing to predict")
+    if model.all_neurons_fire:
+        record.fail("sides", f"{model.activation} neurons always fire; there is nothing to predict")
     measured = record.has("exact_perplexity")
     predictor = Predictor(
         rank=record.integer("rank", GROUP_WEIGHTS, MAX_RANK),

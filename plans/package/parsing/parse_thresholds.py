@@ -10,7 +10,7 @@ from neuronpipe.plans.strict_json import Record
 def parse_silent(record: Record, model: ModelSpec) -> Silent:
     """Return the parsed thresholds. Raises UserError if they do not fit the model."""
     if model.activation != "silu":
-        record.fail("by_layer", f"only silu has thresholds; neurons of {model.activation} are silent by themselves")
+        record.fail("by_layer", f"only silu has thresholds; this model computes {model.activation}")
     silent = Silent(
         share=record.number("share", 0.0, MAX_SILENT_SHARE),
         by_layer=tuple(_parse_layer(layer) for layer in record.records("by_layer")),

@@ -38,8 +38,8 @@ class OpenClBackend(OffloadBackend):
         """Return None for an accelerator and a quantized model without SiLU or gates in q3, else the reason."""
         if phase != "accelerator":
             return "opencl computes blocks of decode steps; write accelerator=opencl"
-        if manifest.model.activation == "silu":
-            return "opencl computes activation functions of the ReLU kind; this model has silu"
+        if manifest.model.all_neurons_fire:
+            return f"opencl computes activation functions of the ReLU kind; this model has {manifest.model.activation}"
         if manifest.quantization == "f16":
             return "opencl needs a quantized package; this one is f16"
         if manifest.trigger_quantization == "q3":

@@ -110,6 +110,8 @@ def refusal(manifest: Manifest) -> str | None:
     if not model.gated or model.ffn_bias or model.activation not in ACTIVATIONS or model.activation_threshold:
         kind = f"{model.activation}{'' if model.gated else ' without a gate'}"
         return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
+    if model.router_bias or model.attention_sinks:
+        return "onnx computes neither routers with biases nor attention sinks; this model has them"
     if manifest.quantization == "f16":
         return "onnx needs a package in q8 or q4; this one is f16"
     return None

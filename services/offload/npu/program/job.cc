@@ -79,6 +79,8 @@ void Job::read_shape()
     shape.activation_threshold = real_or(m, "model/activation_threshold", 0);
     if (!shape.gated || shape.activation_threshold != 0)
         run_fail("model", "this worker needs a gate, and no threshold; use our own prefill worker");
+    if (json_has(m, "model/router_bias") || json_has(m, "model/attention_sinks"))
+        run_fail("model", "this worker computes neither routers with biases nor attention sinks; use our own prefill worker");
     shape.width = number(m, "model/width");
     shape.neurons = number(m, "model/neurons");
     shape.query_heads = number(m, "model/query_heads");
