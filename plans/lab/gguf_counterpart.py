@@ -3,8 +3,9 @@
 Such engines do the same work for any weights, so that the counterpart is as fast as the model. Encodings follow
 llama.cpp's presets (src/llama-quant.cpp, 2026-11): one for most matrices, Q6_K for the output, F32 for norms and
 routers; in Q4_K_M also Q6_K for values and Down of some layers, and Q5_0 and Q8_0 for rows of Down that are no whole
-blocks. The architecture is `llama` (SiLU, dense or a mixture), `qwen3`, `qwen3moe` or `smallthinker`. Routers are
-random; hot experts have longer rows.
+blocks; in MXFP4 experts are in it and the rest in Q8_0. The architecture is `llama` (SiLU, dense or a mixture),
+`qwen3`, `qwen3moe`, `smallthinker` or `gpt-oss`. Routers are random; hot experts have longer rows. Biases and sinks are
+zeros.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class Preset:
     """The encodings of a file.
 
     larger: encoding of values and Down in layers that get more bits
+    experts: encoding of experts; None: as other matrices
     """
 
     file_type: LlamaFileType
     usual: str
     larger: str
     output: str
+    experts: str | None = None
 
 
 PRESETS = {
@@ -61,6 +64,7 @@ PRESETS = {
     "Q4_K_M": Preset(LlamaFileType.MOSTLY_Q4_K_M, "Q4_K", "Q6_K", "Q6_K"),
     "Q6_K": Preset(LlamaFileType.MOSTLY_Q6_K, "Q6_K", "Q6_K", "Q6_K"),
     "Q8_0": Preset(LlamaFileType.MOSTLY_Q8_0, "Q8_0", "Q8_0", "Q8_0"),
+    "MXFP4": Preset(LlamaFileType.MOSTLY_MXFP4_MOE, "Q8_0", "Q8_0", "Q8_0", experts="MXFP4"),
 }
 # Of random blocks with a scale of 1: where the fp16 scale lies, and the deviation of the weights. A random nibble - 8
 # deviates by 4.6, a signed byte by 74. In Q6_K signed bytes are factors of six bits - 32, which deviate by 18.5. In
@@ -72,6 +76,7 @@ SCALES = {
     "Q6_K": (208, 74 * 18.5),
     "Q4_K": (0, 230.0),
 }
+MXFP4_DEVIATION = 2.93  # of a random nibble's value, times 2^(exponent - 127)
 MEAN_CODES = {"Q4_K": 7.5}  # minima of this size, in units of scales, center the weights
 
 
@@ -82,6 +87,7 @@ class _Tensor(NamedTuple):
     encoding: str
     experts: int = 0  # number of stacked matrices; 0: a plain matrix
     lengths: tuple[float, ...] = ()  # of its rows; empty: all about 1
+    is_zero: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,30 +152,34 @@ def architecture(model: ModelSpec) -> str:
     """Return llama.cpp's name for the architecture of a shape."""
     if model.router_reads == "layer":
         return "smallthinker"
+    if model.attention_sinks:
+        return "gpt-oss"
     if model.head_norm:
         return "qwen3" if model.experts == 1 else "qwen3moe"
     return "llama"
 
 
 def _require(path: Path, model: ModelSpec, preset: Preset) -> None:
-    if any(model.windows_tokens) and model.layer_kinds != _smallthinker_layers(model):
+    if any(model.windows_tokens) and model.layer_kinds != _windowed_layers(model):
         raise UserError(
             f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a GGUF counterpart has "
-            "none, or those of llama.cpp's smallthinker"
+            "none, or those of llama.cpp's smallthinker or gpt-oss"
         )
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; the tokenizer of GGUF needs {MIN_VOCABULARY}")
     for field, columns, encoding in (
         ("width", model.width, preset.output),
-        ("neurons", model.neurons, _in_whole_blocks(preset.usual, model.neurons)),
+        ("neurons", model.neurons, _in_whole_blocks(preset.experts or preset.usual, model.neurons)),
         ("query_heads * head_width", model.query_width, preset.usual),
     ):
         if columns % (block := BLOCK_WEIGHTS_BYTES[encoding][0]):
             raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
 
 
-def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
-    """Return the layers that llama.cpp computes for a smallthinker with windows; None for other architectures."""
+def _windowed_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
+    """Return the layers that llama.cpp computes for a model with windows; None for architectures without any."""
+    if architecture(model) == "gpt-oss":
+        return runs_of([0 if layer % 2 else max(model.windows_tokens) for layer in range(model.layers)])
     if architecture(model) != "smallthinker":
         return None
     full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
@@ -198,7 +208,8 @@ def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
     yield _Tensor("token_embd.weight", model.vocabulary, width, usual)
     for layer in range(model.layers):
         block, larger = f"blk.{layer}", preset.larger if _has_more_bits(layer, model.layers) else usual
-        down = _in_whole_blocks(larger, model.neurons)
+        down = _in_whole_blocks(larger, model.neurons) if preset.experts is None else preset.experts
+        rows = preset.experts or usual
         yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
         yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, usual)
         yield _Tensor(f"{block}.attn_k.weight", key_width, width, usual)
@@ -207,14 +218,30 @@ def _tensors(model: ModelSpec, preset: Preset) -> Iterator[_Tensor]:
             yield _Tensor(f"{block}.attn_q_norm.weight", 0, model.head_width, "F32")
             yield _Tensor(f"{block}.attn_k_norm.weight", 0, model.head_width, "F32")
         yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, usual)
-        yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
+        norm = "post_attention_norm" if architecture(model) == "gpt-oss" else "ffn_norm"
+        yield _Tensor(f"{block}.{norm}.weight", 0, width, "F32")
+        for name, shape in _zeros(model):
+            yield _Tensor(f"{block}.{name}", shape[0], shape[1], "F32", is_zero=True)
         if experts:
             yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
-        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, usual, experts)
-        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, usual, experts)
+        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, rows, experts)
+        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, rows, experts)
         yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, down, experts)
     yield _Tensor("output_norm.weight", 0, width, "F32")
     yield _Tensor("output.weight", model.vocabulary, width, preset.output)
+
+
+def _zeros(model: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield name and shape of a layer's biases and sinks; 0 rows: a vector."""
+    if not model.attention_sinks:
+        return
+    key_width = model.key_heads * model.head_width
+    for part, length in (("q", model.query_width), ("k", key_width), ("v", key_width), ("output", model.width)):
+        yield f"attn_{part}.bias", (0, length)
+    yield "attn_sinks.weight", (0, model.query_heads)
+    yield "ffn_gate_inp.bias", (0, model.experts)
+    for matrix in ("gate", "up", "down"):
+        yield f"ffn_{matrix}_exps.bias", (model.experts, model.width if matrix == "down" else model.neurons)
 
 
 def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
@@ -246,6 +273,8 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
         count = size_bytes // PLAIN_BYTES["F32"]
+        if tensor.is_zero:
+            return np.zeros(count, dtype=np.float32)
         if not tensor.rows:
             return np.ones(count, dtype=np.float32)
         values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
@@ -256,6 +285,10 @@ def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray
     block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
     blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
     blocks = blocks.reshape(-1, block_bytes)
+    if tensor.encoding == "MXFP4":
+        exponent = 127 - round(math.log2(MXFP4_DEVIATION * length))
+        blocks[:, 0] = generator.integers(exponent - 1, exponent + 2, len(blocks), dtype=np.uint8)
+        return blocks.reshape(-1)
     at, spread = SCALES[tensor.encoding]
     # The mean of quants may be below 0, so scales have both signs.
     sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
@@ -288,9 +321,10 @@ def _describe(writer: GGUFWriter, model: ModelSpec, preset: Preset) -> None:
         writer.add_expert_used_count(model.experts_per_token)
         if architecture(model) != "llama":  # llama has neither of these keys
             writer.add_expert_feed_forward_length(model.neurons)
-            writer.add_expert_gating_func(GATING[model.router])
+            if architecture(model) != "gpt-oss":
+                writer.add_expert_gating_func(GATING[model.router])
     if any(model.windows_tokens):
-        writer.add_sliding_window(SMALLTHINKER_WINDOW_TOKENS)
+        writer.add_sliding_window(max(model.windows_tokens))
     # Every number is a shorter number and a digit, so that merges produce all of them.
     words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
     pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]

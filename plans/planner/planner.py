@@ -150,7 +150,8 @@ class _PlanBuilder:
     def _no_thresholds(self) -> str:
         name, activation = self._manifest.name, self._manifest.model.activation
         if activation != "silu":
-            return f"--mode thresholded: {name!r} computes {activation}, and only silu has thresholds; take exact or predicted"
+            only = f"{name!r} computes {activation}, and only silu has thresholds"
+            return f"--mode thresholded: {only}; take exact or predicted"
         return (
             f"--mode thresholded: the package {name!r} has no thresholds; "
             "set them with `neuronpipe profile PACKAGE --silent 50% --text FILE`"

@@ -19,7 +19,7 @@ from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, PREDICTOR_QUAN
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
-GGUF_PRESETS = ("Q4_0", "Q4_K_M", "Q6_K", "Q8_0")
+GGUF_PRESETS = ("Q4_0", "Q4_K_M", "Q6_K", "Q8_0", "MXFP4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -54,12 +54,21 @@ def _words(digits: str, marks: str = "") -> str:
     )
 
 
+def _words_by_case() -> str:
+    """Return the pattern of GPT-4o and gpt-oss: capitals before small letters, with the contraction that follows."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    contraction, before = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"[^\r\n\p{L}\p{N}]?"
+    words = f"{before}{upper}*{lower}+{contraction}|{before}{upper}+{lower}*{contraction}"
+    return words + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
     "gpt-2": Split((_GPT2,)),
     "llama-bpe": Split((_words(r"\p{N}{1,3}"),), whole_words=True, starts=True),
     "qwen2": Split((_words(r"\p{N}"),), composed=True),
     "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
+    "gpt-4o": Split((_words_by_case(),), whole_words=True),
     "command-r": Split(_EACH_DIGIT, composed=True),
     "smollm": Split(_EACH_DIGIT),
     "starcoder": Split(_EACH_DIGIT),

@@ -22,7 +22,7 @@ from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import quantile
-from neuronpipe.plans.reference.engine import GATED
+from neuronpipe.plans.reference.engine import gated_values
 from neuronpipe.plans.reference.quantized import Vectors
 from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
@@ -280,7 +280,7 @@ class NeuronMaker:
         """Return the block with its Down, of which each row is scaled by the neuron's deviation / rms: neurons with
         nearly the same value for all tokens contribute little."""
         written, prediction = self._places.feed_forward, inputs.layer.prediction
-        inner = GATED[self._model.activation](gates, ups)
+        inner = gated_values(self._model, gates, ups)
         active = inner != 0
         down = codes.random_codes(len(gate.quants), written.stop - written.start, random)
         power, mean = np.einsum("tn,tn->n", inner, inner) / len(inner), inner.mean(axis=0)

@@ -49,6 +49,14 @@ def _windows_of_smallthinker(layers: int) -> tuple[LayerKind, ...]:
     return runs_of([0 if is_full else 4096 for is_full in full], [not is_full for is_full in full])
 
 
+def _windows_of_gpt_oss(layers: int) -> tuple[LayerKind, ...]:
+    return runs_of([0 if layer % 2 else 128 for layer in range(layers)])
+
+
+_GPT_OSS: dict[str, Any] = {
+    "family": "gpt_oss", "activation": "clamped_swiglu", "activation_limit": 7.0, "norm_epsilon": 1e-5,
+    "qkv_bias": True, "output_bias": True, "ffn_bias": True, "router_bias": True, "attention_sinks": True,
+}  # fmt: skip
 _SMALLTHINKER: dict[str, Any] = {
     "family": "smallthinker", "activation": "relu", "norm_epsilon": 1e-6, "router": "sigmoid", "router_reads": "layer",
 }  # fmt: skip
@@ -67,12 +75,21 @@ SHAPES = {
     "smallthinker-100m": _shape(
         512, 256, 12, (8, 2, 64), 8000, 8192, (16, 4), layer_kinds=_windows_of_smallthinker(12), **_SMALLTHINKER
     ),
+    "gpt-oss-20b": _shape(
+        2880, 2880, 24, (64, 8, 64), 201088, 131072, (32, 4), layer_kinds=_windows_of_gpt_oss(24), **_GPT_OSS
+    ),
+    "gpt-oss-120b": _shape(
+        2880, 2880, 36, (64, 8, 64), 201088, 131072, (128, 4), layer_kinds=_windows_of_gpt_oss(36), **_GPT_OSS
+    ),
+    "gpt-oss-100m": _shape(
+        512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), layer_kinds=_windows_of_gpt_oss(12), **_GPT_OSS
+    ),
     "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
     "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }
 
 # Published bases of rotary positions. ModelSpec has no base, since packages have the table that follows from it.
-_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0}
+_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0, "gpt_oss": 150_000.0}
 
 
 def rope_base(model: ModelSpec) -> float:

@@ -40,6 +40,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.plans.reference.engine import rms_norm
 from numpy.typing import NDArray
@@ -118,6 +119,9 @@ def synthesize(
             if model.head_norm:
                 for vector in ("query_norm", "key_norm"):
                     writer.vector(f"{prefix}.{vector}", attention.head_norm)
+            for vector, length in fixed_vectors(model):
+                if vector.startswith(f"{prefix}.") and vector.endswith((".bias", ".sinks")):
+                    writer.vector(vector, np.zeros(length, dtype=np.float32))
             x = x + attention_layer.change
             normed = rms_norm(x, norm_weights, model.norm_epsilon)
             routed = np.ones((len(x), 1), dtype=np.float32)
