@@ -26,14 +26,14 @@ BAR_WIDTH = 64
 MIB = 1 << 20
 MAX_RECALL_SHORTFALL = 0.005  # below the target recall; calibration and held-out text can differ by this much
 ALWAYS_FIRES = (
-    "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
+    "every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
 )
 LEAVES_OUT = (
     "; `neuronpipe profile PACKAGE --silent 50% --text FILE` and --mode thresholded leave out a part, at a loss"
 )
 CHOSEN_FIRE = (
-    "silu: every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
+    "every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
     "expert; nothing inside an expert is sparse"
 )
 NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat-template FILE` gives it one"
@@ -107,7 +107,8 @@ def dense_reading(model: ModelSpec) -> str | None:
     if not model.all_neurons_fire:
         return None
     share = model.experts_per_token / model.experts
-    return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
+    reads = ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)
+    return f"{model.activation}: {reads}{LEAVES_OUT if model.activation == 'silu' else ''}"
 
 
 def streams_densely(model: ModelSpec, plan: Plan) -> str | None:

@@ -111,7 +111,7 @@ def recipe_for(quantization: Quantization, weights: Mapping[str, int], *, down_b
 
 
 def ends_quantization(
-    quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int], *, is_looked_up: bool
+    quantization: Quantization, recipe: Recipe, encodings: Mapping[str, int], *, is_looked_up: bool, is_default: bool
 ) -> Quantization:
     """Return the quantization of embedding or output: the recipe's, or a smaller one that suffices.
 
@@ -120,7 +120,10 @@ def ends_quantization(
 
     encodings: numbers of the matrix's weights in each encoding
     is_looked_up: an embedding of a model with an output matrix
+    is_default: the package's quantization is the default for its source, so that a matrix in Q8_0 keeps its values
     """
+    if is_default and set(encodings) == {"Q8_0"} and quantization != "f16":
+        return "q8"
     if is_looked_up and quantization in BLOCK_QUANTIZATIONS and set(encodings) <= set(PLAIN):
         return quantization
     if {LOSSLESS.get(encoding) for encoding in encodings} == {quantization}:

@@ -367,7 +367,10 @@ def _fixed_quantizations(checkpoint: Checkpoint, quantization: Quantization) -> 
         encodings = _weights_by_encoding(checkpoint.matrices[name])
         if name in EMBEDDINGS:
             is_looked_up = name == "embedding" and not checkpoint.model.tied_embeddings
-            of_matrix = ends_quantization(quantization, recipe, encodings, is_looked_up=is_looked_up)
+            is_default = quantization == default_quantization(weights)
+            of_matrix = ends_quantization(
+                quantization, recipe, encodings, is_looked_up=is_looked_up, is_default=is_default
+            )
         else:
             may_differ = quantization != "f16" and checkpoint.model.all_neurons_fire
             of_matrix = attention_quantization(quantization, weights, encodings, may_differ=may_differ)
