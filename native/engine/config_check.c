@@ -147,9 +147,11 @@ static const char *invalid_layer(const np_shape *s, const np_fixed *fixed, const
     for (uint32_t n = 0; (p->external_products || p->offload_blocks) && fixed->layers && n < s->layers; n++)
         if (fixed->layers[n].gate_bias)
             return "gate_bias"; /* runtimes and accelerators do not add it */
-    for (uint32_t n = 0; s->activation == NP_SILU && n < s->layers; n++)
-        if (!(fixed->layers[n].silent_below >= 0.0f && isfinite(fixed->layers[n].silent_below)))
+    for (uint32_t n = 0; np_is_smooth(s) && n < s->layers; n++) {
+        const float silent_below = fixed->layers[n].silent_below;
+        if (!(silent_below >= 0.0f && isfinite(silent_below)) || (silent_below > 0.0f && s->activation != NP_SILU))
             return "silent_below";
+    }
     return NULL;
 }
 

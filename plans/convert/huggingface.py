@@ -45,7 +45,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
         if model.positions == "rotary":
-            model = replace(model, attention_scale=attention_scale(config))
+            model = replace(model, attention_scale=model.attention_scale * attention_scale(config))
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 RowNumbers = NDArray[np.int64]
 MAX_TENSORS = 1 << 18  # in all files of a model together
+MAX_SPAN = 4  # stored rows that are read for each row that is needed
 
 
 @frozen
@@ -65,9 +66,15 @@ class StoredMatrix:
         """Return the bytes of some rows: [len(rows), row bytes]. Raises UserError if they cannot be read."""
         stride = self.stride_bytes
         places = rows if self.order is None else self.order[rows]
+        breaks = np.flatnonzero(np.diff(places) != 1) + 1
+        if len(breaks):
+            first, end = int(places.min()), int(places.max()) + 1
+            if end - first <= MAX_SPAN * len(rows):  # one read with some rows too many, instead of a read for each
+                span = np.empty((end - first, stride), dtype=np.uint8)
+                self.file.read_into(self.offset + first * stride, span)
+                return np.ascontiguousarray(span[places - first])
         target = np.empty((len(rows), stride), dtype=np.uint8)
         # Consecutive stored rows are read at once.
-        breaks = np.flatnonzero(np.diff(places) != 1) + 1
         for start, stop in zip((0, *breaks), (*breaks, len(rows)), strict=True):
             if start < stop:
                 self.file.read_into(self.offset + int(places[start]) * stride, target[start:stop])

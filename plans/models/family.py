@@ -113,6 +113,8 @@ class GgufArchitecture:
     activation_limit: the field of ModelSpec
     ffn_norm: the name of the feed-forward's norm
     full_layer_every: with windows, each layer of this number has none; 0: all layers have windows
+    unrotated_layer_every: each layer of this number is not rotated; 0: all are
+    has_scales: the file has factors of embeddings, attention scores, additions to the residual stream, and logits
     rounds_yarn: the bounds of YaRN are rounded to whole pairs
     """
 
@@ -131,6 +133,8 @@ class GgufArchitecture:
     activation_limit: float = 0.0
     ffn_norm: str = "ffn_norm"
     full_layer_every: int = 0
+    unrotated_layer_every: int = 0
+    has_scales: bool = False
     rounds_yarn: bool = True
 
 

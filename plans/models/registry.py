@@ -8,6 +8,7 @@ from neuronpipe.plans.models import (
     arcee,
     falcon,
     gpt_oss,
+    granite,
     llama,
     minicpm,
     mixtral,
@@ -15,6 +16,7 @@ from neuronpipe.plans.models import (
     opt,
     qwen3,
     smallthinker,
+    smollm3,
     sparse_llama,
 )
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
@@ -33,6 +35,8 @@ FAMILIES: Mapping[str, Family] = {
         minicpm.FAMILY,
         arcee.FAMILY,
         gpt_oss.FAMILY,
+        smollm3.FAMILY,
+        granite.FAMILY,
     )
 }
 

@@ -59,6 +59,8 @@ MODEL_TYPES = {
     "MiniCPMForCausalLM": "minicpm",
     "SparseLlamaForCausalLM": "sparsellama",
     "GptOssForCausalLM": "gpt_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -160,6 +162,17 @@ RECIPES = {
         Recipe(
             "falcon per head", "FalconForCausalLM", "relu", 96, 270, 2, 3, 3, 32, tied=True, bias=True,
             config={"new_decoder_architecture": False, "multi_query": False, "activation": "relu", "bias": True},
+        ),
+        Recipe(
+            "smollm3", "SmolLM3ForCausalLM", "silu", 128, 200, 5, 4, 1, 32, tied=True,
+            config={"rope_theta": 50_000.0, "pad_token_id": None},
+        ),
+        Recipe(
+            "granite", "GraniteForCausalLM", "silu", 128, 200, 3, 4, 2, 32, tied=True, dtype="BF16",
+            config={
+                "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.6,
+                "attention_multiplier": 0.3,
+            },
         ),
         Recipe(
             "gpt-oss", "GptOssForCausalLM", "silu", 96, 64, 4, 6, 2, 32, dtype="BF16", experts=6,

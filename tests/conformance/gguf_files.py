@@ -59,8 +59,10 @@ ARCHITECTURES = {
     "NemotronForCausalLM": "nemotron",
     "ArceeForCausalLM": "arcee",
     "GptOssForCausalLM": "gpt-oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
 }
-INTERLEAVED = ("llama", "bamboo", "arcee")
+INTERLEAVED = ("llama", "bamboo", "arcee", "smollm3", "granite")
 LAYER_NORM = ("falcon", "nemotron")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +160,34 @@ def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
     if name == "smallthinker":  # every fourth layer is without window and rotary positions, there
         told = replace(told, layer_kinds=(LayerKind(1, 0, False), LayerKind(3, 9)))
     assert package.manifest.model == told
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("smollm3", {}),
+        (
+            "granite",
+            {
+                "granite.embedding_scale": 3.0,
+                "granite.logit_scale": 0.25,
+                "granite.residual_scale": 0.6,
+                "granite.attention.scale": 0.3,
+            },
+        ),
+    ],
+)
+def test_facts_that_only_some_files_state_give_the_same_package(
+    name: str, metadata: dict[str, float], tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """SmolLM3's layers without positions, which no file states; Granite's factors, which are float32 there."""
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    package = convert(
+        write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata), tmp_path / "p", quantization="q8"
+    )
+    assert same_weights(package, expected)
+    ours, theirs = asdict(package.manifest.model), asdict(expected.manifest.model)
+    assert ours == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in theirs.items()}
 
 
 def test_gpt_oss_is_the_same_package_from_either_source(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -36,7 +37,17 @@ from neuronpipe.plans.models.family import (
     sounds_like_relu,
 )
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
-from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, Router, SpecError, runs_of
+from neuronpipe.plans.models.spec import (
+    MAX,
+    MAX_SCALE,
+    MIN_SCALE,
+    Activation,
+    LayerKind,
+    ModelSpec,
+    Router,
+    SpecError,
+    runs_of,
+)
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.strict_json import Record, one_line
 from neuronpipe.protocol.errors import quoted
@@ -232,7 +243,7 @@ def _model(
             activation_limit=architecture.activation_limit,
             tied_embeddings=not inventory.has("output.weight"),
             parallel=architecture.parallel,
-            attention_scale=attention_scale(_rope(metadata, name, architecture)),
+            **_scales(metadata, name, architecture, head_width),
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)
@@ -245,10 +256,31 @@ def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture
     if architecture.full_layer_every and window_tokens:
         every = architecture.full_layer_every
         return runs_of([0 if number % every == every - 1 else window_tokens for number in range(layers)])
+    if every := architecture.unrotated_layer_every:
+        return runs_of([window_tokens] * layers, [(number + 1) % every != 0 for number in range(layers)])
     if architecture.router_reads != "layer" or not window_tokens:
         return (LayerKind(layers, window_tokens),)
     full = [number % NOPE_EVERY == 0 for number in range(layers)]
     return runs_of([0 if is_full else window_tokens for is_full in full], [not is_full for is_full in full])
+
+
+def _scales(metadata: Record, name: str, architecture: GgufArchitecture, head_width: int) -> dict[str, Any]:
+    """Return the factors of ModelSpec: YaRN's, and those of the file if the architecture has some."""
+    scales = {"attention_scale": attention_scale(_rope(metadata, name, architecture))}
+    if not architecture.has_scales:
+        return scales
+
+    def factor(key: str, default: float) -> float:
+        field = f"{name}.{key}"
+        return metadata.number(field, MIN_SCALE, MAX_SCALE) if metadata.has(field) else default
+
+    scores = factor("attention.scale", head_width**-0.5)
+    return {
+        "attention_scale": scales["attention_scale"] * scores * math.sqrt(head_width),
+        "embedding_scale": factor("embedding_scale", 1.0),
+        "residual_scale": factor("residual_scale", 1.0),
+        "logit_scale": 1 / factor("logit_scale", 1.0),
+    }
 
 
 def _uniform(metadata: Record, field: str, minimum: int, maximum: int) -> int:

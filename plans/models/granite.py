@@ -1,0 +1,77 @@
+"""Granite 3, dense: like Llama, with factors of embeddings, attention scores, additions to the residual stream, and
+logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from neuronpipe.plans.models.configuration import (
+    GATED_DEFAULTS,
+    GATED_HARMLESS,
+    GATED_NAMES,
+    gated_activation,
+    gated_model,
+    refuse_biases,
+)
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, SpecError
+from neuronpipe.plans.strict_json import Record
+
+NAME = "granite"
+
+# GraniteConfig in transformers/models/granite/configuration_granite.py.
+DEFAULTS = {
+    **GATED_DEFAULTS,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 2,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+
+
+def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
+    refuse_biases(config, has)
+    if config.boolean("attention_bias"):
+        config.fail("attention_bias", "is true: not supported in this class")
+    model = gated_model(
+        config,
+        choices,
+        family=NAME,
+        activation=gated_activation(config, has, choices.activation),
+        windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
+        qkv_bias=False,
+    )
+
+    def factor(field: str) -> float:
+        return config.number(field, MIN_SCALE, MAX_SCALE)
+
+    try:
+        return replace(
+            model,
+            embedding_scale=factor("embedding_multiplier"),
+            residual_scale=factor("residual_multiplier"),
+            logit_scale=1 / factor("logits_scaling"),
+            attention_scale=factor("attention_multiplier") * math.sqrt(model.head_width),
+        )
+    except SpecError as error:
+        config.fail(error.field, error.complaint)
+
+
+FAMILY = Family(
+    name=NAME,
+    architectures={
+        "GraniteForCausalLM": Architecture(
+            config_class="GraniteConfig", defaults=DEFAULTS, read=_read, names=GATED_NAMES, harmless=GATED_HARMLESS
+        )
+    },
+    gguf={"granite": GgufArchitecture(interleaved=True, has_scales=True)},
+)
