@@ -253,7 +253,7 @@ def test_a_smallthinkers_router_is_what_either_source_says(tmp_path: Path) -> No
     [
         ("llama.expert_used_count", 6, "6 is outside 1..5"),
         ("llama.expert_shared_count", 1, "experts that all tokens share are not supported"),
-        ("llama.expert_gating_func", 3, "3 is not supported"),
+        ("llama.expert_gating_func", 4, "4 is not supported"),
     ],
 )
 def test_a_mixture_that_contradicts_itself_is_refused_by_its_key(

@@ -203,7 +203,7 @@ def _model(
     has_gating = metadata.has(f"{name}.expert_gating_func")
     gating = integer("expert_gating_func", 0, 99) if has_gating else 0
     if has_gating and gating not in GATING:
-        metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 (softmax) and 2 (sigmoid) are")
+        metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 and 3 (softmax) and 2 (sigmoid) are")
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
     whole = ("attention.value_length", *(() if architecture.partial_rotary else ("rope.dimension_count",)))
