@@ -14,9 +14,11 @@ from neuronpipe.launch.client import attach
 from neuronpipe.launch.scoring import score, stored_logits
 from neuronpipe.plans.lab.gguf_counterpart import write_gguf_counterpart
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.document import read_plan
+from neuronpipe.plans.plan.segment_sizes import PARTIAL_TOKENS
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tokens
 from tests.conformance.gguf_files import write_gguf
@@ -114,10 +116,11 @@ def test_logits_agree_with_the_stored_weights(
 ) -> None:
     metadata = METADATA if recipe is RECIPE else GPT_OSS_METADATA
     path = write_gguf(tmp_path / "m.gguf", recipe, encoding, metadata=metadata, tensors_of_part=tensors_of_part)
-    text = tokens(recipe, 40)
+    text = tokens(recipe, 100)
     with shell.up(path, "--ffn-resident", "40%") as run, attach(run.path) as client:
         package = Package.open(next(data.iterdir()))
         assert package.manifest.source_experts is not None
+        assert read_plan(run.path / PLAN_FILE).compute.prefill_chunk_tokens > PARTIAL_TOKENS
         for way in ("decode", "prefill"):
             out = shell.folder / f"{way}.npy"
             with stored_logits(out, RunDirectory(run.path), package, len(text)) as keep:

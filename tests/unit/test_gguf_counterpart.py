@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.conversion import convert
 from neuronpipe.plans.convert.gguf.gguf_model import open_gguf
 from neuronpipe.plans.lab import gguf_counterpart as counterpart_module
 from neuronpipe.plans.lab.gguf_counterpart import MIN_VOCABULARY, write_gguf_counterpart
 from neuronpipe.plans.lab.synth.routing import frequencies, routing_of
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.manifest import EMBEDDINGS
 from neuronpipe.plans.reference.engine import expert_shares
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
@@ -47,6 +49,20 @@ MIXTURES = {
     "llama": replace(TINY, experts=4, experts_per_token=2),
     "qwen3": replace(TINY, family="qwen3", head_norm=True),
     "qwen3moe": replace(TINY, family="qwen3", head_norm=True, experts=8, experts_per_token=3),
+    "gpt-oss": replace(
+        TINY,
+        family="gpt_oss",
+        layer_kinds=(LayerKind(1, 128), LayerKind(1)),
+        experts=4,
+        experts_per_token=2,
+        activation="clamped_swiglu",
+        activation_limit=7.0,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        router_bias=True,
+        attention_sinks=True,
+    ),
     "smallthinker": SMALLTHINKER,
     "smallthinker without windows": replace(SMALLTHINKER, layer_kinds=(LayerKind(3),)),
 }
@@ -74,6 +90,20 @@ def test_each_architecture_of_the_peer_holds_its_shape(kind: str, tmp_path: Path
         routers = [parts for name, parts in checkpoint.vectors.items() if name.endswith(".router")]
         assert all(part.encoding == "F32" for parts in routers for part in parts)
         assert len(routers) == (checkpoint.model.layers if checkpoint.model.experts > 1 else 0)
+
+
+def test_experts_in_mxfp4_and_what_is_in_q8_0_beside_them_keep_their_values(tmp_path: Path) -> None:
+    file = tmp_path / "t.gguf"
+    write_gguf_counterpart(file, MIXTURES["gpt-oss"], seed=1, preset="MXFP4")
+    with open_gguf(file, Options()) as checkpoint:
+        encodings = {name: {part.encoding for part in parts} for name, parts in checkpoint.matrices.items()}
+        assert all(found == ({"MXFP4"} if ".experts." in name else {"Q8_0"}) for name, found in encodings.items())
+        lengths = [np.linalg.norm(p[0].values(np.arange(64)), axis=1).mean() for p in checkpoint.matrices.values()]
+        assert 0.8 < min(lengths) <= max(lengths) < 1.6
+    kept = convert(file, tmp_path / "kept").manifest
+    assert (kept.quantization, *(kept.quantization_of(name) for name in EMBEDDINGS)) == ("mxfp4", "q8", "q8")
+    asked = convert(file, tmp_path / "asked", quantization="q4k").manifest
+    assert {asked.quantization_of(name) for name in EMBEDDINGS} == {"q6k"}
 
 
 def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
