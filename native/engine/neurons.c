@@ -130,7 +130,9 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
     for (uint32_t r = 0; r < engine->list.count; r++)
         for (uint32_t tokens = engine->list.token_masks[r]; tokens;) {
             const uint32_t t = lot.first + pop_token(&tokens), neuron = engine->list.neurons[r];
-            const float up = product_of(engine, r, t) + (bias && neuron < s->neurons ? bias[neuron] : 0.0f);
+            float up = product_of(engine, r, t);
+            if (bias && neuron < s->neurons) /* padding has no bias */
+                up += bias[neuron];
             store_value(engine, t, neuron, activate(s, *hidden_of(engine, t, neuron), up));
             engine->counters.up_rows++;
         }
