@@ -36,9 +36,6 @@ class Mxfp4Rows(StoredMatrix):
     def files(self) -> tuple[SourceFile, ...]:
         return self.file, self.exponents[0]
 
-    def rows_from(self, first: int, count: int) -> StoredMatrix:
-        raise NotImplementedError("experts are taken as a whole")
-
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
         blocks = self.columns // MXFP4_WEIGHTS
         pairs = self._read(self.file, self.offset, 16 * blocks, rows).reshape(len(rows), blocks, 16)
@@ -57,9 +54,6 @@ class TransposedRows(StoredMatrix):
     """Rows that are columns in the source, of which there are `source_columns`. Every call of `stored` reads all."""
 
     source_columns: int = field(kw_only=True)
-
-    def rows_from(self, first: int, count: int) -> StoredMatrix:
-        raise NotImplementedError("experts are taken as a whole")
 
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
         element_bytes = PLAIN_BYTES[self.encoding]

@@ -49,7 +49,7 @@ class StoredMatrix:
         """Return a matrix of `count` stored rows, from row `first` on. Raises UserError if there are fewer."""
         if first + count > self.rows:
             raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
-        return replace(self, offset=self.offset + first * self.stride_bytes, rows=count)
+        return replace(self, rows=count, order=np.arange(first, first + count, dtype=np.int64))
 
     @property
     def stride_bytes(self) -> int:
@@ -165,8 +165,8 @@ class Inventory:
     def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
         """Return the `count` matrices [rows, columns] of a tensor with three dimensions, as `take`."""
         whole = self.take(name, count, rows, columns)
-        row = replace(whole, rows=count * rows)
-        return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
+        size_bytes = rows * whole.stride_bytes
+        return tuple(replace(whole, rows=rows, offset=whole.offset + number * size_bytes) for number in range(count))
 
     def take_rows(self, name: str, columns: int) -> StoredMatrix:
         """Return a matrix with `columns` and any number of rows, as `take`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import CHOICES, Activation, ModelSpec, NormKind, Router, RouterInput
+from neuronpipe.plans.models.spec import SELECTABLE_ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
 from neuronpipe.plans.strict_json import Record
 from neuronpipe.protocol.errors import quoted
 from neuronpipe.protocol.frozen import frozen
@@ -159,7 +159,7 @@ ACTIVATION_NAMES: dict[str, Activation] = {
     "swish": "silu",
 }
 SAY_WHICH = (
-    f"say which it is with --activation {'|'.join(CHOICES)} "
+    f"say which it is with --activation {'|'.join(SELECTABLE_ACTIVATIONS)} "
     "(drelu: SparseQwen2, TurboSparse, Bamboo; relu: ReluLLaMA and others with relu(gate) * up)"
 )
 _RELU_MODELS = re.compile(r"relu|sparse|bamboo|powerinfer|minicpm-s", re.IGNORECASE)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
-    GATED_DEFAULTS,
     GATED_HARMLESS,
     GATED_NAMES,
     gated_activation,
@@ -16,6 +15,7 @@ from neuronpipe.plans.models.configuration import (
     refuse_biases,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
 from neuronpipe.plans.models.spec import MAX, MAX_SCALE, MIN_SCALE, ModelSpec, SpecError
 from neuronpipe.plans.strict_json import Record
 
@@ -23,14 +23,7 @@ NAME = "granite"
 
 # GraniteConfig in transformers/models/granite/configuration_granite.py.
 DEFAULTS = {
-    **GATED_DEFAULTS,
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "num_key_value_heads": None,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "eos_token_id": 2,
+    **LLAMA_DEFAULTS,
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
     "residual_multiplier": 1.0,

@@ -25,7 +25,7 @@ from neuronpipe.plans.convert.imatrix_file import read_imatrix
 from neuronpipe.plans.convert.importance import Importance
 from neuronpipe.plans.convert.refusals import refuse_no_source
 from neuronpipe.plans.inspect import warnings
-from neuronpipe.plans.models.spec import CHOICES
+from neuronpipe.plans.models.spec import SELECTABLE_ACTIVATIONS
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
@@ -115,7 +115,7 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activation",
-        choices=CHOICES,
+        choices=SELECTABLE_ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
     )
     parser.add_argument(
